@@ -1,0 +1,78 @@
+# How every target is built: flags, dependencies, and lockstep_layer().
+include(CMakePackageConfigHelpers)
+
+find_program(CCACHE ccache)
+if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # ccache takes precompiled headers only with these allowances.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE})
+endif()
+
+find_package(Threads REQUIRED)
+find_package(spdlog REQUIRED)
+find_package(fmt REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(CLI11 QUIET)
+find_path(CLI11_INCLUDE_DIR CLI/CLI.hpp REQUIRED)
+find_path(HWLOC_INCLUDE_DIR hwloc.h)
+find_library(HWLOC_LIBRARY hwloc)
+
+# Private flags: nothing here reaches a program that links Lockstep.
+add_library(lockstep_flags INTERFACE)
+target_compile_options(lockstep_flags INTERFACE -Wall -Wextra -Winvalid-pch)
+if(LOCKSTEP_WERROR)
+  target_compile_options(lockstep_flags INTERFACE -Werror)
+endif()
+if(LOCKSTEP_SANITIZE)
+  target_compile_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer)
+  target_link_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE})
+endif()
+
+if(LOCKSTEP_TORCH)
+  find_package(Libtorch REQUIRED)
+  find_package(MPI COMPONENTS CXX QUIET)
+  message(STATUS "Lockstep: libtorch ${Libtorch_VERSION} (${Libtorch_LIBRARY_DIR}), MPI ${MPI_CXX_FOUND}, CUDA ${Libtorch_CUDA}")
+endif()
+
+# lockstep_layer(name SOURCES ... HEADERS ... [DEPENDS ...] [PRIVATE ...] [TORCH])
+# One folder, one namespace, one target lockstep::name. HEADERS are what is installed; DEPENDS is public.
+function(lockstep_layer name)
+  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;HEADERS;DEPENDS;PRIVATE" ${ARGN})
+  set(target lockstep_${name})
+  add_library(${target} STATIC ${ARG_SOURCES})
+  add_library(lockstep::${name} ALIAS ${target})
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_link_libraries(${target} PUBLIC ${ARG_DEPENDS} PRIVATE $<BUILD_INTERFACE:lockstep_flags> ${ARG_PRIVATE})
+  if(ARG_TORCH)
+    target_link_libraries(${target} PUBLIC Libtorch::Libtorch)
+    lockstep_torch_pch(${target})
+  endif()
+  set_target_properties(${target} PROPERTIES EXPORT_NAME ${name} VERIFY_INTERFACE_HEADER_SETS ON)
+  target_sources(${target} PUBLIC FILE_SET HEADERS
+    BASE_DIRS ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/generated FILES ${ARG_HEADERS})
+  install(TARGETS ${target} EXPORT LockstepTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+          FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+endfunction()
+
+# One precompiled header serves every torch target: the first builds it, the others reuse it.
+function(lockstep_torch_pch target)
+  if(NOT TARGET lockstep_pch)
+    file(WRITE ${PROJECT_BINARY_DIR}/generated/pch.cpp "")
+    add_library(lockstep_pch OBJECT ${PROJECT_BINARY_DIR}/generated/pch.cpp)
+    target_compile_features(lockstep_pch PRIVATE cxx_std_20)
+    target_link_libraries(lockstep_pch PRIVATE Libtorch::Libtorch lockstep_flags)
+    target_precompile_headers(lockstep_pch PRIVATE <ATen/ATen.h>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM lockstep_pch)
+endfunction()
+
+# lockstep_executable(name SOURCES ... LINK ... [TORCH])
+function(lockstep_executable name)
+  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;LINK" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  target_compile_features(${name} PRIVATE cxx_std_20)
+  target_link_libraries(${name} PRIVATE ${ARG_LINK} lockstep_flags)
+  if(ARG_TORCH)
+    lockstep_torch_pch(${name})
+  endif()
+endfunction()

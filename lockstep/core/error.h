@@ -1,0 +1,63 @@
+// Every failure that Lockstep reports is one of these, classed by what the caller can do about it.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace lockstep {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The input is wrong: fix it and start again.
+class ConfigError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The group is no longer usable: rebuild it, or end the job.
+class CommError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A peer is alive, as far as is known, but did not come in time.
+class TimeoutError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// A peer has died or has left the group.
+class PeerLost : public CommError {
+ public:
+  PeerLost(int rank, const std::string& message) : CommError(message), rank_(rank) {}
+  int rank() const { return rank_; }
+
+ private:
+  int rank_;
+};
+
+// Ranks called different operations, or the same one with different arguments.
+class MismatchError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// An operating system call failed; the message has what was tried and the system's reason.
+class SystemError : public Error {
+ public:
+  SystemError(const std::string& what, int error_number);
+  int error_number() const { return error_number_; }
+
+ private:
+  int error_number_;
+};
+
+// For rules that only a bug in Lockstep can break; user input gets a ConfigError.
+inline void check(bool condition, const char* rule) {
+  if (!condition) throw std::logic_error(std::string("lockstep bug: ") + rule);
+}
+
+}  // namespace lockstep

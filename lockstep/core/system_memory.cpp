@@ -1,0 +1,56 @@
+#include "lockstep/core/system_memory.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <string>
+
+namespace lockstep {
+namespace {
+
+constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
+
+// The number in a file that holds just one; "max" and a missing file mean no limit.
+uint64_t number_in(const std::string& path) {
+  uint64_t value = kUnlimited;
+  std::ifstream file(path);
+  return file >> value ? value : kUnlimited;
+}
+
+uint64_t room_below(uint64_t limit, uint64_t used) {
+  return limit == kUnlimited || used == kUnlimited ? kUnlimited : limit - std::min(limit, used);
+}
+
+uint64_t room_in_machine() {
+  std::ifstream info("/proc/meminfo");
+  std::string key, unit;
+  uint64_t kilobytes = 0;
+  while (info >> key >> kilobytes && std::getline(info, unit)) {
+    if (key == "MemAvailable:") return kilobytes * 1024;
+  }
+  return kUnlimited;
+}
+
+uint64_t room_in_control_group() {
+  uint64_t room = kUnlimited;
+  std::ifstream groups("/proc/self/cgroup");  // lines of id:controllers:path
+  for (std::string line; std::getline(groups, line);) {
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
+    if (controllers.empty()) {  // version 2
+      const std::string folder = "/sys/fs/cgroup" + path;
+      room = std::min(room, room_below(number_in(folder + "/memory.max"), number_in(folder + "/memory.current")));
+    } else if (controllers.find("memory") != std::string::npos) {  // version 1
+      const std::string folder = "/sys/fs/cgroup/memory" + path;
+      room = std::min(room, room_below(number_in(folder + "/memory.limit_in_bytes"), number_in(folder + "/memory.usage_in_bytes")));
+    }
+  }
+  return room;
+}
+
+}  // namespace
+
+uint64_t available_memory() { return std::min(room_in_machine(), room_in_control_group()); }
+
+}  // namespace lockstep

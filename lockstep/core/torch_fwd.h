@@ -1,0 +1,9 @@
+// The only forward declarations of torch's classes: headers that name a tensor by reference include this.
+#pragma once
+
+namespace at {
+class Tensor;
+}
+namespace torch::nn {
+class Module;
+}

@@ -1,0 +1,125 @@
+// Process-wide state, because a trace file is one per process. Events are formatted into a buffer that goes to the file
+// when it is large or the process exits; the format needs no closing bracket, so a killed process leaves a readable file.
+#include "lockstep/core/trace.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+
+#include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+
+namespace lockstep::trace {
+namespace {
+
+class File {
+ public:
+  explicit File(const std::string& folder) {
+    std::error_code failure;
+    std::filesystem::create_directories(folder, failure);
+    const char* rank = std::getenv("RANK");
+    const std::string path = rank != nullptr ? format("{}/rank{}-pid{}.json", folder, rank, getpid())
+                                             : format("{}/pid{}.json", folder, getpid());
+    file_ = std::fopen(path.c_str(), "w");
+    if (file_ == nullptr) {
+      log::warn(format("LOCKSTEP_TRACE: cannot write {}; no trace is kept", path));
+      return;
+    }
+    std::fputs("[\n", file_);
+    std::atexit(trace::flush);
+  }
+  bool open() const { return file_ != nullptr; }
+
+  void add(const std::string& event) {
+    const std::lock_guard lock(mutex_);
+    buffer_ += event;
+    if (buffer_.size() > (1u << 20)) write();
+  }
+  void flush() {
+    const std::lock_guard lock(mutex_);
+    write();
+  }
+
+ private:
+  void write() {
+    std::fwrite(buffer_.data(), 1, buffer_.size(), file_);
+    std::fflush(file_);
+    buffer_.clear();
+  }
+
+  std::mutex mutex_;
+  std::string buffer_;
+  std::FILE* file_ = nullptr;
+};
+
+// Null when tracing is off. Leaked on purpose: threads may end spans while the process exits.
+File* file() {
+  static File* const instance = []() -> File* {
+    const char* folder = std::getenv("LOCKSTEP_TRACE");
+    if (folder == nullptr || *folder == '\0') return nullptr;
+    auto* created = new File(folder);
+    return created->open() ? created : nullptr;
+  }();
+  return instance;
+}
+
+std::optional<Row>& thread_row() {
+  thread_local std::optional<Row> row;
+  return row;
+}
+
+double microseconds(Clock::duration duration) { return std::chrono::duration<double, std::micro>(duration).count(); }
+
+}  // namespace
+
+bool enabled() { return file() != nullptr; }
+
+Row::Row(int rank, std::string_view name) : rank_(rank) {
+  static std::atomic<int> next_id{1};
+  id_ = next_id++;
+  if (!enabled()) return;
+  file()->add(format("{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"rank {0}\"}}}},\n"
+                     "{{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":{0},\"args\":{{\"sort_index\":{0}}}}},\n"
+                     "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{0},\"tid\":{1},\"args\":{{\"name\":\"{2}\"}}}},\n",
+                     rank_, id_, name));
+}
+
+void Row::add(std::string_view category, std::string_view name, Clock::time_point start, Clock::time_point end,
+              std::string_view args) const {
+  if (!enabled()) return;
+  file()->add(format("{{\"ph\":\"X\",\"cat\":\"{}\",\"name\":\"{}\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{{}}}}},\n",
+                     category, name, rank_, id_, microseconds(start.time_since_epoch()), microseconds(end - start), args));
+}
+
+void name_thread(int rank, std::string_view name) {
+  if (enabled()) thread_row().emplace(rank, name);
+}
+
+Span::Span(std::string_view category, std::string_view name, std::string args) : active_(enabled()) {
+  if (!active_) return;
+  category_ = category;
+  name_ = name;
+  args_ = std::move(args);
+  start_ = Clock::now();
+}
+
+Span::~Span() {
+  if (!active_) return;
+  const auto end = Clock::now();
+  if (!thread_row()) {
+    const char* rank = std::getenv("RANK");
+    name_thread(rank != nullptr ? std::atoi(rank) : 0, "thread");
+  }
+  thread_row()->add(category_, name_, start_, end, args_);
+}
+
+void flush() {
+  if (enabled()) file()->flush();
+}
+
+}  // namespace lockstep::trace

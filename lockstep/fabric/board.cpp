@@ -1,0 +1,106 @@
+#include "lockstep/fabric/board.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "lockstep/core/error.h"
+#include "lockstep/fabric/futex.h"
+
+namespace lockstep::fabric {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Where things lie: the failure record, the slots, the channels, the counts, then page-aligned data of each rank.
+struct Layout {
+  explicit Layout(int size) {
+    const auto n = static_cast<size_t>(size);
+    slots = round_up(sizeof(Failure), kPage);
+    channels = slots + n * sizeof(Slot);
+    counts = round_up(channels + n * n * sizeof(Channel), kCacheLine);
+    count_stride = round_up(2 * n * sizeof(int64_t), kCacheLine);
+    data = round_up(counts + 2 * n * count_stride, kPage);
+    data_stride = 2 * kEagerBytes + 4 * kStagingBytes;
+    mailboxes = data + n * data_stride;
+    // About 4 MB for all channels together: large groups that send large ordinary tensors get smaller pieces.
+    mailbox_piece = std::clamp<size_t>(std::bit_floor((size_t{4} << 20) / (2 * n * n)), kPage, 128 << 10);
+    total = mailboxes + 2 * n * n * mailbox_piece;
+  }
+  size_t slots, channels, counts, count_stride, data, data_stride, mailboxes, mailbox_piece, total;
+};
+
+}  // namespace
+
+Board::Board(Segment segment, int size) : segment_(std::move(segment)), size_(size) {}
+
+std::shared_ptr<Board> Board::create(int size, bool shared) {
+  const size_t bytes = Layout(size).total;
+  return std::shared_ptr<Board>(
+      new Board(shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes), size));
+}
+
+std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size) {
+  check(handle.bytes == Layout(size).total, "a board's size must follow from its number of ranks");
+  return std::shared_ptr<Board>(new Board(Segment::open(handle), size));
+}
+
+Slot& Board::slot(int rank) const {
+  return reinterpret_cast<Slot*>(segment_.data() + Layout(size_).slots)[rank];
+}
+
+Channel& Board::channel(int from, int to) const {
+  return reinterpret_cast<Channel*>(segment_.data() + Layout(size_).channels)[from * size_ + to];
+}
+
+Failure& Board::failure() const { return *reinterpret_cast<Failure*>(segment_.data()); }
+
+int64_t* Board::counts(int rank, uint64_t sequence) const {
+  const Layout layout(size_);
+  return reinterpret_cast<int64_t*>(segment_.data() + layout.counts + (2 * static_cast<size_t>(rank) + sequence % 2) * layout.count_stride);
+}
+
+std::byte* Board::eager(int rank, uint64_t sequence) const {
+  const Layout layout(size_);
+  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride + sequence % 2 * kEagerBytes;
+}
+
+std::byte* Board::staging(int rank, int piece) const {
+  const Layout layout(size_);
+  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride + 2 * kEagerBytes +
+         static_cast<size_t>(piece) * kStagingBytes;
+}
+
+std::byte* Board::mailbox(int from, int to, uint64_t piece) const {
+  const Layout layout(size_);
+  const auto channel = static_cast<size_t>(from * size_ + to);
+  return segment_.data() + layout.mailboxes + (2 * channel + piece % 2) * layout.mailbox_piece;
+}
+
+size_t Board::mailbox_bytes() const { return Layout(size_).mailbox_piece; }
+
+void Board::ring(int rank) const {
+  // Pairs with Engine::sleep: it says that it sleeps, then looks again. Both sides sequentially consistent, so either the
+  // sleeper sees the change or we see the sleeper.
+  Slot& target = slot(rank);
+  if (target.sleeping.load(std::memory_order_seq_cst) == 0) return;
+  target.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(target.doorbell);
+}
+
+void Board::ring_all() const {
+  for (int rank = 0; rank < size_; ++rank) ring(rank);
+}
+
+void Board::fail(Failure::Kind kind, int rank, const std::string& message) const {
+  Failure& record = failure();
+  uint32_t expected = Failure::none;
+  if (!record.stage.compare_exchange_strong(expected, Failure::writing)) return;
+  record.kind = kind;
+  record.rank = rank;
+  record.message[message.copy(record.message, sizeof(record.message) - 1)] = '\0';
+  record.stage.store(Failure::written, std::memory_order_seq_cst);
+  ring_all();
+}
+
+}  // namespace lockstep::fabric

@@ -1,0 +1,89 @@
+// A message is a header (what it is, where it lies) and its data. Large data in memory that the receiver can reach is
+// read from there; the sender waits until that is done. All else goes through the channel's mailbox in pieces, two at a
+// time. Both ends count pieces: `sent` by the sender, `received` by the receiver.
+#include "lockstep/fabric/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::fabric {
+namespace {
+
+constexpr size_t kDirectBytes = 128 << 10;  // below, copying through the mailbox is cheaper than waiting for the receiver
+
+Wait reached(const std::atomic<uint64_t>& counter, int rank, uint64_t target) {
+  // One counter, presented as that of `rank` so that a message about the wait can name it.
+  return {reinterpret_cast<const std::byte*>(&counter), 0, rank, rank + 1, target};
+}
+
+void count_up(std::atomic<uint64_t>& counter, const Seat& seat, int peer) {
+  counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+  seat.board().ring(peer);
+}
+
+}  // namespace
+
+Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces) {
+  const int peer = operation.root;
+  const Board& board = seat.board();
+  Channel& channel = board.channel(seat.rank(), peer);
+  const auto data = operation.input;
+  const Location place = data.size() > kDirectBytes ? seat.locate(data.data(), data.size()) : Location{};
+
+  co_await reached(channel.received, peer, pieces);  // the message before this one has left the channel
+  channel.signature = signature_of(operation);
+  channel.data = place;
+  if (place.kind != Location::unreachable) {
+    ++pieces;
+    count_up(channel.sent, seat, peer);
+    co_await reached(channel.received, peer, pieces);
+    co_return;
+  }
+  const size_t room = board.mailbox_bytes();
+  size_t begin = 0;
+  do {  // an empty message is one empty piece
+    if (pieces >= 2) co_await reached(channel.received, peer, pieces - 1);
+    const size_t size = std::min(room, data.size() - begin);
+    if (size > 0) std::memcpy(board.mailbox(seat.rank(), peer, pieces), data.data() + begin, size);
+    begin += size;
+    ++pieces;
+    count_up(channel.sent, seat, peer);
+  } while (begin < data.size());
+}
+
+Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
+  const int peer = operation.root;
+  const Board& board = seat.board();
+  Channel& channel = board.channel(peer, seat.rank());
+  const auto data = operation.output;
+
+  co_await reached(channel.sent, peer, pieces + 1);
+  Signature expected = signature_of(operation), actual = channel.signature;
+  actual.kind = expected.kind;
+  actual.root = expected.root;
+  if (actual != expected) {
+    throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", seat.group_name(), seat.rank(),
+                               describe(expected), peer, describe(channel.signature)));
+  }
+  if (channel.data.kind != Location::unreachable) {
+    std::memcpy(data.data(), seat.reach(peer, channel.data), data.size());
+    ++pieces;
+    count_up(channel.received, seat, peer);
+    co_return;
+  }
+  const size_t room = board.mailbox_bytes();
+  size_t begin = 0;
+  do {
+    co_await reached(channel.sent, peer, pieces + 1);
+    const size_t size = std::min(room, data.size() - begin);
+    if (size > 0) std::memcpy(data.data() + begin, board.mailbox(peer, seat.rank(), pieces), size);
+    begin += size;
+    ++pieces;
+    count_up(channel.received, seat, peer);
+  } while (begin < data.size());
+}
+
+}  // namespace lockstep::fabric

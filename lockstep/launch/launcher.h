@@ -1,0 +1,39 @@
+// `lockstep run`: starts the ranks of a job on this host, keeps their output apart, and ends them
+// together.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/core/clock.h"
+
+namespace lockstep::launch {
+
+struct LaunchOptions {
+  int ranks = 0;  // on each node
+  int nodes = 1;
+  int node_rank = 0;
+  std::string rendezvous;  // HOST:PORT on node 0; empty, on one node: loopback and a free port
+  int max_restarts = 0;
+  std::string log_dir;     // empty: no files
+  int hang_rank = -1;      // -1: none
+  std::string token_file;  // empty: LOCKSTEP_TOKEN, or on one node a new token
+  // After a rank died: the time until the others get SIGTERM, and from there until SIGKILL.
+  milliseconds grace{300};
+  // After the launcher was asked to stop: the time until the ranks get SIGKILL.
+  milliseconds stop_grace{30'000};
+  std::vector<std::string> command;
+
+  int world_size() const { return ranks * nodes; }
+  int first_rank() const { return ranks * node_rank; }
+};
+
+// Throws ConfigError naming the option, its value and the rule.
+void validate(const LaunchOptions& options);
+
+// Runs the job to its end, restarts included, and returns the exit status for the shell. Throws
+// before anything is spawned where the options are wrong. Once per process, from its main thread;
+// main() must know Guard::kCommand.
+int run(const LaunchOptions& options);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,230 @@
+#include "lockstep/launch/node_link.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstdio>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/launch/socket.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr milliseconds kMeetTime{60'000};
+constexpr milliseconds kProgressEvery{5'000};
+constexpr milliseconds kPoll{50};
+constexpr milliseconds kLeaveTime{3'000};
+
+Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1, false, text}; }
+
+// For what must not fail the job by itself: where the rendezvous is gone, the listener sees it too
+// and says so.
+template <class Call>
+void attempt(Call call) {
+  try {
+    call();
+  } catch (const Error&) {
+  }
+}
+
+}  // namespace
+
+NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& console,
+                   Signals& signals)
+    : console_(console),
+      signals_(signals),
+      nodes_(options.nodes),
+      node_rank_(options.node_rank),
+      news_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!news_fd_.valid()) throw SystemError("eventfd", errno);
+  address_ = options.rendezvous.empty() ? "127.0.0.1:0" : options.rendezvous;
+  master_addr_ = parse_host_port(address_, "--rendezvous").host;
+  if (node_rank_ == 0) {
+    server_ = std::make_unique<RendezvousServer>(token, address_);
+    address_ = server_->address();
+    run_id_ = "lockstep-" + make_token().substr(0, 12);
+    // Bound, never listening: Linux lets a rank's socket with SO_REUSEADDR listen on the port
+    // meanwhile, and gives it to nobody who asks for any port.
+    master_port_holder_ = bind_socket({master_addr_, 0});
+    master_port_ = port_of(master_port_holder_);
+  }
+  if (!alone()) {
+    meet(options, token);
+    exchange_facts(options);
+  }
+}
+
+void NodeLink::meet(const LaunchOptions& options, const std::string& token) {
+  const Deadline deadline(kMeetTime);
+  Deadline progress(kProgressEvery);
+  while (!client_) {
+    try {
+      client_ = std::make_unique<RendezvousClient>(
+          address_, token, Identity{node_rank_, nodes_, kControlGeneration},
+          Deadline(milliseconds{500}));
+    } catch (const TimeoutError& failure) {
+      if (deadline.passed()) throw TimeoutError(format("node {}: {}", node_rank_, failure.what()));
+    }
+    if (!client_ && progress.passed()) {
+      console_.message(format("node {} waits for node 0 at {}", node_rank_, address_));
+      progress = Deadline(kProgressEvery);
+    }
+    signals_.pause(milliseconds{0});
+  }
+  client_->set(format("node/{}", node_rank_), std::to_string(options.ranks));
+}
+
+void NodeLink::exchange_facts(LaunchOptions& options) {
+  const auto require_same = [&](int node, int there) {
+    if (there == options.ranks) return;
+    throw ConfigError(
+        format("-n: node {} starts {} ranks and node {} starts {}; every node must start as many",
+               node_rank_, options.ranks, node, there));
+  };
+  if (node_rank_ == 0) {
+    client_->set(
+        "job", format("{} {} {} {}", options.ranks, options.max_restarts, master_port_, run_id_));
+    for (int node = 1; node < nodes_; ++node) {
+      require_same(node, std::stoi(wait_for(format("node/{}", node), format("node {}", node))));
+    }
+    return;
+  }
+  int ranks = 0;
+  char run_id[64] = "";
+  const std::string facts = wait_for("job", "node 0");
+  if (std::sscanf(facts.c_str(), "%d %d %hu %63s", &ranks, &options.max_restarts, &master_port_,
+                  run_id) != 4) {
+    throw CommError(format("rendezvous {}: the job's facts are malformed", address_));
+  }
+  run_id_ = run_id;
+  require_same(0, ranks);
+}
+
+std::string NodeLink::wait_for(const std::string& key, const std::string& what) {
+  const Deadline deadline(kMeetTime);
+  Deadline progress(kProgressEvery);
+  while (true) {
+    if (auto value = client_->find(key)) return std::move(*value);
+    if (const auto stop = client_->find("stop")) throw Interrupted{std::stoi(*stop)};
+    for (int node = 0; node < nodes_; ++node) {
+      const auto how = client_->find(lost_key(node));
+      if (how) throw CommError(format("node {} was lost: {}", node, *how));
+    }
+    if (deadline.passed()) {
+      throw TimeoutError(
+          format("node {} waited {} s for {}", node_rank_, kMeetTime.count() / 1000, what));
+    }
+    if (progress.passed()) {
+      console_.message(format("node {} waits for {}", node_rank_, what));
+      progress = Deadline(kProgressEvery);
+    }
+    signals_.pause(kPoll);
+  }
+}
+
+void NodeLink::begin(int generation) {
+  if (alone()) return server_->begin_generation(generation);
+  listener_ = {};  // of the generation before
+  generation_ = generation;
+  take_news();
+  const std::string full = format("full/{}", generation), go = format("go/{}", generation);
+  if (client_->add(format("ready/{}", generation), 1) == nodes_) client_->set(full, "yes");
+  if (node_rank_ == 0) {
+    wait_for(full, "the other nodes");
+    server_->begin_generation(generation);
+    client_->set(go, "yes");
+  }
+  wait_for(go, "the other nodes");
+  listener_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
+}
+
+// Polls, so that one thread watches several keys and no wait outlives the job.
+void NodeLink::listen(const std::stop_token& stop) {
+  std::mutex mutex;
+  std::condition_variable_any tick;
+  bool stop_told = false;
+  const std::string end_key = format("end/{}", generation_);
+  while (!stop.stop_requested()) {
+    try {
+      if (const auto number = client_->find("stop"); number && !std::exchange(stop_told, true)) {
+        post({std::stoi(*number), std::nullopt});
+      }
+      if (const auto text = client_->find(end_key)) {
+        return post({std::nullopt, unpack_outcome(*text).value_or(
+                                       lost_outcome("a node sent a malformed outcome"))});
+      }
+      for (int node = 1; server_ && node < nodes_; ++node) {
+        const auto how = client_->find(lost_key(node));
+        if (how) tell_end(lost_outcome(format("node {} was lost: {}", node, *how)));
+      }
+    } catch (const std::exception& failure) {
+      return post({std::nullopt, lost_outcome(format("node 0 was lost: {}", failure.what()))});
+    }
+    std::unique_lock lock(mutex);
+    tick.wait_for(lock, stop, kPoll, [] { return false; });
+  }
+}
+
+void NodeLink::post(const News& news) {
+  {
+    const std::lock_guard lock(news_mutex_);
+    if (news.stop) news_.stop = news.stop;
+    if (news.end) news_.end = news.end;
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(news_fd_.get(), &one, sizeof one);
+}
+
+NodeLink::News NodeLink::take_news() {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = ::read(news_fd_.get(), &count, sizeof count);
+  const std::lock_guard lock(news_mutex_);
+  return std::exchange(news_, {});
+}
+
+void NodeLink::tell_stop(int signal) {
+  if (alone()) return;
+  attempt([&] { client_->set("stop", std::to_string(signal)); });
+}
+
+void NodeLink::tell_end(const Outcome& outcome) {
+  if (alone()) return;
+  attempt([&] {
+    if (client_->add(format("claim/{}", generation_), 1) == 1) {
+      client_->set(format("end/{}", generation_), pack(outcome));
+    }
+  });
+}
+
+void NodeLink::tell_done() {
+  if (alone()) return;
+  attempt([&] {
+    if (client_->add(format("done/{}", generation_), 1) == nodes_) tell_end(Outcome{});
+  });
+}
+
+void NodeLink::mark_lost(int rank, const std::string& how) {
+  if (server_) server_->mark_lost(rank, how);
+}
+
+void NodeLink::leave() {
+  listener_ = {};
+  if (alone()) return;
+  attempt([&] {
+    client_->set(format("left/{}", node_rank_), "yes");
+    const Deadline deadline(kLeaveTime);
+    for (int node = 1; server_ && node < nodes_ && !deadline.passed();) {
+      if (client_->find(format("left/{}", node)) || client_->find(lost_key(node))) {
+        ++node;
+      } else {
+        signals_.pause(kPoll);
+      }
+    }
+  });
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,88 @@
+// What the launchers of a job's nodes tell each other: that they are there, when to begin, who
+// failed, when to stop.
+//
+// Node 0 hosts the rendezvous; launchers meet there in a space of their own (kControlGeneration),
+// with these keys:
+//   job       node 0's facts: ranks per node, restarts, master port, run id
+//   node/R    ranks per node as node R has it
+//   ready/G   how many nodes have nothing running and wait for generation G
+//   full/G    all are ready; go/G: begin
+//   claim/G   who adds first may set end/G, how generation G ended
+//   done/G    how many nodes have seen all their ranks end well
+//   stop      the signal that asked one of them to stop
+//   left/R    node R needs the rendezvous no more
+// On one node there is nobody to tell, and only the rendezvous for the ranks remains.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "lockstep/core/fd.h"
+#include "lockstep/launch/console.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/outcome.h"
+#include "lockstep/launch/rendezvous.h"
+#include "lockstep/launch/signals.h"
+
+namespace lockstep::launch {
+
+// All calls come from the launcher's one thread; a helper thread only listens.
+class NodeLink {
+ public:
+  // Meets the other nodes and takes over into `options` what node 0 decides. Throws ConfigError
+  // where they disagree, TimeoutError after a minute, Interrupted.
+  NodeLink(LaunchOptions& options, const std::string& token, Console& console, Signals& signals);
+
+  bool alone() const { return nodes_ == 1; }
+  const std::string& rendezvous() const { return address_; }
+  // Where a program may open its own meeting point: nobody else is given this port during the job.
+  const std::string& master_addr() const { return master_addr_; }
+  uint16_t master_port() const { return master_port_; }
+  const std::string& run_id() const { return run_id_; }
+
+  // Returns when nothing of an earlier generation runs on any node. Throws as the constructor does.
+  void begin(int generation);
+
+  struct News {
+    std::optional<int> stop;
+    std::optional<Outcome> end;
+  };
+  // Readable when there is news from the other nodes.
+  int news_fd() const { return news_fd_.get(); }
+  News take_news();
+
+  void tell_stop(int signal);
+  // The first of all nodes decides how this generation ended.
+  void tell_end(const Outcome& outcome);
+  void tell_done();
+  // A rank of this node ended badly: its peers can learn how.
+  void mark_lost(int rank, const std::string& how);
+
+  // No more calls after this. Node 0 gives the others a moment to read the end.
+  void leave();
+
+ private:
+  void meet(const LaunchOptions& options, const std::string& token);
+  void exchange_facts(LaunchOptions& options);
+  std::string wait_for(const std::string& key, const std::string& what);
+  void listen(const std::stop_token& stop);
+  void post(const News& news);
+
+  Console& console_;
+  Signals& signals_;
+  int nodes_ = 1, node_rank_ = 0, generation_ = 0;
+  std::string address_, master_addr_, run_id_;
+  uint16_t master_port_ = 0;
+  Fd master_port_holder_, news_fd_;
+  std::unique_ptr<RendezvousServer> server_;
+  std::unique_ptr<RendezvousClient> client_;
+  std::mutex news_mutex_;
+  News news_;
+  std::jthread listener_;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,25 @@
+// How one attempt of a job ended, in a form that the launchers of several nodes can exchange.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace lockstep::launch {
+
+struct Outcome {
+  enum class Kind { finished, failed, stopped };
+  Kind kind = Kind::finished;
+  int code = 0;              // what the launcher exits with
+  bool restartable = false;  // trying again may help
+  std::string text;          // the last line; empty if there is nothing to say
+};
+
+// False for the codes by which a program says that starting it again would not help: 2 and 78 (its
+// input is wrong), 75 (preempted, its state is saved), 93 (do not restart).
+bool restart_may_help(int code);
+
+std::string pack(const Outcome& outcome);
+std::optional<Outcome> unpack_outcome(std::string_view text);
+
+}  // namespace lockstep::launch

@@ -1,0 +1,214 @@
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/launch/rendezvous.h"
+#include "lockstep/launch/socket.h"
+#include "lockstep/launch/wire.h"
+
+namespace lockstep::launch {
+namespace {
+
+// Nothing at a clean end of the connection.
+std::optional<wire::Reply> receive(const Fd& fd, const Deadline& deadline) {
+  std::string bytes(4, '\0');
+  if (!read_full(fd, std::as_writable_bytes(std::span(bytes)), deadline)) return std::nullopt;
+  const uint32_t length = wire::frame_length(bytes).value();
+  if (length == 0 || length > wire::kMaxFrame) throw CommError("the answer is not a frame");
+  bytes.resize(length);
+  if (!read_full(fd, std::as_writable_bytes(std::span(bytes)), deadline)) return std::nullopt;
+  auto reply = wire::parse_reply(bytes);
+  if (!reply) throw CommError("the answer is malformed");
+  return reply;
+}
+
+void send_bytes(const Fd& fd, const std::string& bytes, const Deadline& deadline) {
+  write_full(fd, std::as_bytes(std::span(bytes)), deadline);
+}
+
+}  // namespace
+
+class RendezvousClient::Impl {
+ public:
+  Impl(const std::string& address, const std::string& token, const Identity& identity,
+       const Deadline& deadline)
+      : where_(parse_host_port(address, "rendezvous")), identity_(identity) {
+    if (token.empty() || token.size() > wire::kMaxToken) {
+      throw ConfigError(format("rendezvous {}: the token has {} bytes, must have 1 to {}", address,
+                               token.size(), wire::kMaxToken));
+    }
+    greeting_ = wire::greeting(token);
+    main_ = join(identity_, deadline);
+  }
+
+  ~Impl() {
+    if (!main_.valid()) return;
+    const std::string bytes = wire::frame(wire::Request{wire::Op::goodbye, {}, {}});
+    // Best effort: a server that cannot take it now sees the connection end instead.
+    [[maybe_unused]] const ssize_t sent =
+        ::send(main_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  wire::Reply ask(const wire::Request& request) {
+    check_sizes(request);
+    const std::lock_guard lock(mutex_);
+    if (!main_.valid()) throw CommError(describe(request, "the connection was lost before"));
+    return exchange(main_, request, Deadline(kDefaultTimeout));
+  }
+
+  // On a connection that no other thread uses meanwhile.
+  std::string wait_for(const std::string& key, const Deadline& deadline) {
+    const wire::Request request{wire::Op::get, key, {}};
+    check_sizes(request);
+    try {
+      Fd fd = take_idle();
+      if (!fd.valid()) fd = join({-1, 0, identity_.generation}, deadline);
+      wire::Reply reply = exchange(fd, request, deadline);
+      const std::lock_guard lock(mutex_);
+      idle_.push_back(std::move(fd));
+      return std::move(reply.value);
+    } catch (const TimeoutError&) {
+      throw TimeoutError(format("nobody set '{}' before the deadline", key));
+    }
+  }
+
+ private:
+  std::string describe(const wire::Request& request, const std::string& what) const {
+    return format("rendezvous {}: '{}': {}", where_.text(), request.key, what);
+  }
+
+  void check_sizes(const wire::Request& request) const {
+    if (request.key.size() > wire::kMaxKey || request.value.size() > wire::kMaxValue) {
+      throw ConfigError(format("rendezvous: a key of {} and a value of {} bytes; the limits are {} and {}",
+                               request.key.size(), request.value.size(), wire::kMaxKey,
+                               wire::kMaxValue));
+    }
+  }
+
+  Fd take_idle() {
+    const std::lock_guard lock(mutex_);
+    if (idle_.empty()) return {};
+    Fd fd = std::move(idle_.back());
+    idle_.pop_back();
+    return fd;
+  }
+
+  // After anything but an answer the two sides may be out of step, so the connection is closed.
+  wire::Reply exchange(Fd& fd, const wire::Request& request, const Deadline& deadline) {
+    try {
+      send_bytes(fd, wire::frame(request), deadline);
+      auto reply = receive(fd, deadline);
+      if (!reply) throw CommError("the server closed the connection");
+      if (reply->status == wire::Status::refused) throw ConfigError(describe(request, reply->value));
+      return std::move(*reply);
+    } catch (const ConfigError&) {
+      throw;
+    } catch (const TimeoutError&) {
+      fd = Fd();
+      throw TimeoutError(describe(request, "no answer before the deadline"));
+    } catch (const Error& failure) {
+      fd = Fd();
+      throw CommError(describe(request, failure.what()));
+    }
+  }
+
+  // A connection that broke before the server answered may have met a server that is full or just starting: try again.
+  Fd join(const Identity& identity, const Deadline& deadline) {
+    while (true) {
+      Fd fd = connect_socket(where_, deadline);
+      try {
+        send_bytes(fd, greeting_, deadline);
+        const auto proven = receive(fd, deadline);
+        if (proven) {
+          require_ok(*proven);
+          const wire::Hello hello{identity.rank, identity.world_size, identity.generation};
+          send_bytes(fd, wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(hello)}),
+                     deadline);
+          const auto joined = receive(fd, deadline);
+          if (joined) {
+            require_ok(*joined);
+            return fd;
+          }
+        }
+      } catch (const SystemError&) {
+      }
+      if (deadline.passed()) {
+        throw TimeoutError(format("rendezvous {}: it closes every connection", where_.text()));
+      }
+      std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
+    }
+  }
+
+  void require_ok(const wire::Reply& reply) const {
+    if (reply.status == wire::Status::ok) return;
+    throw ConfigError(format("rendezvous {}: {}", where_.text(), reply.value));
+  }
+
+  const HostPort where_;
+  const Identity identity_;
+  std::string greeting_;
+  std::mutex mutex_;
+  Fd main_;               // says that this rank lives
+  std::vector<Fd> idle_;  // for waiting
+};
+
+RendezvousClient::RendezvousClient(const std::string& address, const std::string& token,
+                                   const Identity& identity, const Deadline& deadline)
+    : impl_(std::make_unique<Impl>(address, token, identity, deadline)) {}
+RendezvousClient::~RendezvousClient() = default;
+
+void RendezvousClient::set(const std::string& key, const std::string& value) {
+  impl_->ask({wire::Op::set, key, value});
+}
+
+std::string RendezvousClient::get(const std::string& key, const Deadline& deadline) {
+  if (auto value = find(key)) return std::move(*value);
+  return impl_->wait_for(key, deadline);
+}
+
+std::optional<std::string> RendezvousClient::find(const std::string& key) {
+  wire::Reply reply = impl_->ask({wire::Op::find, key, {}});
+  if (reply.status == wire::Status::absent) return std::nullopt;
+  return std::move(reply.value);
+}
+
+int64_t RendezvousClient::add(const std::string& key, int64_t amount) {
+  const auto sum = wire::unpack_number(impl_->ask({wire::Op::add, key, wire::pack(amount)}).value);
+  if (!sum) throw CommError("rendezvous: the answer to add is not a number");
+  return *sum;
+}
+
+bool RendezvousClient::remove(const std::string& key) {
+  return impl_->ask({wire::Op::remove, key, {}}).status == wire::Status::ok;
+}
+
+std::unique_ptr<RendezvousClient> connect_from_environment(int rank, int world_size,
+                                                           const Deadline& deadline) {
+  const char* const address = std::getenv("LOCKSTEP_RENDEZVOUS");
+  if (address == nullptr || *address == '\0') {
+    throw ConfigError("environment: LOCKSTEP_RENDEZVOUS is not set; start the program with lockstep run");
+  }
+  const std::string token = token_from_environment();
+  if (token.empty()) {
+    throw ConfigError("environment: neither LOCKSTEP_TOKEN_FD nor LOCKSTEP_TOKEN holds the job's token");
+  }
+  int64_t generation = 0;
+  if (const char* const number = std::getenv("LOCKSTEP_GENERATION")) {
+    const std::string_view text(number);
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), generation);
+    if (error != std::errc() || end != text.data() + text.size() || generation < 0) {
+      throw ConfigError(format("environment: LOCKSTEP_GENERATION={} is not a whole number", text));
+    }
+  }
+  return std::make_unique<RendezvousClient>(address, token, Identity{rank, world_size, generation},
+                                            deadline);
+}
+
+}  // namespace lockstep::launch

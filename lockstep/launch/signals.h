@@ -1,0 +1,40 @@
+// Signals the launcher was sent, as something to wait for instead of something that interrupts.
+#pragma once
+
+#include <csignal>
+#include <optional>
+
+#include "lockstep/core/clock.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::launch {
+
+// Thrown out of a wait before any rank runs.
+struct Interrupted {
+  int signal;
+};
+
+// From construction on, the signals below are blocked in this thread and those it starts. SIGPIPE
+// is ignored: a reader of our output that went away is not our end.
+class Signals {
+ public:
+  Signals();
+  ~Signals();
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const { return fd_.get(); }  // readable when one has come
+  std::optional<int> take();
+  // Lets time pass; throws Interrupted when a stop signal comes.
+  void pause(milliseconds time);
+
+  // SIGINT, SIGTERM, SIGHUP, SIGQUIT ask for an end; the others (SIGUSR1, SIGUSR2) are only passed
+  // on.
+  static bool asks_to_stop(int signal);
+
+ private:
+  sigset_t set_{}, old_{};
+  Fd fd_;
+};
+
+}  // namespace lockstep::launch

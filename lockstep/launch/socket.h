@@ -1,0 +1,40 @@
+// TCP sockets for the rendezvous: addresses, listening, connecting. Everything is close-on-exec.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/core/clock.h"
+#include "lockstep/core/fd.h"
+
+namespace lockstep::launch {
+
+struct HostPort {
+  std::string host;
+  uint16_t port = 0;
+  std::string text() const;  // "host:port", an IPv6 host in brackets
+};
+
+// Reads "host:port" or "[v6 host]:port"; `what` names the option or variable in the ConfigError.
+HostPort parse_host_port(const std::string& text, const std::string& what);
+
+// A socket bound to exactly this address with SO_REUSEADDR; port 0 lets the kernel choose. Never probes:
+// the port is ours from here on. Throws SystemError naming the address.
+Fd bind_socket(const HostPort& where);
+
+// Makes a bound socket accept connections, without blocking.
+void start_listening(const Fd& socket, const HostPort& where);
+
+uint16_t port_of(const Fd& socket);
+
+// "host:port" of the other end, for messages.
+std::string peer_of(const Fd& socket);
+
+// Tries until the deadline, because the other side may start later. Throws TimeoutError with the last
+// reason. The socket does not block.
+Fd connect_socket(const HostPort& where, const Deadline& deadline);
+
+// No delays for small messages; a vanished host is noticed within seconds.
+void tune_connection(const Fd& socket);
+
+}  // namespace lockstep::launch

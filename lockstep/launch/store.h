@@ -1,0 +1,47 @@
+// A key-value meeting point: how ranks find each other before they can communicate.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "lockstep/core/clock.h"
+
+namespace lockstep::launch {
+
+// Thread safe. Keys are set once by convention; a later set replaces the value.
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // Waits until the key is set. Throws TimeoutError naming the key at the deadline.
+  virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
+  virtual std::optional<std::string> find(const std::string& key) = 0;
+  // Adds to a counter that starts at 0 and returns the new value. The counter is stored as decimal text.
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  virtual bool remove(const std::string& key) = 0;
+};
+
+// The key under which a store that watches its clients says that a rank's connection ended without a good-bye.
+// Its value says how, in words.
+std::string lost_key(int rank);
+
+// For ranks that are threads of one process, and inside the rendezvous server.
+class LocalStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override;
+  std::string get(const std::string& key, const Deadline& deadline) override;
+  std::optional<std::string> find(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t amount) override;
+  bool remove(const std::string& key) override;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
+
+}  // namespace lockstep::launch

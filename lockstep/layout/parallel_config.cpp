@@ -1,0 +1,94 @@
+#include "lockstep/layout/parallel_config.h"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <string>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/layout/enum_names.h"
+
+namespace lockstep::layout {
+namespace {
+
+using Name = std::string_view;
+constexpr std::array<Name, 4> kMemory = {"basic", "standard", "aggressive", "extreme"};
+constexpr std::array<Name, 5> kComm = {"all_reduce", "hierarchical", "ring", "tree", "adaptive"};
+constexpr std::array<Name, 4> kSchedule = {"round_robin", "gpipe", "1f1b", "interleaved"};
+constexpr std::array<Name, 3> kRecompute = {"none", "selective", "full"};
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError("[parallel_config] " + message);
+}
+
+void validate_layers(const ParallelConfig& config) {
+  const auto& split = config.layer_split;
+  const int pp = config.dims.pp;
+  require(config.num_layers >= 1, format("{} layers, must be at least 1", config.num_layers));
+  if (split.empty()) {
+    require(config.num_layers % pp == 0,
+            format("{} layers must be divisible by pp {}, or a layer split must say which stage "
+                   "has how many",
+                   config.num_layers, pp));
+    return;
+  }
+  const auto text = format("layer split ({})", join(split));
+  require(static_cast<int>(split.size()) == pp,
+          format("{} has {} entries, must have one for each of pp {}", text, split.size(), pp));
+  require(std::all_of(split.begin(), split.end(), [](int layers) { return layers >= 1; }),
+          text + ": every stage must have at least 1 layer");
+  const auto sum = std::accumulate(split.begin(), split.end(), int64_t{0});
+  require(sum == config.num_layers,
+          format("{} sums to {}, must sum to {} layers", text, sum, config.num_layers));
+}
+
+}  // namespace
+
+Name name_of(MemoryStrategy strategy) { return detail::enum_name(kMemory, strategy); }
+Name name_of(CommStrategy strategy) { return detail::enum_name(kComm, strategy); }
+Name name_of(PipelineSchedule schedule) { return detail::enum_name(kSchedule, schedule); }
+Name name_of(Recompute recompute) { return detail::enum_name(kRecompute, recompute); }
+
+MemoryStrategy parse_memory_strategy(Name name) {
+  return detail::parse_enum<MemoryStrategy>("memory strategy", kMemory, name);
+}
+CommStrategy parse_comm_strategy(Name name) {
+  return detail::parse_enum<CommStrategy>("communication strategy", kComm, name);
+}
+PipelineSchedule parse_pipeline_schedule(Name name) {
+  return detail::parse_enum<PipelineSchedule>("pipeline schedule", kSchedule, name);
+}
+Recompute parse_recompute(Name name) {
+  return detail::parse_enum<Recompute>("recompute", kRecompute, name);
+}
+
+Recompute ParallelConfig::recompute() const {
+  if (gradient_checkpointing) return *gradient_checkpointing ? Recompute::full : Recompute::none;
+  switch (memory) {
+    case MemoryStrategy::basic:
+      return Recompute::none;
+    case MemoryStrategy::standard:
+      return Recompute::selective;
+    default:
+      return Recompute::full;
+  }
+}
+
+std::vector<int> ParallelConfig::layers_per_stage() const {
+  return layer_split.empty() ? std::vector<int>(dims.pp, num_layers / dims.pp) : layer_split;
+}
+
+void ParallelConfig::validate(int world_size) const {
+  dims.validate(world_size);
+  validate_layers(*this);
+  require(micro_batch_size > 0,
+          format("micro-batch size {}, must be greater than 0", micro_batch_size));
+  require(max_memory_per_device > 0,
+          format("max memory per device {} bytes, must be greater than 0", max_memory_per_device));
+  require(
+      communication_timeout.count() > 0,
+      format("communication timeout {} ms, must be greater than 0", communication_timeout.count()));
+}
+
+}  // namespace lockstep::layout

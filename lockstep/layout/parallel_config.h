@@ -1,0 +1,61 @@
+// How a job is spread over its ranks, and what each rank does to fit and to communicate.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/core/clock.h"
+#include "lockstep/layout/parallel_dims.h"
+
+namespace lockstep::layout {
+
+// What is done about activations: nothing; selective recomputation; full recomputation; full
+// recomputation, and what is still saved goes to disk.
+enum class MemoryStrategy { basic, standard, aggressive, extreme };
+// all_reduce: the backend's own; hierarchical: inside a host first; adaptive: by message size, from
+// a measured table.
+enum class CommStrategy { all_reduce, hierarchical, ring, tree, adaptive };
+// round_robin: one micro-batch at a time, forward then backward.
+enum class PipelineSchedule { round_robin, gpipe, one_f_one_b, interleaved };
+enum class Recompute { none, selective, full };
+
+// The names are those of the values, but for one_f_one_b: "1f1b". Parsing throws ConfigError with
+// the list of names.
+std::string_view name_of(MemoryStrategy strategy);
+std::string_view name_of(CommStrategy strategy);
+std::string_view name_of(PipelineSchedule schedule);
+std::string_view name_of(Recompute recompute);
+MemoryStrategy parse_memory_strategy(std::string_view name);
+CommStrategy parse_comm_strategy(std::string_view name);
+PipelineSchedule parse_pipeline_schedule(std::string_view name);
+Recompute parse_recompute(std::string_view name);
+
+struct ParallelConfig {
+  ParallelDims dims = {};
+  int num_layers = 24;
+  std::vector<int> layer_split = {};  // layers of each stage; empty means equal stages
+  int micro_batch_size = 1;
+  MemoryStrategy memory = MemoryStrategy::standard;
+  CommStrategy communication = CommStrategy::all_reduce;
+  std::optional<bool> gradient_checkpointing =
+      std::nullopt;  // not set: the memory strategy decides
+  bool mixed_precision = false;
+  PipelineSchedule schedule = PipelineSchedule::interleaved;
+  int64_t max_memory_per_device = int64_t{8} << 30;  // bytes
+  milliseconds communication_timeout = kDefaultTimeout;
+
+  // What the memory strategy and the switch amount to: a switch that is set wins.
+  Recompute recompute() const;
+  bool activations_to_disk() const { return memory == MemoryStrategy::extreme; }
+  // One entry per pipeline stage. The configuration must be valid.
+  std::vector<int> layers_per_stage() const;
+
+  // Throws ConfigError for the first rule that is broken, with the numbers.
+  void validate(int world_size) const;
+
+  bool operator==(const ParallelConfig&) const = default;
+};
+
+}  // namespace lockstep::layout

@@ -1,0 +1,73 @@
+// Where each rank stands on the data, tensor and pipeline axes.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/layout/parallel_dims.h"
+
+namespace lockstep::layout {
+
+enum class Axis { dp, tp, pp };
+// pp_fastest: neighbouring ranks are neighbouring stages, then tp, dp slowest.
+// tp_fastest: neighbouring ranks share a layer, then dp, pp slowest, as Megatron lays them out.
+enum class Order { pp_fastest, tp_fastest };
+
+std::string_view name_of(Axis axis);
+std::string_view name_of(Order order);
+Order parse_order(std::string_view name);
+
+struct Coordinate {
+  int dp = 0, tp = 0, pp = 0;
+
+  int at(Axis axis) const;
+  bool operator==(const Coordinate&) const = default;
+};
+
+// A value, the same on every rank. A rank or coordinate outside the map is a ConfigError.
+class RankMap {
+ public:
+  explicit RankMap(ParallelDims dims, Order order = Order::pp_fastest);
+
+  const ParallelDims& dims() const { return dims_; }
+  Order order() const { return order_; }
+  int world_size() const { return world_size_; }
+  int size(Axis axis) const;
+
+  Coordinate coordinate_of(int rank) const;
+  int rank_at(const Coordinate& coordinate) const;
+
+  // First and last of the rank's group on the axis.
+  bool is_head(Axis axis, int rank) const;
+  bool is_tail(Axis axis, int rank) const;
+  bool is_pipeline_head(int rank) const { return is_head(Axis::pp, rank); }
+  bool is_pipeline_tail(int rank) const { return is_tail(Axis::pp, rank); }
+
+  // The ranks that differ from `rank` on this axis only, itself included, in axis order.
+  std::vector<int> group(Axis axis, int rank) const;
+  // Every group of the axis, ordered by first member: each rank is in exactly one.
+  std::vector<std::vector<int>> groups(Axis axis) const;
+  // "dp_group_tp0_pp1", "tp_group_dp0_pp1", "pp_group_dp0_tp1": the same for all members of a
+  // group.
+  std::string group_id(Axis axis, int rank) const;
+
+  // The neighbouring stage's rank; none past the ends.
+  std::optional<int> next_stage(int rank) const;
+  std::optional<int> previous_stage(int rank) const;
+  // The same on a ring, as an interleaved schedule goes: the last stage is followed by the first.
+  int next_stage_wrapped(int rank) const;
+  int previous_stage_wrapped(int rank) const;
+
+  bool operator==(const RankMap&) const = default;
+
+ private:
+  int stride(Axis axis) const;
+
+  ParallelDims dims_;
+  Order order_;
+  int world_size_;
+};
+
+}  // namespace lockstep::layout

@@ -1,0 +1,156 @@
+#include "lockstep/mesh/model_parallel_context.h"
+
+#include <ATen/ATen.h>
+#include <torch/cuda.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/layout/enum_names.h"
+#include "lockstep/layout/shard_math.h"
+
+namespace lockstep::mesh {
+namespace {
+
+constexpr std::array<std::string_view, 3> kStrategies = {"pipeline", "tensor", "hybrid"};
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError("[model_parallel] " + message);
+}
+
+}  // namespace
+
+std::string_view name_of(Strategy strategy) {
+  return layout::detail::enum_name(kStrategies, strategy);
+}
+
+Strategy parse_strategy(std::string_view name) {
+  return layout::detail::parse_enum<Strategy>("model-parallel strategy", kStrategies, name);
+}
+
+std::string ModelParallelConfig::backend_name() const {
+  if (backend) return *backend;
+  return torch::cuda::is_available() ? "nccl" : "auto";
+}
+
+std::vector<Axis> ModelParallelConfig::mesh_axes() const {
+  const int depth = pipeline_depth.value_or(num_devices);
+  switch (strategy) {
+    case Strategy::pipeline:
+      if (depth == num_devices) return {{"pp", depth}};
+      return {{"dp", num_devices / depth}, {"pp", depth}};
+    case Strategy::tensor: {
+      const auto [rows, columns] = layout::nearly_square(num_devices);
+      return {{"row", rows}, {"col", columns}};
+    }
+    default: {
+      if (!pipeline_depth) {
+        const auto [dp, tp, pp] = layout::nearly_cubic(num_devices);
+        return {{"dp", dp}, {"tp", tp}, {"pp", pp}};
+      }
+      const auto [dp, tp] = layout::nearly_square(num_devices / depth);
+      return {{"dp", dp}, {"tp", tp}, {"pp", depth}};
+    }
+  }
+}
+
+void ModelParallelConfig::validate(int group_size) const {
+  require(num_devices >= 1, format("{} devices, must be at least 1", num_devices));
+  require(num_devices == group_size,
+          format("{} devices, must equal group size {}", num_devices, group_size));
+  const auto ids = format("device ids ({})", join(device_ids));
+  require(
+      static_cast<int>(device_ids.size()) == num_devices,
+      format("{} are {}, must be as many as the {} devices", ids, device_ids.size(), num_devices));
+  require(std::all_of(device_ids.begin(), device_ids.end(), [](int id) { return id >= 0; }),
+          ids + " must be at least 0");
+  require(std::set(device_ids.begin(), device_ids.end()).size() == device_ids.size(),
+          ids + " must differ from each other");
+  if (pipeline_depth) {
+    require(*pipeline_depth >= 1, format("pipeline depth {}, must be at least 1", *pipeline_depth));
+    require(strategy != Strategy::tensor || *pipeline_depth == 1,
+            format("pipeline depth {} with the tensor strategy, must be 1; hybrid has both",
+                   *pipeline_depth));
+    require(
+        num_devices % *pipeline_depth == 0,
+        format("{} devices must be divisible by pipeline depth {}", num_devices, *pipeline_depth));
+  }
+  require(!backend || !backend->empty(), "the backend's name is empty");
+}
+
+ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Group group)
+    : config_(std::move(config)), group_(std::move(group)) {
+  config_.validate(group_.size());
+  // A group of one communicates with nobody, so any backend will do.
+  const auto wanted = config_.backend.value_or("auto");
+  require(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
+          format("rank {}: backend {} is configured, the group uses {}", group_.rank(), wanted,
+                 group_.backend()));
+  mesh_ = Mesh(group_, config_.mesh_axes());
+}
+
+ModelParallelContext ModelParallelContext::init(ModelParallelConfig config) {
+  auto group = comm::init({.backend = config.backend_name()});
+  return {std::move(config), std::move(group)};
+}
+
+at::Device ModelParallelContext::device() const {
+  if (group_.backend() != "nccl") return at::Device(at::kCPU);
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(config_.device_ids[rank()]));
+}
+
+comm::Group ModelParallelContext::group(std::string_view axis) const {
+  return axis.empty() ? group_ : mesh_[axis].group();
+}
+
+int64_t ModelParallelContext::split_dim(const CutOptions& cut) const {
+  return cut.dim ? *cut.dim : config_.tensor_split_dim.value_or(0);
+}
+
+DistributedTensor ModelParallelContext::partition(const at::Tensor& whole,
+                                                  const CutOptions& cut) const {
+  return DistributedTensor::partition(whole, split_dim(cut), group(cut.axis));
+}
+
+DistributedTensor ModelParallelContext::reduce_scatter(const at::Tensor& contribution,
+                                                       const CutOptions& cut,
+                                                       comm::ReduceOptions options) const {
+  return DistributedTensor::reduce_scatter(contribution, split_dim(cut), group(cut.axis),
+                                           std::move(options));
+}
+
+at::Tensor ModelParallelContext::all_gather(const DistributedTensor& tensor,
+                                            comm::Options options) const {
+  return tensor.all_gather(std::move(options));
+}
+
+DistributedTensor ModelParallelContext::redistribute(const DistributedTensor& tensor, int64_t dim,
+                                                     comm::Options options) const {
+  return tensor.redistribute(dim, std::move(options));
+}
+
+comm::Work ModelParallelContext::all_reduce(const at::Tensor& tensor, std::string_view axis,
+                                            comm::ReduceOptions options) const {
+  return comm::all_reduce(tensor, group(axis), std::move(options));
+}
+
+comm::Work ModelParallelContext::broadcast(const at::Tensor& tensor, std::string_view axis,
+                                           comm::RootOptions options) const {
+  return comm::broadcast(tensor, group(axis), std::move(options));
+}
+
+comm::Work ModelParallelContext::send(const at::Tensor& tensor, int to, std::string_view axis,
+                                      comm::Options options) const {
+  return comm::send(tensor, to, group(axis), std::move(options));
+}
+
+comm::Work ModelParallelContext::recv(const at::Tensor& tensor, int from, std::string_view axis,
+                                      comm::Options options) const {
+  return comm::recv(tensor, from, group(axis), std::move(options));
+}
+
+}  // namespace lockstep::mesh

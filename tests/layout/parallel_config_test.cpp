@@ -1,0 +1,133 @@
+#include "lockstep/layout/parallel_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::layout {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+auto refused(const std::string& message) { return ThrowsMessage<ConfigError>(StrEq(message)); }
+
+void expect_refused(const ParallelConfig& config, int world_size, const std::string& message) {
+  EXPECT_THAT([&] { config.validate(world_size); }, refused(message));
+}
+
+TEST(ParallelConfig, Defaults) {
+  const ParallelConfig config;
+  EXPECT_EQ(config.dims, ParallelDims{});
+  EXPECT_EQ(config.num_layers, 24);
+  EXPECT_TRUE(config.layer_split.empty());
+  EXPECT_EQ(config.micro_batch_size, 1);
+  EXPECT_EQ(config.memory, MemoryStrategy::standard);
+  EXPECT_EQ(config.communication, CommStrategy::all_reduce);
+  EXPECT_FALSE(config.gradient_checkpointing.has_value());
+  EXPECT_FALSE(config.mixed_precision);
+  EXPECT_EQ(config.schedule, PipelineSchedule::interleaved);
+  EXPECT_EQ(config.max_memory_per_device, 8LL * 1024 * 1024 * 1024);
+  EXPECT_EQ(config.communication_timeout, milliseconds{30'000});
+  EXPECT_NO_THROW(config.validate(1));
+}
+
+TEST(ParallelConfig, StrategySetsRecomputation) {
+  const auto recompute = [](MemoryStrategy memory) {
+    return ParallelConfig{.memory = memory}.recompute();
+  };
+  EXPECT_EQ(recompute(MemoryStrategy::basic), Recompute::none);
+  EXPECT_EQ(recompute(MemoryStrategy::standard), Recompute::selective);
+  EXPECT_EQ(recompute(MemoryStrategy::aggressive), Recompute::full);
+  EXPECT_EQ(recompute(MemoryStrategy::extreme), Recompute::full);
+}
+
+TEST(ParallelConfig, ExplicitSwitchWins) {
+  for (const auto memory : {MemoryStrategy::basic, MemoryStrategy::standard,
+                            MemoryStrategy::aggressive, MemoryStrategy::extreme}) {
+    ParallelConfig config{.memory = memory, .gradient_checkpointing = true};
+    EXPECT_EQ(config.recompute(), Recompute::full);
+    config.gradient_checkpointing = false;
+    EXPECT_EQ(config.recompute(), Recompute::none);
+    // The switch is about recomputation; where saved activations rest is the strategy's.
+    EXPECT_EQ(config.activations_to_disk(), memory == MemoryStrategy::extreme);
+  }
+}
+
+TEST(ParallelConfig, WorldSizeRule) {
+  expect_refused(ParallelConfig{.dims = {2, 2, 3}}, 8,
+                 "[parallel_dims] dp 2 x tp 2 x pp 3 = 12, must equal world size 8");
+}
+
+TEST(ParallelConfig, LayersDivideOverStages) {
+  EXPECT_THAT((ParallelConfig{.dims = {1, 1, 4}, .num_layers = 24}.layers_per_stage()),
+              ElementsAre(6, 6, 6, 6));
+  expect_refused(ParallelConfig{.dims = {1, 1, 5}}, 5,
+                 "[parallel_config] 24 layers must be divisible by pp 5, or a layer split "
+                 "must say which stage has how many");
+  expect_refused(ParallelConfig{.num_layers = 0}, 1,
+                 "[parallel_config] 0 layers, must be at least 1");
+}
+
+TEST(ParallelConfig, ExplicitSplitOfLayers) {
+  const auto with_split = [](std::vector<int> split) {
+    return ParallelConfig{.dims = {1, 1, 3}, .num_layers = 10, .layer_split = std::move(split)};
+  };
+  EXPECT_NO_THROW(with_split({3, 4, 3}).validate(3));
+  EXPECT_THAT(with_split({3, 4, 3}).layers_per_stage(), ElementsAre(3, 4, 3));
+  expect_refused(with_split({5, 5}), 3,
+                 "[parallel_config] layer split (5, 5) has 2 entries, must have one for each "
+                 "of pp 3");
+  expect_refused(with_split({3, 4, 4}), 3,
+                 "[parallel_config] layer split (3, 4, 4) sums to 11, must sum to 10 layers");
+  expect_refused(with_split({0, 5, 5}), 3,
+                 "[parallel_config] layer split (0, 5, 5): every stage must have at least 1 "
+                 "layer");
+}
+
+TEST(ParallelConfig, PositiveNumbers) {
+  expect_refused(ParallelConfig{.micro_batch_size = 0}, 1,
+                 "[parallel_config] micro-batch size 0, must be greater than 0");
+  expect_refused(ParallelConfig{.max_memory_per_device = -1}, 1,
+                 "[parallel_config] max memory per device -1 bytes, must be greater than 0");
+  expect_refused(ParallelConfig{.communication_timeout = milliseconds{0}}, 1,
+                 "[parallel_config] communication timeout 0 ms, must be greater than 0");
+}
+
+template <class Enum, class Parse>
+void expect_round_trip(int count, Parse parse) {
+  for (int i = 0; i < count; ++i) {
+    const auto value = static_cast<Enum>(i);
+    EXPECT_EQ(parse(name_of(value)), value) << name_of(value);
+  }
+}
+
+TEST(ParallelConfig, NamesGoBothWays) {
+  expect_round_trip<MemoryStrategy>(4, parse_memory_strategy);
+  expect_round_trip<CommStrategy>(5, parse_comm_strategy);
+  expect_round_trip<PipelineSchedule>(4, parse_pipeline_schedule);
+  expect_round_trip<Recompute>(3, parse_recompute);
+  EXPECT_EQ(name_of(MemoryStrategy::aggressive), "aggressive");
+  EXPECT_EQ(name_of(CommStrategy::hierarchical), "hierarchical");
+  EXPECT_EQ(name_of(PipelineSchedule::one_f_one_b), "1f1b");
+  EXPECT_EQ(name_of(PipelineSchedule::interleaved), "interleaved");
+}
+
+TEST(ParallelConfig, UnknownNamesListTheKnown) {
+  EXPECT_THAT([] { parse_memory_strategy("huge"); },
+              refused("[memory strategy] 'huge' is unknown, must be one of basic, standard, "
+                      "aggressive, extreme"));
+  EXPECT_THAT([] { parse_comm_strategy(""); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("''"), HasSubstr("adaptive"))));
+  EXPECT_THAT([] { parse_pipeline_schedule("1F1B"); },
+              ThrowsMessage<ConfigError>(HasSubstr("round_robin, gpipe, 1f1b, interleaved")));
+}
+
+}  // namespace
+}  // namespace lockstep::layout
