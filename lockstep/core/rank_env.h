@@ -16,10 +16,10 @@ struct RankEnv {
   int rank = 0;
   int world_size = 1;
   // What the launcher says of this host. comm::init replaces both by the real host layout where they are missing.
-  std::optional<int> local_rank;
-  std::optional<int> local_size;
+  std::optional<int> local_rank = std::nullopt;
+  std::optional<int> local_size = std::nullopt;
   Launcher launcher = Launcher::none;
-  std::string master_addr;  // empty where the launcher gives none
+  std::string master_addr = {};  // empty where the launcher gives none
   int master_port = 0;
   int restart_count = 0;
 

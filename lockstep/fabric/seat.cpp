@@ -2,12 +2,9 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
-#include <vector>
 
-#include "lockstep/core/error.h"
-#include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
 
 namespace lockstep::fabric {
 
@@ -57,42 +54,12 @@ Wait Seat::everyone() const {
 }
 
 void Seat::compare() const {
-  const Signature& expected = posting(0).signature;
-  bool equal = true;
-  for (int peer = 1; peer < size_; ++peer) equal = equal && posting(peer).signature == expected;
-  if (!equal) {
-    std::vector<std::pair<std::string, std::vector<int>>> sides;  // what was called, by whom
-    for (int peer = 0; peer < size_; ++peer) {
-      const Signature& signature = posting(peer).signature;
-      std::string text = describe(signature);
-      if (signature.kind == OpKind::all_gather || signature.kind == OpKind::reduce_scatter) {
-        const int64_t* counts = board_->counts(peer, sequence_) + (signature.kind == OpKind::all_gather ? size_ : 0);
-        text += format(" in blocks of {}", join(std::vector<int64_t>(counts, counts + size_)));
-      }
-      const auto side = std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return s.first == text; });
-      if (side == sides.end()) {
-        sides.push_back({text, {peer}});
-      } else {
-        side->second.push_back(peer);
-      }
-    }
-    std::string message = format("ranks of group '{}' do not agree on operation #{}:", group_name_, sequence_);
-    const char* separator = " ";
-    for (const auto& [text, ranks] : sides) {
-      message += format("{}rank{} {} called {}", separator, ranks.size() > 1 ? "s" : "", join(ranks), text);
-      separator = "; ";
-    }
-    throw MismatchError(message);
-  }
-  if (expected.kind != OpKind::all_to_all) return;
-  for (int from = 0; from < size_; ++from) {
-    for (int to = 0; to < size_; ++to) {
-      const int64_t sent = board_->counts(from, sequence_)[to], awaited = board_->counts(to, sequence_)[size_ + from];
-      if (sent == awaited) continue;
-      throw MismatchError(format("ranks of group '{}' do not agree on operation #{}, {}: rank {} sends {} elements to rank {}, "
-                                 "which expects {}", group_name_, sequence_, describe(expected), from, sent, to, awaited));
-    }
-  }
+  const Signature& first = posting(0).signature;
+  bool equal = first.kind != OpKind::all_to_all;  // its blocks have to be looked at
+  for (int peer = 1; peer < size_ && equal; ++peer) equal = posting(peer).signature == first;
+  if (equal) return;
+  check_agreement({group_name_, sequence_, size_, [this](int rank) -> const Signature& { return posting(rank).signature; },
+                   [this](int rank) { return board_->counts(rank, sequence_); }});
 }
 
 Location Seat::locate(const void* data, size_t bytes) const {

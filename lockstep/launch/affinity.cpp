@@ -10,7 +10,8 @@
 namespace lockstep::launch {
 
 std::vector<int> allowed_cores() {
-  // The kernel's mask may be longer than a cpu_set_t on very large machines; ask for more until it fits.
+  // The kernel's mask may be longer than a cpu_set_t on very large machines; ask for more until it
+  // fits.
   for (int count = CPU_SETSIZE; count <= (1 << 20); count *= 2) {
     cpu_set_t* const set = CPU_ALLOC(static_cast<size_t>(count));
     const size_t size = CPU_ALLOC_SIZE(static_cast<size_t>(count));

@@ -18,7 +18,8 @@ constexpr size_t kFull = 1u << 20;
 Console::Console(int out, int err, Poller& poller) : poller_(poller) {
   out_.fd = out;
   err_.fd = err;
-  struct stat a {}, b {};
+  struct stat a {
+  }, b{};
   const bool out_known = fstat(out, &a) == 0, err_known = fstat(err, &b) == 0;
   out_.dead = !out_known;
   err_.dead = !err_known;
@@ -43,7 +44,9 @@ void Console::message(std::string_view text) {
   write(Stream::err, std::string("lockstep: ").append(text) + "\n");
 }
 
-bool Console::full() const { return out_.left() > kFull || err_.left() > kFull; }
+bool Console::full(Stream stream) const {
+  return (stream == Stream::out ? out_ : err_).left() > kFull;
+}
 
 bool Console::empty() const { return out_.left() == 0 && err_.left() == 0; }
 
@@ -65,10 +68,11 @@ void Console::pump() {
 
 void Console::pump(Sink& sink, const Sink& other) {
   while (sink.left() > 0) {
-    // On one terminal or pipe, a long line in pieces is finished before the other stream gets its turn.
+    // On one terminal or pipe, a long line in pieces is finished before the other stream gets its
+    // turn.
     if (same_file_ && !other.at_line_start) return watch(sink, false);
-    // A pipe that polls writable takes PIPE_BUF bytes without blocking; we may not make it non-blocking, because it is
-    // shared with whoever started us.
+    // A pipe that polls writable takes PIPE_BUF bytes without blocking; we may not make it
+    // non-blocking, because it is shared with whoever started us.
     pollfd item{sink.fd, POLLOUT, 0};
     if (!sink.plain_file && poll(&item, 1, 0) <= 0) return watch(sink, true);
     size_t size = sink.plain_file ? sink.left() : std::min<size_t>(sink.left(), PIPE_BUF);

@@ -8,7 +8,8 @@
 
 namespace lockstep::launch {
 
-// Bytes that could not be written yet are queued. A stream that nobody reads any more swallows what it is given.
+// Bytes that could not be written yet are queued. A stream that nobody reads any more swallows what
+// it is given.
 class Console {
  public:
   enum class Stream { out, err };
@@ -23,7 +24,7 @@ class Console {
   // "lockstep: text" on stderr.
   void message(std::string_view text);
 
-  bool full() const;  // do not feed it more for now
+  bool full(Stream stream) const;  // do not feed it more for now
   bool empty() const;
   // Gives up what is queued: the reader is stuck.
   void discard();

@@ -20,8 +20,11 @@ Guard::Guard() {
   if (pipe2(ends, O_CLOEXEC) != 0) throw SystemError("pipe", errno);
   const Fd reader(ends[0]);
   pipe_ = Fd(ends[1]);
-  process_.emplace(Command{.argv = {"/proc/self/exe", kCommand}, .environment = {}, .in = ends[0],
-                           .cores = {}, .survives = true});
+  process_.emplace(Command{.argv = {"/proc/self/exe", kCommand},
+                           .environment = {},
+                           .in = ends[0],
+                           .cores = {},
+                           .survives = true});
 }
 
 Guard::~Guard() {
@@ -35,9 +38,8 @@ void Guard::forget(pid_t group) const {
   [[maybe_unused]] const ssize_t written = ::write(pipe_.get(), line.data(), line.size());
 }
 
+// It was started with signals ignored: it lives exactly as long as the other end of the pipe.
 int guard_main() {
-  // It lives exactly as long as the other end of the pipe; nothing else may end it.
-  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE}) signal(number, SIG_IGN);
   std::set<pid_t> groups;
   std::string text;
   char buffer[4096];

@@ -1,5 +1,6 @@
-// The process that cleans up when the launcher is killed: it knows every rank's process group and ends them as soon as
-// the launcher's end of their pipe closes, so that a shell script's children do not stay behind.
+// The process that cleans up when the launcher is killed: it knows every rank's process group and
+// ends them as soon as the launcher's end of their pipe closes, so that a shell script's children
+// do not stay behind.
 #pragma once
 
 #include <sys/types.h>
@@ -13,8 +14,8 @@ namespace lockstep::launch {
 
 class Guard {
  public:
-  // The hidden command by which the running executable is started again as a guard: its main() must pass it to
-  // guard_main().
+  // The hidden command by which the running executable is started again as a guard: its main() must
+  // pass it to guard_main().
   static constexpr const char* kCommand = "__guard";
 
   Guard();

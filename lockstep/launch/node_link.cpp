@@ -24,10 +24,11 @@ Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1
 // For what must not fail the job by itself: where the rendezvous is gone, the listener sees it too
 // and says so.
 template <class Call>
-void attempt(Call call) {
+void try_telling(Call call) {
   try {
     call();
   } catch (const Error&) {
+  } catch (const Interrupted&) {
   }
 }
 
@@ -51,10 +52,25 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
     // meanwhile, and gives it to nobody who asks for any port.
     master_port_holder_ = bind_socket({master_addr_, 0});
     master_port_ = port_of(master_port_holder_);
+    warn_of_address();
   }
   if (!alone()) {
     meet(options, token);
     exchange_facts(options);
+  }
+}
+
+void NodeLink::warn_of_address() {
+  const std::string bound = host_of(master_port_holder_);
+  if (bound == "0.0.0.0" || bound == "::") {
+    console_.message(format("--rendezvous {}: listens on every address of this machine", address_));
+  }
+  // Debian's /etc/hosts gives a machine's own name such an address.
+  const bool meant = master_addr_.starts_with("127.") || master_addr_ == "localhost";
+  if (!alone() && bound.starts_with("127.") && !meant) {
+    console_.message(
+        format("--rendezvous {}: here this name means {}, where other nodes cannot come", address_,
+               bound));
   }
 }
 
@@ -63,9 +79,9 @@ void NodeLink::meet(const LaunchOptions& options, const std::string& token) {
   Deadline progress(kProgressEvery);
   while (!client_) {
     try {
-      client_ = std::make_unique<RendezvousClient>(
-          address_, token, Identity{node_rank_, nodes_, kControlGeneration},
-          Deadline(milliseconds{500}));
+      client_ = std::make_unique<RendezvousClient>(address_, token,
+                                                   Identity{node_rank_, nodes_, kControlGeneration},
+                                                   Deadline(milliseconds{500}));
     } catch (const TimeoutError& failure) {
       if (deadline.passed()) throw TimeoutError(format("node {}: {}", node_rank_, failure.what()));
     }
@@ -86,8 +102,8 @@ void NodeLink::exchange_facts(LaunchOptions& options) {
                node_rank_, options.ranks, node, there));
   };
   if (node_rank_ == 0) {
-    client_->set(
-        "job", format("{} {} {} {}", options.ranks, options.max_restarts, master_port_, run_id_));
+    client_->set("job",
+                 format("{} {} {} {}", options.ranks, options.max_restarts, master_port_, run_id_));
     for (int node = 1; node < nodes_; ++node) {
       require_same(node, std::stoi(wait_for(format("node/{}", node), format("node {}", node))));
     }
@@ -188,12 +204,12 @@ NodeLink::News NodeLink::take_news() {
 
 void NodeLink::tell_stop(int signal) {
   if (alone()) return;
-  attempt([&] { client_->set("stop", std::to_string(signal)); });
+  try_telling([&] { client_->set("stop", std::to_string(signal)); });
 }
 
 void NodeLink::tell_end(const Outcome& outcome) {
   if (alone()) return;
-  attempt([&] {
+  try_telling([&] {
     if (client_->add(format("claim/{}", generation_), 1) == 1) {
       client_->set(format("end/{}", generation_), pack(outcome));
     }
@@ -202,7 +218,7 @@ void NodeLink::tell_end(const Outcome& outcome) {
 
 void NodeLink::tell_done() {
   if (alone()) return;
-  attempt([&] {
+  try_telling([&] {
     if (client_->add(format("done/{}", generation_), 1) == nodes_) tell_end(Outcome{});
   });
 }
@@ -214,7 +230,7 @@ void NodeLink::mark_lost(int rank, const std::string& how) {
 void NodeLink::leave() {
   listener_ = {};
   if (alone()) return;
-  attempt([&] {
+  try_telling([&] {
     client_->set(format("left/{}", node_rank_), "yes");
     const Deadline deadline(kLeaveTime);
     for (int node = 1; server_ && node < nodes_ && !deadline.passed();) {

@@ -66,6 +66,7 @@ class NodeLink {
   void leave();
 
  private:
+  void warn_of_address();
   void meet(const LaunchOptions& options, const std::string& token);
   void exchange_facts(LaunchOptions& options);
   std::string wait_for(const std::string& key, const std::string& what);

@@ -22,7 +22,8 @@ class Poller {
   // Throws SystemError; false for a plain file, which is always ready and cannot be watched.
   bool watch(int fd, uint32_t events, Handler handler);
   void change(int fd, uint32_t events);
-  // Must come before the descriptor is closed. Its handler is not called any more, not even for events already seen.
+  // Must come before the descriptor is closed. Its handler is not called any more, not even for
+  // events already seen.
   void forget(int fd);
   // Waits for events or the timeout and calls the handlers. An interruption counts as a timeout.
   void wait(milliseconds timeout);

@@ -58,7 +58,8 @@ bool traced() {
   close(fd);
   constexpr char kField[] = "TracerPid:\t";
   for (ssize_t i = 0; i + static_cast<ssize_t>(sizeof kField) <= size; ++i) {
-    if (memcmp(status + i, kField, sizeof kField - 1) == 0) return status[i + sizeof kField - 1] != '0';
+    if (memcmp(status + i, kField, sizeof kField - 1) == 0)
+      return status[i + sizeof kField - 1] != '0';
   }
   return false;
 }
@@ -105,7 +106,8 @@ void place(int from, int to) {
     line[size++] = '\n';
     write_text(command.guard, line, size);
   }
-  for (int number = 1; number < NSIG; ++number) signal(number, SIG_DFL);
+  for (int number = 1; number < NSIG; ++number)
+    signal(number, command.survives ? SIG_IGN : SIG_DFL);
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -177,7 +179,8 @@ Process::Process(const Command& command) {
   const int fork_failure = errno;
   if (cores != nullptr) CPU_FREE(cores);
   if (pid_ < 0) throw SystemError("fork", fork_failure);
-  // Both sides do it: whoever is first, the group exists before anybody signals it. Fails once the child has exec'd.
+  // Both sides do it: whoever is first, the group exists before anybody signals it. Fails once the
+  // child has exec'd.
   if (!command.survives) setpgid(pid_, pid_);
 
   report_in = Fd();

@@ -29,17 +29,18 @@ struct Command {
   std::vector<std::string> environment;
   int in = -1, out = -1, err = -1;  // become descriptors 0, 1 and 2; -1 is /dev/null
   int keep = -1;                    // stays open under its number
-  int guard = -1;                   // where the child writes "+pid\n" before anything runs in its name
-  std::vector<int> cores;           // empty: wherever the parent runs
-  int hang_rank = -1;               // this rank waits for a debugger before it starts
-  bool survives = false;            // a session of its own, and no death with the parent
+  int guard = -1;          // where the child writes "+pid\n" before anything runs in its name
+  std::vector<int> cores;  // empty: wherever the parent runs
+  int hang_rank = -1;      // this rank waits for a debugger before it starts
+  bool survives = false;   // a session of its own, and no death with the parent
 };
 
-// Not reaped before destruction, so its process group's number stays its own. Not thread safe; children die with the
-// thread that started them.
+// Not reaped before destruction, so its process group's number stays its own. Not thread safe;
+// children die with the thread that started them.
 class Process {
  public:
-  // Returns once the program has started; throws SystemError with the system's reason where it could not.
+  // Returns once the program has started; throws SystemError with the system's reason where it
+  // could not.
   explicit Process(const Command& command);
   // Kills what is left of its group and reaps it.
   ~Process();

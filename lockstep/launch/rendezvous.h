@@ -1,4 +1,5 @@
-// The meeting point of a job over TCP: a key-value server that first asks for the job's token, and its client.
+// The meeting point of a job over TCP: a key-value server that first asks for the job's token, and
+// its client.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,9 @@ constexpr int64_t kControlGeneration = -1;
 // Serves from a thread of its own until it is destroyed. Thread safe.
 class RendezvousServer {
  public:
-  // Listens on exactly `bind_address` ("host:port"; port 0 lets the kernel choose). Throws ConfigError for a bad address
-  // or a token that is empty or above 128 bytes, SystemError where the port cannot be had.
+  // Listens on exactly `bind_address` ("host:port"; port 0 lets the kernel choose). Throws
+  // ConfigError for a bad address or a token that is empty or above 128 bytes, SystemError where
+  // the port cannot be had.
   explicit RendezvousServer(const std::string& token,
                             const std::string& bind_address = "127.0.0.1:0");
   ~RendezvousServer();
@@ -29,11 +31,12 @@ class RendezvousServer {
   // Where it listens, with the real port.
   const std::string& address() const;
 
-  // From now on only ranks of this generation are let in; keys and connections of the earlier one are gone.
-  // A new server is in generation 0.
+  // From now on only ranks of this generation are let in; keys and connections of the earlier one
+  // are gone. A new server is in generation 0.
   void begin_generation(int64_t generation);
 
-  // Sets lost_key(rank) in the current generation: for a launcher that saw a rank end and knows how.
+  // Sets lost_key(rank) in the current generation: for a launcher that saw a rank end and knows
+  // how.
   void mark_lost(int rank, const std::string& how);
 
  private:
@@ -48,12 +51,13 @@ struct Identity {
   int64_t generation = 0;
 };
 
-// Every call but get() is one request on one connection, answered within 30 s or a TimeoutError; a get() that has to
-// wait does so on a connection of its own, so other threads' calls pass it. A server that went away is a CommError.
+// Every call but get() is one request on one connection, answered within 30 s or a TimeoutError; a
+// get() that has to wait does so on a connection of its own, so other threads' calls pass it. A
+// server that went away is a CommError.
 class RendezvousClient final : public Store {
  public:
-  // Tries until the deadline, then throws TimeoutError. Throws ConfigError where the server refuses: a wrong token, a
-  // rank that is taken, another world size, an earlier generation.
+  // Tries until the deadline, then throws TimeoutError. Throws ConfigError where the server
+  // refuses: a wrong token, a rank that is taken, another world size, an earlier generation.
   RendezvousClient(const std::string& address, const std::string& token, const Identity& identity,
                    const Deadline& deadline);
   // Says good-bye, without waiting: a rank that ends so is not lost.
@@ -73,8 +77,9 @@ class RendezvousClient final : public Store {
   std::unique_ptr<Impl> impl_;
 };
 
-// For a program that `lockstep run` started: reads LOCKSTEP_RENDEZVOUS, the token and LOCKSTEP_GENERATION.
-// Throws ConfigError where they are missing, and as the client's constructor does.
+// For a program that `lockstep run` started: reads LOCKSTEP_RENDEZVOUS, the token and
+// LOCKSTEP_GENERATION. Throws ConfigError where they are missing, and as the client's constructor
+// does.
 std::unique_ptr<RendezvousClient> connect_from_environment(int rank, int world_size,
                                                            const Deadline& deadline);
 

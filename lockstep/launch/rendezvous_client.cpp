@@ -86,9 +86,9 @@ class RendezvousClient::Impl {
 
   void check_sizes(const wire::Request& request) const {
     if (request.key.size() > wire::kMaxKey || request.value.size() > wire::kMaxValue) {
-      throw ConfigError(format("rendezvous: a key of {} and a value of {} bytes; the limits are {} and {}",
-                               request.key.size(), request.value.size(), wire::kMaxKey,
-                               wire::kMaxValue));
+      throw ConfigError(
+          format("rendezvous: a key of {} and a value of {} bytes; the limits are {} and {}",
+                 request.key.size(), request.value.size(), wire::kMaxKey, wire::kMaxValue));
     }
   }
 
@@ -106,7 +106,8 @@ class RendezvousClient::Impl {
       send_bytes(fd, wire::frame(request), deadline);
       auto reply = receive(fd, deadline);
       if (!reply) throw CommError("the server closed the connection");
-      if (reply->status == wire::Status::refused) throw ConfigError(describe(request, reply->value));
+      if (reply->status == wire::Status::refused)
+        throw ConfigError(describe(request, reply->value));
       return std::move(*reply);
     } catch (const ConfigError&) {
       throw;
@@ -119,7 +120,8 @@ class RendezvousClient::Impl {
     }
   }
 
-  // A connection that broke before the server answered may have met a server that is full or just starting: try again.
+  // A connection that broke before the server answered may have met a server that is full or just
+  // starting: try again.
   Fd join(const Identity& identity, const Deadline& deadline) {
     while (true) {
       Fd fd = connect_socket(where_, deadline);
@@ -138,6 +140,9 @@ class RendezvousClient::Impl {
           }
         }
       } catch (const SystemError&) {
+      } catch (const TimeoutError&) {
+        throw TimeoutError(
+            format("rendezvous {}: connected, but it does not answer; is it one?", where_.text()));
       }
       if (deadline.passed()) {
         throw TimeoutError(format("rendezvous {}: it closes every connection", where_.text()));
@@ -193,11 +198,13 @@ std::unique_ptr<RendezvousClient> connect_from_environment(int rank, int world_s
                                                            const Deadline& deadline) {
   const char* const address = std::getenv("LOCKSTEP_RENDEZVOUS");
   if (address == nullptr || *address == '\0') {
-    throw ConfigError("environment: LOCKSTEP_RENDEZVOUS is not set; start the program with lockstep run");
+    throw ConfigError(
+        "environment: LOCKSTEP_RENDEZVOUS is not set; start the program with lockstep run");
   }
   const std::string token = token_from_environment();
   if (token.empty()) {
-    throw ConfigError("environment: neither LOCKSTEP_TOKEN_FD nor LOCKSTEP_TOKEN holds the job's token");
+    throw ConfigError(
+        "environment: neither LOCKSTEP_TOKEN_FD nor LOCKSTEP_TOKEN holds the job's token");
   }
   int64_t generation = 0;
   if (const char* const number = std::getenv("LOCKSTEP_GENERATION")) {

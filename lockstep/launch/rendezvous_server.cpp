@@ -1,6 +1,6 @@
-// One thread owns all state; other threads hand it functions to run (call()). A connection passes three stages: it must
-// show the token, then say who it is, then it may ask. Until the token is shown it costs one small buffer, one of a few
-// seats, and two seconds at most.
+// One thread owns all state; other threads hand it functions to run (call()). A connection passes
+// three stages: it must show the token, then say who it is, then it may ask. Until the token is
+// shown it costs one small buffer, one of a few seats, and two seconds at most.
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -12,13 +12,13 @@
 #include <list>
 #include <map>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/launch/key_space.h"
 #include "lockstep/launch/poller.h"
 #include "lockstep/launch/rendezvous.h"
 #include "lockstep/launch/socket.h"
@@ -32,15 +32,6 @@ constexpr milliseconds kProofTime{2'000};
 constexpr milliseconds kRefusalReportEvery{5'000};
 constexpr size_t kReadSize = 64u << 10;
 
-// What one generation of ranks shares.
-struct Space {
-  explicit Space(int64_t number) : generation(number) {}
-  const int64_t generation;
-  LocalStore store;
-  int world_size = 0;  // 0 until the first rank says it
-  std::set<int> present, lost;
-};
-
 enum class Stage { greeting, hello, ready };
 
 struct Connection {
@@ -51,10 +42,11 @@ struct Connection {
   std::string in, out;
   size_t sent = 0;       // of `out`
   bool blocked = false;  // waits for room to send the rest
-  std::shared_ptr<Space> space;
+  std::shared_ptr<KeySpace> space;
   int rank = -1;
   std::optional<std::string> wanted;  // the key a get() waits for
   bool closing = false;               // refused: close when the reason is written
+  std::optional<std::string> end;     // why it is to be closed now, which only on_event() does
 };
 
 }  // namespace
@@ -64,8 +56,8 @@ class RendezvousServer::Impl {
   Impl(const std::string& token, const std::string& bind_address)
       : where_(parse_host_port(bind_address, "rendezvous")) {
     if (token.empty() || token.size() > wire::kMaxToken) {
-      throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}", token.size(),
-                               wire::kMaxToken));
+      throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}",
+                               token.size(), wire::kMaxToken));
     }
     greeting_ = wire::greeting(token);
     listener_ = bind_socket(where_);
@@ -103,15 +95,14 @@ class RendezvousServer::Impl {
       if (connection.space == current_) old.push_back(fd);
     }
     for (const int fd : old) forget(fd);
-    current_ = std::make_shared<Space>(generation);
+    current_ = std::make_shared<KeySpace>(generation);
   }
 
-  void mark_lost(Space& space, int rank, const std::string& how) {
-    space.lost.insert(rank);
-    space.present.erase(rank);
-    store_and_wake(space, lost_key(rank), how);
+  void mark_lost(const std::shared_ptr<KeySpace>& space, int rank, const std::string& how) {
+    space->lose(rank);
+    ask(space, {wire::Op::set, lost_key(rank), how});
   }
-  void mark_lost(int rank, const std::string& how) { mark_lost(*current_, rank, how); }
+  void mark_lost(int rank, const std::string& how) { mark_lost(current_, rank, how); }
 
  private:
   void serve(const std::stop_token& stop) {
@@ -152,7 +143,8 @@ class RendezvousServer::Impl {
         }
         return;
       }
-      // The one that has had most time makes room: an honest client needs far less than a flood takes.
+      // The one that has had most time makes room: an honest client needs far less than a flood
+      // takes.
       if (unproven_.size() >= kMaxUnproven) refuse(unproven_.front(), "too many without a token");
       tune_connection(fd);
       const int number = fd.get();
@@ -177,158 +169,131 @@ class RendezvousServer::Impl {
   }
 
   void on_event(int fd) {
+    Connection& connection = connections_.at(fd);
     try {
-      Connection& connection = connections_.at(fd);
       flush(connection);
       if (connection.closing && connection.out.empty()) return forget(fd);
-      receive(fd, connection);
+      receive(connection);
     } catch (const std::exception& failure) {
       // No room for this client's bytes, or the like: the others go on.
-      end(fd, failure.what());
+      connection.end = failure.what();
+    }
+    if (!connection.end) return;
+    const std::string how = *connection.end;
+    if (connection.stage != Stage::ready) return refuse(fd, how);
+    const auto space = connection.space;
+    const int rank = connection.rank;
+    const bool said_goodbye = how.empty();
+    forget(fd);
+    if (rank < 0) return;
+    if (said_goodbye) {
+      space->leave(rank);
+    } else {
+      mark_lost(space, rank, how);
     }
   }
 
-  void receive(int fd, Connection& connection) {
+  void receive(Connection& connection) {
     std::array<char, kReadSize> buffer;
     const size_t room = connection.stage == Stage::greeting
                             ? wire::kGreetingSize - connection.in.size()
                             : buffer.size();
-    const ssize_t count = ::read(fd, buffer.data(), room);
+    const ssize_t count = ::read(connection.fd.get(), buffer.data(), room);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (count <= 0) return end(fd, count == 0 ? "connection closed" : std::strerror(errno));
-    connection.in.append(buffer.data(), static_cast<size_t>(count));
-    if (connection.stage == Stage::greeting) {
-      check_greeting(fd, connection);
+    if (count == 0) {
+      connection.end = "connection closed";
+    } else if (count < 0) {
+      connection.end = format("connection closed: {}", std::strerror(errno));
     } else {
-      work(fd, connection);
+      connection.in.append(buffer.data(), static_cast<size_t>(count));
+      if (connection.stage == Stage::greeting) {
+        check_greeting(connection);
+      } else {
+        work(connection);
+      }
     }
   }
 
-  void check_greeting(int fd, Connection& connection) {
-    if (!wire::greeting_begins(connection.in)) return refuse(fd, "not a Lockstep client");
-    if (connection.in.size() < wire::kGreetingSize) return;
-    if (!wire::same_bytes(connection.in, greeting_)) {
+  void check_greeting(Connection& connection) {
+    if (!wire::greeting_begins(connection.in)) {
+      connection.end = "not a Lockstep client";
+    } else if (connection.in.size() < wire::kGreetingSize) {
+      return;
+    } else if (!wire::same_bytes(connection.in, greeting_)) {
       say(connection, {wire::Status::refused, "wrong token, or another version of Lockstep"});
-      return refuse(fd, "wrong token");
+      connection.end = "wrong token";
+    } else {
+      connection.in.clear();
+      connection.stage = Stage::hello;
+      say(connection, {wire::Status::ok, {}});
     }
-    connection.in.clear();
-    connection.stage = Stage::hello;
-    say(connection, {wire::Status::ok, {}});
   }
 
-  // Answers the requests that are complete. A client waits for each answer, so `out` holds one at most.
-  void work(int fd, Connection& connection) {
-    while (connection.out.empty() && !connection.wanted && !connection.closing) {
+  // Answers the requests that are complete. A client waits for each answer, so `out` holds one at
+  // most.
+  void work(Connection& connection) {
+    while (connection.out.empty() && !connection.wanted && !connection.closing && !connection.end) {
       const auto length = wire::frame_length(connection.in);
       if (!length) return;
       const size_t limit =
           connection.stage == Stage::ready ? wire::kMaxFrame : wire::kMaxHelloFrame;
-      if (*length > limit) return end(fd, format("it sent a frame of {} bytes", *length));
+      if (*length > limit) {
+        connection.end = format("it sent a frame of {} bytes", *length);
+        return;
+      }
       if (connection.in.size() < 4 + *length) return;
       const auto request = wire::parse_request(std::string_view(connection.in).substr(4, *length));
       connection.in.erase(0, 4 + *length);
-      if (!request) return end(fd, "it sent a malformed frame");
-      if (connection.stage == Stage::hello) {
-        greet(fd, connection, *request);
+      if (!request) {
+        connection.end = "it sent a malformed frame";
+      } else if (connection.stage == Stage::hello) {
+        greet(connection, *request);
       } else if (request->op == wire::Op::goodbye) {
-        return leave(fd, connection);
+        connection.end = "";
       } else {
-        answer(connection, *request);
+        const wire::Reply reply = ask(connection.space, *request);
+        if (request->op == wire::Op::get && reply.status == wire::Status::absent) {
+          connection.wanted = request->key;
+        } else {
+          say(connection, reply);
+        }
       }
     }
-    if (connection.in.size() > 4 + wire::kMaxFrame) end(fd, "it does not wait for answers");
+    if (connection.in.size() > 4 + wire::kMaxFrame) connection.end = "it does not wait for answers";
   }
 
-  void greet(int fd, Connection& connection, const wire::Request& request) {
+  void greet(Connection& connection, const wire::Request& request) {
     const auto hello = wire::unpack_hello(request.value);
-    if (request.op != wire::Op::hello || !hello) return refuse(fd, "no hello after the token");
-    unproven_.remove(fd);
-    const std::string reason = join(connection, *hello);
+    if (request.op != wire::Op::hello || !hello) {
+      connection.end = "no hello after the token";
+      return;
+    }
+    unproven_.remove(connection.fd.get());
+    const auto& space = hello->generation == kControlGeneration ? control_ : current_;
+    const std::string reason = space->join(*hello);
     if (!reason.empty()) {
       connection.closing = true;
       return say(connection, {wire::Status::refused, reason});
     }
+    connection.space = space;
+    connection.rank = hello->rank;
     connection.stage = Stage::ready;
     say(connection, {wire::Status::ok, {}});
   }
 
-  // Empty when the client is let in, otherwise why it is not.
-  std::string join(Connection& connection, const wire::Hello& hello) {
-    const bool control = hello.generation == kControlGeneration;
-    const std::shared_ptr<Space>& space = control ? control_ : current_;
-    const char* const word = control ? "node" : "rank";
-    if (hello.generation != space->generation) {
-      return format("rank {} belongs to generation {}, the job is in generation {}", hello.rank,
-                    hello.generation, space->generation);
+  // Whoever waits for a key that was just set gets it.
+  wire::Reply ask(const std::shared_ptr<KeySpace>& space, const wire::Request& request) {
+    wire::Reply reply = space->answer(request);
+    if (request.op == wire::Op::set || request.op == wire::Op::add) {
+      for (auto& [fd, connection] : connections_) {
+        if (connection.space != space || connection.wanted != request.key) continue;
+        const wire::Reply value = space->answer({wire::Op::find, request.key, {}});
+        if (value.status != wire::Status::ok) break;
+        connection.wanted.reset();
+        say(connection, value);
+      }
     }
-    if (hello.rank >= 0) {
-      if (hello.rank >= hello.world_size) {
-        return format("{} {} is outside its world of {}", word, hello.rank, hello.world_size);
-      }
-      if (space->world_size != 0 && space->world_size != hello.world_size) {
-        return format("{} {} counts {} {}s in all, the others count {}", word, hello.rank,
-                      hello.world_size, word, space->world_size);
-      }
-      if (space->present.contains(hello.rank)) {
-        return format("{} {} is already connected: two processes have the same number", word,
-                      hello.rank);
-      }
-      if (space->lost.contains(hello.rank)) {
-        return format("{} {} was lost in this generation and may not come back", word, hello.rank);
-      }
-      space->world_size = hello.world_size;
-      space->present.insert(hello.rank);
-    }
-    connection.space = space;
-    connection.rank = hello.rank;
-    return {};
-  }
-
-  void answer(Connection& connection, const wire::Request& request) {
-    Space& space = *connection.space;
-    try {
-      switch (request.op) {
-        case wire::Op::set:
-          store_and_wake(space, request.key, request.value);
-          return say(connection, {wire::Status::ok, {}});
-        case wire::Op::add: {
-          const auto amount = wire::unpack_number(request.value);
-          if (!amount) throw ConfigError("add: not a number");
-          const int64_t sum = space.store.add(request.key, *amount);
-          wake_waiting(space, request.key, std::to_string(sum));
-          return say(connection, {wire::Status::ok, wire::pack(sum)});
-        }
-        case wire::Op::remove:
-          return say(connection, {space.store.remove(request.key) ? wire::Status::ok
-                                                                  : wire::Status::absent,
-                                  {}});
-        case wire::Op::get:
-        case wire::Op::find: {
-          auto value = space.store.find(request.key);
-          if (value) return say(connection, {wire::Status::ok, std::move(*value)});
-          if (request.op == wire::Op::find) return say(connection, {wire::Status::absent, {}});
-          connection.wanted = request.key;
-          return;
-        }
-        case wire::Op::hello:
-        case wire::Op::goodbye: throw ConfigError("said hello twice");
-      }
-    } catch (const Error& failure) {
-      say(connection, {wire::Status::refused, failure.what()});
-    }
-  }
-
-  void store_and_wake(Space& space, const std::string& key, const std::string& value) {
-    space.store.set(key, value);
-    wake_waiting(space, key, value);
-  }
-
-  void wake_waiting(const Space& space, const std::string& key, const std::string& value) {
-    for (auto& [fd, connection] : connections_) {
-      if (connection.space.get() != &space || connection.wanted != key) continue;
-      connection.wanted.reset();
-      say(connection, {wire::Status::ok, value});
-    }
+    return reply;
   }
 
   void say(Connection& connection, const wire::Reply& reply) {
@@ -337,8 +302,8 @@ class RendezvousServer::Impl {
     if (connection.closing && connection.out.empty()) shutdown(connection.fd.get(), SHUT_WR);
   }
 
-  // A failed send is left to the next read, which sees the same end: so nothing here ends a connection while others
-  // are being walked.
+  // A failed send is left to the next read, which sees the same end: so nothing here ends a
+  // connection while others are being walked.
   void flush(Connection& connection) {
     while (connection.sent < connection.out.size()) {
       const ssize_t count =
@@ -357,21 +322,6 @@ class RendezvousServer::Impl {
   void watch_room(Connection& connection, bool blocked) {
     if (std::exchange(connection.blocked, blocked) == blocked) return;
     poller_.change(connection.fd.get(), blocked ? EPOLLIN | EPOLLOUT : EPOLLIN);
-  }
-
-  // The client went away or broke the rules; a rank that does so is lost.
-  void end(int fd, const std::string& how) {
-    const Connection& connection = connections_.at(fd);
-    if (connection.stage != Stage::ready) return refuse(fd, how);
-    const auto space = connection.space;
-    const int rank = connection.rank;
-    forget(fd);
-    if (rank >= 0) mark_lost(*space, rank, how);
-  }
-
-  void leave(int fd, const Connection& connection) {
-    if (connection.rank >= 0) connection.space->present.erase(connection.rank);
-    forget(fd);
   }
 
   void refuse(int fd, const std::string& why) {
@@ -398,8 +348,8 @@ class RendezvousServer::Impl {
   std::map<int, Connection> connections_;
   std::list<int> unproven_;  // oldest first
   std::optional<Clock::time_point> accept_again_;
-  std::shared_ptr<Space> control_ = std::make_shared<Space>(kControlGeneration);
-  std::shared_ptr<Space> current_ = std::make_shared<Space>(0);
+  std::shared_ptr<KeySpace> control_ = std::make_shared<KeySpace>(kControlGeneration);
+  std::shared_ptr<KeySpace> current_ = std::make_shared<KeySpace>(0);
   size_t refused_ = 0;
   Clock::time_point refusal_report_due_{};
   std::mutex calls_mutex_;

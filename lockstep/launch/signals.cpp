@@ -21,12 +21,11 @@ Signals::Signals() {
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&set_, SIGHUP);
   signal(SIGPIPE, SIG_IGN);
-  pthread_sigmask(SIG_BLOCK, &set_, &old_);
+  signal(SIGCHLD, SIG_DFL);  // ignored by whoever started us, it would reap the ranks unseen
+  pthread_sigmask(SIG_BLOCK, &set_, nullptr);
   fd_ = Fd(signalfd(-1, &set_, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!fd_.valid()) throw SystemError("signalfd", errno);
 }
-
-Signals::~Signals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
 
 std::optional<int> Signals::take() {
   signalfd_siginfo info{};

@@ -14,12 +14,12 @@ struct Interrupted {
   int signal;
 };
 
-// From construction on, the signals below are blocked in this thread and those it starts. SIGPIPE
-// is ignored: a reader of our output that went away is not our end.
+// From construction to the end of the process, the signals below are blocked in this thread and
+// those it starts: a late one does not spoil the exit status. SIGPIPE is ignored: a reader of our
+// output that went away is not our end.
 class Signals {
  public:
   Signals();
-  ~Signals();
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
@@ -33,7 +33,7 @@ class Signals {
   static bool asks_to_stop(int signal);
 
  private:
-  sigset_t set_{}, old_{};
+  sigset_t set_{};
   Fd fd_;
 };
 

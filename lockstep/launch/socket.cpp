@@ -46,12 +46,31 @@ void set_option(const Fd& socket, int level, int name, int value) {
   ::setsockopt(socket.get(), level, name, &value, sizeof value);
 }
 
+struct Name {
+  std::string host = "?", port = "0";
+};
+
+// `ask` is getsockname or getpeername.
+Name name_of(const Fd& socket, int (*ask)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  char host[NI_MAXHOST], port[NI_MAXSERV];
+  if (ask(socket.get(), generic, &size) != 0 ||
+      getnameinfo(generic, size, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return {};
+  }
+  return {host, port};
+}
+
 // A loopback connect to a free port of the ephemeral range can meet itself (simultaneous open).
 bool connected_to_itself(const Fd& socket) {
   sockaddr_storage mine{}, theirs{};
   socklen_t my_size = sizeof mine, their_size = sizeof theirs;
   if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&mine), &my_size) != 0) return false;
-  if (getpeername(socket.get(), reinterpret_cast<sockaddr*>(&theirs), &their_size) != 0) return false;
+  if (getpeername(socket.get(), reinterpret_cast<sockaddr*>(&theirs), &their_size) != 0)
+    return false;
   return my_size == their_size && std::memcmp(&mine, &theirs, my_size) == 0;
 }
 
@@ -66,7 +85,8 @@ Fd try_connect(const addrinfo& address, const Deadline& deadline, std::string& r
     pollfd item{socket.get(), POLLOUT, 0};
     int ready = 0;
     do {
-      ready = poll(&item, 1, static_cast<int>(std::min<long long>(deadline.left().count(), 60'000)));
+      ready =
+          poll(&item, 1, static_cast<int>(std::min<long long>(deadline.left().count(), 60'000)));
     } while (ready < 0 && errno == EINTR);
     int failure = ready > 0 ? 0 : ETIMEDOUT;
     socklen_t size = sizeof failure;
@@ -132,25 +152,14 @@ void start_listening(const Fd& socket, const HostPort& where) {
 }
 
 uint16_t port_of(const Fd& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    throw SystemError("getsockname", errno);
-  }
-  return ntohs(address.ss_family == AF_INET6
-                   ? reinterpret_cast<const sockaddr_in6&>(address).sin6_port
-                   : reinterpret_cast<const sockaddr_in&>(address).sin_port);
+  return static_cast<uint16_t>(std::stoi(name_of(socket, getsockname).port));
 }
 
+std::string host_of(const Fd& socket) { return name_of(socket, getsockname).host; }
+
 std::string peer_of(const Fd& socket) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  char host[NI_MAXHOST] = "?", port[NI_MAXSERV] = "?";
-  if (getpeername(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) == 0) {
-    getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host, sizeof host, port,
-                sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
-  }
-  return format("{}:{}", host, port);
+  const Name peer = name_of(socket, getpeername);
+  return format("{}:{}", peer.host, peer.port);
 }
 
 Fd connect_socket(const HostPort& where, const Deadline& deadline) {

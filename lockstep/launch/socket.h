@@ -18,8 +18,8 @@ struct HostPort {
 // Reads "host:port" or "[v6 host]:port"; `what` names the option or variable in the ConfigError.
 HostPort parse_host_port(const std::string& text, const std::string& what);
 
-// A socket bound to exactly this address with SO_REUSEADDR; port 0 lets the kernel choose. Never probes:
-// the port is ours from here on. Throws SystemError naming the address.
+// A socket bound to exactly this address with SO_REUSEADDR; port 0 lets the kernel choose. Never
+// probes: the port is ours from here on. Throws SystemError naming the address.
 Fd bind_socket(const HostPort& where);
 
 // Makes a bound socket accept connections, without blocking.
@@ -27,11 +27,14 @@ void start_listening(const Fd& socket, const HostPort& where);
 
 uint16_t port_of(const Fd& socket);
 
+// The numeric address a socket is bound to.
+std::string host_of(const Fd& socket);
+
 // "host:port" of the other end, for messages.
 std::string peer_of(const Fd& socket);
 
-// Tries until the deadline, because the other side may start later. Throws TimeoutError with the last
-// reason. The socket does not block.
+// Tries until the deadline, because the other side may start later. Throws TimeoutError with the
+// last reason. The socket does not block.
 Fd connect_socket(const HostPort& where, const Deadline& deadline);
 
 // No delays for small messages; a vanished host is noticed within seconds.

@@ -20,13 +20,14 @@ class Store {
   // Waits until the key is set. Throws TimeoutError naming the key at the deadline.
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
   virtual std::optional<std::string> find(const std::string& key) = 0;
-  // Adds to a counter that starts at 0 and returns the new value. The counter is stored as decimal text.
+  // Adds to a counter that starts at 0 and returns the new value. The counter is stored as decimal
+  // text.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
   virtual bool remove(const std::string& key) = 0;
 };
 
-// The key under which a store that watches its clients says that a rank's connection ended without a good-bye.
-// Its value says how, in words.
+// The key under which a store that watches its clients says that a rank's connection ended without
+// a good-bye. Its value says how, in words.
 std::string lost_key(int rank);
 
 // For ranks that are threads of one process, and inside the rendezvous server.

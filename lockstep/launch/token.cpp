@@ -20,8 +20,8 @@
 namespace lockstep::launch {
 namespace {
 
-// From the file's start, whatever its offset is: several readers share the descriptor. One byte above the limit is
-// read so that too long a token is seen.
+// From the file's start, whatever its offset is: several readers share the descriptor. One byte
+// above the limit is read so that too long a token is seen.
 std::string read_start(int fd) {
   std::string bytes(wire::kMaxToken + 1, '\0');
   size_t done = 0;
@@ -65,10 +65,11 @@ std::string token_from_environment() {
   try {
     return read_start(fd);
   } catch (const SystemError& failure) {
-    throw ConfigError(format(
-        "environment: the job's token cannot be read from descriptor LOCKSTEP_TOKEN_FD={}: {}; a program between "
-        "lockstep run and this one may have closed it",
-        text, std::strerror(failure.error_number())));
+    throw ConfigError(
+        format("environment: the job's token cannot be read from descriptor LOCKSTEP_TOKEN_FD={}: "
+               "{}; a program between "
+               "lockstep run and this one may have closed it",
+               text, std::strerror(failure.error_number())));
   }
 }
 
@@ -86,8 +87,8 @@ std::string token_from_file(const std::string& path) {
   std::string token = read_start(file.get());
   token.resize(std::min(token.find_first_of("\r\n"), token.size()));
   if (token.empty() || token.size() > wire::kMaxToken) {
-    throw ConfigError(format("token file {}: its first line must have 1 to {} bytes", path,
-                             wire::kMaxToken));
+    throw ConfigError(
+        format("token file {}: its first line must have 1 to {} bytes", path, wire::kMaxToken));
   }
   return token;
 }
@@ -96,7 +97,8 @@ Fd token_descriptor(const std::string& token) {
   Fd file(memfd_create("lockstep-token", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file.valid()) throw SystemError("memfd_create", errno);
   write_full(file, std::as_bytes(std::span(token)), Deadline(kDefaultTimeout));
-  if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+  if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) !=
+      0) {
     throw SystemError("memfd seal", errno);
   }
   return file;

@@ -1,7 +1,8 @@
 // What rendezvous clients and servers say to each other. All numbers are little-endian.
 //
-// A connection opens with one greeting of fixed size that holds the token; nothing else is read before it is checked.
-// Then come frames: a 4-byte length and that many bytes. Requests and replies alternate, one at a time.
+// A connection opens with one greeting of fixed size that holds the token; nothing else is read
+// before it is checked. Then come frames: a 4-byte length and that many bytes. Requests and replies
+// alternate, one at a time.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,8 @@ namespace lockstep::launch::wire {
 
 constexpr uint32_t kVersion = 1;
 constexpr size_t kMaxToken = 128;
-constexpr size_t kGreetingSize = 8 + 4 + 4 + kMaxToken;  // magic, version, token length, padded token
+constexpr size_t kGreetingSize =
+    8 + 4 + 4 + kMaxToken;  // magic, version, token length, padded token
 constexpr size_t kMaxKey = 4u << 10;
 constexpr size_t kMaxValue = 16u << 20;
 constexpr size_t kMaxFrame = 1 + 4 + kMaxKey + kMaxValue;

@@ -1,4 +1,5 @@
-// One output stream of one rank: lines get the rank's name and go to the console, bytes go to a file as they are.
+// One output stream of one rank: lines get the rank's name and go to the console, bytes go to a
+// file as they are.
 #pragma once
 
 #include <string>
@@ -14,9 +15,9 @@ class WorkerLog {
   // `pipe` must not block. `file` may be invalid: then nothing is kept.
   WorkerLog(Fd pipe, int rank, Console::Stream stream, Fd file);
 
-  int fd() const { return pipe_.get(); }
-  // Moves what is there, up to a limit, so that no rank starves the others. False when the stream has ended and its
-  // last line, complete or not, is written.
+  Console::Stream stream() const { return stream_; }
+  // Moves what is there, up to a limit, so that no rank starves the others. False when the stream
+  // has ended and its last line, complete or not, is written.
   bool pump(Console& console);
   // Writes an incomplete last line; for a stream that something keeps open after the rank ended.
   void finish(Console& console);

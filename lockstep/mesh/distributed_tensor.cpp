@@ -67,7 +67,7 @@ std::vector<int64_t> block_counts(const Shape& shape, int64_t dim, int ranks) {
 
 }  // namespace
 
-DistributedTensor::DistributedTensor(at::Tensor shard, Shape global_shape, int64_t dim,
+DistributedTensor::DistributedTensor(const at::Tensor& shard, Shape global_shape, int64_t dim,
                                      comm::Group group)
     : global_shape_(std::move(global_shape)), group_(std::move(group)) {
   dim = wrap_dim("distributed_tensor", dim, global_shape_, group_);
@@ -90,15 +90,15 @@ DistributedTensor DistributedTensor::partition(const at::Tensor& whole, int64_t 
   dim = wrap_dim("partition", dim, shape, group);
   const auto part = partition_of(shape, dim, group);
   // A copy: a view would keep the whole tensor in memory, and writes to the shard would reach it.
-  auto shard = whole.detach()
-                   .narrow(dim, part.start, part.end - part.start)
-                   .clone(at::MemoryFormat::Contiguous);
-  return {std::move(shard), shape, dim, std::move(group)};
+  const auto shard = whole.detach()
+                         .narrow(dim, part.start, part.end - part.start)
+                         .clone(at::MemoryFormat::Contiguous);
+  return {shard, shape, dim, std::move(group)};
 }
 
 DistributedTensor DistributedTensor::reduce_scatter(const at::Tensor& contribution, int64_t dim,
                                                     comm::Group group,
-                                                    comm::ReduceOptions options) {
+                                                    const comm::ReduceOptions& options) {
   const auto shape = contribution.sizes().vec();
   dim = wrap_dim("reduce_scatter", dim, shape, group);
   const auto part = partition_of(shape, dim, group);
@@ -118,7 +118,7 @@ layout::Placement DistributedTensor::placement(std::string name, const std::stri
       .narrow(partition_.dim, {partition_.start, partition_.end}, axis);
 }
 
-at::Tensor DistributedTensor::all_gather(comm::Options options) const {
+at::Tensor DistributedTensor::all_gather(const comm::Options& options) const {
   const auto dim = partition_.dim;
   const auto output = local_.new_empty(packed_shape(global_shape_, dim, global_shape_[dim]));
   comm::all_gather(output, pack(local_, dim), group_,
@@ -129,7 +129,7 @@ at::Tensor DistributedTensor::all_gather(comm::Options options) const {
   return unpack(output, dim);
 }
 
-DistributedTensor DistributedTensor::redistribute(int64_t dim, comm::Options options) const {
+DistributedTensor DistributedTensor::redistribute(int64_t dim, const comm::Options& options) const {
   const auto from = partition_.dim;
   const auto to = wrap_dim("redistribute", dim, global_shape_, group_);
   if (to == from) return {local_.clone(), global_shape_, to, group_};
@@ -158,7 +158,7 @@ DistributedTensor DistributedTensor::redistribute(int64_t dim, comm::Options opt
                     .tag = options.tag})
       .wait();
 
-  auto shard = local_.new_empty(new_shape);
+  const auto shard = local_.new_empty(new_shape);
   int64_t offset = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto block = output.narrow(0, offset, output_counts[rank])
@@ -166,7 +166,7 @@ DistributedTensor DistributedTensor::redistribute(int64_t dim, comm::Options opt
     shard.narrow(from, rows(rank).begin, rows(rank).size()).copy_(block.movedim(0, to));
     offset += output_counts[rank];
   }
-  return {std::move(shard), global_shape_, to, group_};
+  return {shard, global_shape_, to, group_};
 }
 
 comm::Work DistributedTensor::all_reduce(const comm::Group& replicas,

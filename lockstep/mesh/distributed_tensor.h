@@ -30,14 +30,16 @@ class DistributedTensor {
  public:
   // Takes this rank's shard as it is. Its sizes must be those that the global shape and the rank
   // give.
-  DistributedTensor(at::Tensor shard, layout::Shape global_shape, int64_t dim, comm::Group group);
+  DistributedTensor(const at::Tensor& shard, layout::Shape global_shape, int64_t dim,
+                    comm::Group group);
 
   // Copies this rank's part out of a tensor that every rank has. Needs no communication.
   static DistributedTensor partition(const at::Tensor& whole, int64_t dim, comm::Group group);
   // Reduces the ranks' contributions, each of the whole shape, and leaves every rank its part of
   // the result.
   static DistributedTensor reduce_scatter(const at::Tensor& contribution, int64_t dim,
-                                          comm::Group group, comm::ReduceOptions options = {});
+                                          comm::Group group,
+                                          const comm::ReduceOptions& options = {});
 
   const at::Tensor& local() const { return local_; }
   const layout::Shape& global_shape() const { return global_shape_; }
@@ -48,10 +50,10 @@ class DistributedTensor {
   layout::Placement placement(std::string name, const std::string& axis) const;
 
   // The whole tensor, on every rank.
-  at::Tensor all_gather(comm::Options options = {}) const;
+  at::Tensor all_gather(const comm::Options& options = {}) const;
   // The same tensor cut along another dimension. Each rank sends and receives about one shard,
   // never the whole.
-  DistributedTensor redistribute(int64_t dim, comm::Options options = {}) const;
+  DistributedTensor redistribute(int64_t dim, const comm::Options& options = {}) const;
 
   // Between ranks that hold the same part: replicas, or neighbouring stages.
   comm::Work all_reduce(const comm::Group& replicas, comm::ReduceOptions options = {}) const;

@@ -15,6 +15,7 @@ namespace {
 
 std::string describe_axes(const std::vector<Axis>& axes) {
   std::vector<std::string> parts;
+  parts.reserve(axes.size());
   for (const auto& axis : axes) parts.push_back(format("{} {}", axis.name, axis.size));
   return parts.empty() ? "no axes" : join(parts, " x ");
 }

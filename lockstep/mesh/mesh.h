@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -80,8 +81,8 @@ class Mesh {
     return slice(axes).flatten();
   }
 
-  // The group of one axis, or of the whole mesh. A slice of several axes has one once it was
-  // flattened.
+  // The group of one axis, or the one that a mesh of several was made on. A slice of several axes
+  // has one once it was flattened.
   comm::Group group() const;
   operator comm::Group() const { return group(); }  // NOLINT(google-explicit-constructor)
 

@@ -118,19 +118,18 @@ DistributedTensor ModelParallelContext::partition(const at::Tensor& whole,
 
 DistributedTensor ModelParallelContext::reduce_scatter(const at::Tensor& contribution,
                                                        const CutOptions& cut,
-                                                       comm::ReduceOptions options) const {
-  return DistributedTensor::reduce_scatter(contribution, split_dim(cut), group(cut.axis),
-                                           std::move(options));
+                                                       const comm::ReduceOptions& options) const {
+  return DistributedTensor::reduce_scatter(contribution, split_dim(cut), group(cut.axis), options);
 }
 
 at::Tensor ModelParallelContext::all_gather(const DistributedTensor& tensor,
-                                            comm::Options options) const {
-  return tensor.all_gather(std::move(options));
+                                            const comm::Options& options) const {
+  return tensor.all_gather(options);
 }
 
 DistributedTensor ModelParallelContext::redistribute(const DistributedTensor& tensor, int64_t dim,
-                                                     comm::Options options) const {
-  return tensor.redistribute(dim, std::move(options));
+                                                     const comm::Options& options) const {
+  return tensor.redistribute(dim, options);
 }
 
 comm::Work ModelParallelContext::all_reduce(const at::Tensor& tensor, std::string_view axis,

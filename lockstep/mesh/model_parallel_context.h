@@ -72,10 +72,10 @@ class ModelParallelContext {
 
   DistributedTensor partition(const at::Tensor& whole, const CutOptions& cut = {}) const;
   DistributedTensor reduce_scatter(const at::Tensor& contribution, const CutOptions& cut = {},
-                                   comm::ReduceOptions options = {}) const;
-  at::Tensor all_gather(const DistributedTensor& tensor, comm::Options options = {}) const;
+                                   const comm::ReduceOptions& options = {}) const;
+  at::Tensor all_gather(const DistributedTensor& tensor, const comm::Options& options = {}) const;
   DistributedTensor redistribute(const DistributedTensor& tensor, int64_t dim,
-                                 comm::Options options = {}) const;
+                                 const comm::Options& options = {}) const;
 
   // In place, as those of comm. Peers are ranks of the axis's group.
   comm::Work all_reduce(const at::Tensor& tensor, std::string_view axis = {},

@@ -1,0 +1,92 @@
+// The command `lockstep`: finds the subcommand and turns exceptions into exit codes.
+#include <fcntl.h>
+
+#include <functional>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "lockstep/cli/run.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/version.h"
+#include "lockstep/launch/guard.h"
+
+namespace {
+
+using Arguments = std::vector<std::string>;
+
+struct Subcommand {
+  const char* name;
+  const char* help;  // null: not for users
+  std::function<int(const Arguments&)> function;
+};
+
+const std::vector<Subcommand>& subcommands() {
+  static const std::vector<Subcommand> table = {
+      {"run", "start the ranks of a program and end them together", lockstep::cli::run},
+      {lockstep::launch::Guard::kCommand, nullptr,
+       [](const Arguments&) { return lockstep::launch::guard_main(); }},
+  };
+  return table;
+}
+
+void print_help(std::ostream& out) {
+  out << "lockstep " LOCKSTEP_VERSION
+         ": distributed training for C++ programs that use libtorch\n\n"
+         "Usage: lockstep COMMAND [OPTIONS]      lockstep COMMAND --help says more\n"
+         "       lockstep --version\n\nCommands:\n";
+  for (const Subcommand& subcommand : subcommands()) {
+    if (subcommand.help == nullptr) continue;
+    const std::string name = subcommand.name;
+    out << "  " << name << std::string(12 - std::min<size_t>(name.size(), 11), ' ')
+        << subcommand.help << "\n";
+  }
+}
+
+int dispatch(const Arguments& arguments) {
+  if (arguments.empty()) {
+    print_help(std::cerr);
+    return 2;
+  }
+  const std::string& name = arguments.front();
+  if (name == "--help" || name == "-h" || name == "help") {
+    print_help(std::cout);
+    return 0;
+  }
+  if (name == "--version") {
+    std::cout << "lockstep " LOCKSTEP_VERSION "\n";
+    return 0;
+  }
+  std::string known;
+  for (const Subcommand& subcommand : subcommands()) {
+    if (name == subcommand.name) {
+      return subcommand.function(Arguments(arguments.begin() + 1, arguments.end()));
+    }
+    if (subcommand.help != nullptr)
+      known += std::string(known.empty() ? "" : ", ") + subcommand.name;
+  }
+  throw lockstep::ConfigError("unknown command '" + name + "'; the commands are: " + known);
+}
+
+// A closed stdin, stdout or stderr would give its number to the next file or socket we open.
+void fill_standard_descriptors() {
+  for (int fd = 0; fd <= 2; ++fd) {
+    if (fcntl(fd, F_GETFD) < 0) [[maybe_unused]]
+      const int opened = open("/dev/null", O_RDWR);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  fill_standard_descriptors();
+  try {
+    return dispatch(Arguments(argv + 1, argv + argc));
+  } catch (const lockstep::ConfigError& failure) {
+    std::cerr << "lockstep: " << failure.what() << "\n";
+    return 2;
+  } catch (const std::exception& failure) {
+    std::cerr << "lockstep: " << failure.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,88 @@
+// What a backend implements, and what all groups of a job share. Private to comm.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/comm/work.h"
+#include "lockstep/fabric/heap.h"
+#include "lockstep/fabric/operation.h"
+#include "lockstep/launch/rendezvous.h"
+#include "lockstep/launch/store.h"
+
+namespace lockstep::comm::detail {
+
+class ActivityReporter;
+
+// A running operation. wait() may be called more than once.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  virtual void wait() = 0;
+  virtual bool done() const = 0;
+};
+
+// This rank's view of the job, shared by all groups made from it.
+struct World {
+  std::shared_ptr<launch::RendezvousServer> server = nullptr;  // where this rank hosts the meeting point
+  std::shared_ptr<launch::Store> store = nullptr;              // destroyed before the server
+  std::vector<int> hosts = {};                                 // for every rank of the world, a number for its host
+  milliseconds timeout = kDefaultTimeout;
+  bool check = false;
+  // Memory that this rank and its local peers share; made by the shm backend when first needed.
+  std::shared_ptr<fabric::SharedHeap> heap = nullptr;
+  std::shared_ptr<fabric::PeerHeaps> peer_heaps = nullptr;
+  // Made by the first group whose backend has no shared memory.
+  std::shared_ptr<ActivityReporter> reporter = nullptr;
+};
+
+// Who is in a group, before it exists.
+struct Membership {
+  std::string name;
+  int rank = 0;              // of this process, in the group
+  std::vector<int> members;  // world ranks in group order
+  std::shared_ptr<World> world;
+
+  int size() const { return static_cast<int>(members.size()); }
+};
+
+class GroupImpl {
+ public:
+  explicit GroupImpl(Membership membership, std::string backend) : membership_(std::move(membership)), backend_(std::move(backend)) {}
+  virtual ~GroupImpl() = default;
+
+  const Membership& membership() const { return membership_; }
+  const std::string& backend() const { return backend_; }
+  int next_split() { return split_count_++; }
+
+  // Begins an operation whose arguments have been checked. `memory` keeps its buffers alive.
+  virtual std::shared_ptr<Pending> submit(fabric::Operation operation, std::shared_ptr<const void> memory) = 0;
+  // Symmetric memory; null where the backend has none of its own.
+  virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
+  // Peers can reach [data, data + bytes) without staging.
+  virtual bool reaches(const void* data, size_t bytes) const = 0;
+
+ private:
+  Membership membership_;
+  std::string backend_;
+  std::atomic<int> split_count_{0};
+};
+
+// Makes this rank's part of a group. Collective over its members.
+using Factory = std::function<std::shared_ptr<GroupImpl>(Membership)>;
+
+// One row for each backend that this build knows.
+struct Backend {
+  std::string name;
+  std::function<bool()> is_available;
+  Factory create;
+};
+
+// Throws ConfigError that lists the names, or says that the backend is not in this build.
+const Backend& find_backend(const std::string& name);
+
+}  // namespace lockstep::comm::detail

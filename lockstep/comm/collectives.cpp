@@ -1,0 +1,259 @@
+// From tensors to operations: checks the arguments, makes tensors contiguous, and hands the rest to the group's backend.
+#include "lockstep/comm/collectives.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/GradMode.h>
+
+#include <functional>
+#include <numeric>
+
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/fabric/reduce.h"
+
+namespace lockstep::comm {
+namespace {
+
+using fabric::Operation;
+using fabric::OpKind;
+
+// Runs something on the waiting thread once the operation is complete.
+class WithEpilogue final : public detail::Pending {
+ public:
+  WithEpilogue(std::shared_ptr<detail::Pending> pending, std::function<void()> epilogue)
+      : pending_(std::move(pending)), epilogue_(std::move(epilogue)) {}
+  void wait() override {
+    pending_->wait();
+    if (auto epilogue = std::exchange(epilogue_, nullptr)) epilogue();
+  }
+  bool done() const override { return pending_->done() && !epilogue_; }
+
+ private:
+  std::shared_ptr<detail::Pending> pending_;
+  std::function<void()> epilogue_;
+};
+
+// One call: what it is called, for messages, and what it has gathered for its operation.
+class Call {
+ public:
+  Call(OpKind kind, const Group& group, const std::optional<milliseconds>& timeout, std::string tag) : group_(group) {
+    operation_.kind = kind;
+    operation_.timeout = timeout.value_or(group.timeout());
+    operation_.tag = std::move(tag);
+  }
+  Operation* operator->() { return &operation_; }
+
+  [[noreturn]] void refuse(const std::string& rule) const {
+    throw ConfigError(format("[{}] rank {}: {}", fabric::name_of(operation_.kind), group_.rank(), rule));
+  }
+  void check_rank(const char* what, int rank) const {
+    if (rank < 0 || rank >= group_.size()) refuse(format("{} is {}, must be at least 0 and below the group's size {}", what, rank, group_.size()));
+  }
+
+  // A tensor that the operation reads; the one it uses is contiguous and on the CPU.
+  at::Tensor input(const at::Tensor& tensor) {
+    check_tensor(tensor);
+    const at::Tensor usable = tensor.detach().contiguous();
+    operation_.input = detail::bytes_of(usable);
+    memory_.push_back(usable);
+    return usable;
+  }
+  // A tensor that it writes, and reads too if `keeps_values`.
+  at::Tensor output(const at::Tensor& tensor, bool keeps_values) {
+    check_tensor(tensor);
+    const c10::AutoGradMode no_grad(false);
+    at::Tensor target = tensor.detach(), usable = target;
+    if (!target.is_contiguous()) {
+      usable = keeps_values ? target.contiguous() : at::empty_like(target, at::MemoryFormat::Contiguous);
+      copies_.emplace_back(target, usable);
+    }
+    operation_.output = detail::bytes_of(usable);
+    memory_.push_back(usable);
+    return usable;
+  }
+  // Reads and writes the same tensor.
+  void in_place(const at::Tensor& tensor) {
+    output(tensor, true);
+    operation_.input = operation_.output;
+  }
+
+  // Explicit block sizes, or equal ones.
+  std::vector<int64_t> blocks(const char* what, std::vector<int64_t> counts, int64_t total) const {
+    const auto size = static_cast<size_t>(group_.size());
+    if (counts.empty()) {
+      if (total % group_.size() != 0) {
+        refuse(format("{} has {} elements, must be divisible by group size {} (or give the counts)", what, total, group_.size()));
+      }
+      return std::vector<int64_t>(size, total / group_.size());
+    }
+    if (counts.size() != size) refuse(format("{} block counts for a group of {}", counts.size(), size));
+    for (const int64_t count : counts) {
+      if (count < 0) refuse(format("block counts of {} are {}, none may be negative", what, join(counts)));
+    }
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    if (sum != total) refuse(format("block counts of {} add up to {}, it has {} elements", what, sum, total));
+    return counts;
+  }
+  void check_count(const char* what, int64_t actual, int64_t expected) const {
+    if (actual != expected) refuse(format("{} has {} elements, must have {}", what, actual, expected));
+  }
+  void check_same_dtype(const at::Tensor& a, const at::Tensor& b) const {
+    if (a.scalar_type() != b.scalar_type()) refuse(format("input is {}, output is {}; they must be the same", c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+  }
+  void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
+
+  Work start() {
+    auto memory = std::make_shared<std::vector<at::Tensor>>(std::move(memory_));
+    auto pending = group_.impl().submit(std::move(operation_), std::move(memory));
+    if (copies_.empty()) return Work(std::move(pending));
+    return Work(std::make_shared<WithEpilogue>(std::move(pending), [copies = std::move(copies_)] {
+      const c10::AutoGradMode no_grad(false);
+      for (const auto& [target, source] : copies) target.copy_(source);
+    }));
+  }
+
+ private:
+  void check_tensor(const at::Tensor& tensor) {
+    if (!tensor.defined()) refuse("the tensor is undefined");
+    if (!tensor.device().is_cpu()) {
+      refuse(format("the tensor is on {}, backend {} needs it on the CPU", tensor.device().str(), group_.backend()));
+    }
+    operation_.dtype = detail::dtype_of(tensor, std::string(fabric::name_of(operation_.kind)).c_str());
+  }
+
+  const Group& group_;
+  Operation operation_;
+  std::vector<at::Tensor> memory_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // target, contiguous stand-in
+};
+
+// For a group of one: the result is the input.
+Work copy_alone(const at::Tensor& output, const at::Tensor& input) {
+  const c10::AutoGradMode no_grad(false);
+  output.detach().copy_(input.detach().reshape(output.sizes()));
+  return {};
+}
+
+}  // namespace
+
+Work all_reduce(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
+  Call call(OpKind::all_reduce, group, options.timeout, std::move(options.tag));
+  call.in_place(tensor);
+  call->reduce = options.op;
+  call->count = tensor.numel();
+  call.check_reduction();
+  return group.size() == 1 ? Work() : call.start();
+}
+
+Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions options) {
+  Call call(OpKind::reduce, group, options.timeout, std::move(options.tag));
+  call.check_rank("root", options.root);
+  call.in_place(tensor);
+  call->reduce = options.op;
+  call->root = options.root;
+  call->count = tensor.numel();
+  call.check_reduction();
+  return group.size() == 1 ? Work() : call.start();
+}
+
+Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options) {
+  Call call(OpKind::broadcast, group, options.timeout, std::move(options.tag));
+  call.check_rank("root", options.root);
+  call.in_place(tensor);
+  if (group.rank() != options.root) call->input = {};
+  call->root = options.root;
+  call->count = tensor.numel();
+  return group.size() == 1 ? Work() : call.start();
+}
+
+Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group, GatherOptions options) {
+  Call call(OpKind::all_gather, group, options.timeout, std::move(options.tag));
+  call.input(input);
+  call.output(output, false);
+  call.check_same_dtype(input, output);
+  call->recv_counts = call.blocks("output", std::move(options.counts), output.numel());
+  call.check_count("input", input.numel(), call->recv_counts[static_cast<size_t>(group.rank())]);
+  call->count = output.numel();
+  return group.size() == 1 ? copy_alone(output, input) : call.start();
+}
+
+Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Group& group, ReduceScatterOptions options) {
+  Call call(OpKind::reduce_scatter, group, options.timeout, std::move(options.tag));
+  call.input(input);
+  call.output(output, false);
+  call.check_same_dtype(input, output);
+  call->reduce = options.op;
+  call->send_counts = call.blocks("input", std::move(options.counts), input.numel());
+  call.check_count("output", output.numel(), call->send_counts[static_cast<size_t>(group.rank())]);
+  call->count = input.numel();
+  call.check_reduction();
+  return group.size() == 1 ? copy_alone(output, input) : call.start();
+}
+
+Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group, AllToAllOptions options) {
+  Call call(OpKind::all_to_all, group, options.timeout, std::move(options.tag));
+  call.input(input);
+  call.output(output, false);
+  call.check_same_dtype(input, output);
+  call->send_counts = call.blocks("input", std::move(options.input_counts), input.numel());
+  call->recv_counts = call.blocks("output", std::move(options.output_counts), output.numel());
+  return group.size() == 1 ? copy_alone(output, input) : call.start();
+}
+
+Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options) {
+  Call call(OpKind::gather, group, options.timeout, std::move(options.tag));
+  call.check_rank("root", options.root);
+  call.input(input);
+  call->root = options.root;
+  call->count = input.numel();
+  if (group.rank() == options.root) {
+    call.output(output, false);
+    call.check_same_dtype(input, output);
+    call.check_count("output", output.numel(), input.numel() * group.size());
+  }
+  return group.size() == 1 ? copy_alone(output, input) : call.start();
+}
+
+Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options) {
+  Call call(OpKind::scatter, group, options.timeout, std::move(options.tag));
+  call.check_rank("root", options.root);
+  if (group.rank() == options.root) {
+    call.input(input);
+    call.check_same_dtype(input, output);
+    call.check_count("input", input.numel(), output.numel() * group.size());
+  }
+  call.output(output, false);
+  call->root = options.root;
+  call->count = output.numel();
+  return group.size() == 1 ? copy_alone(output, input) : call.start();
+}
+
+Work send(const at::Tensor& tensor, int to, const Group& group, Options options) {
+  Call call(OpKind::send, group, options.timeout, std::move(options.tag));
+  call.check_rank("the receiver", to);
+  if (to == group.rank()) call.refuse("a rank cannot send to itself");
+  call.input(tensor);
+  call->root = to;
+  call->count = tensor.numel();
+  return call.start();
+}
+
+Work recv(const at::Tensor& tensor, int from, const Group& group, Options options) {
+  Call call(OpKind::recv, group, options.timeout, std::move(options.tag));
+  call.check_rank("the sender", from);
+  if (from == group.rank()) call.refuse("a rank cannot receive from itself");
+  call.output(tensor, false);
+  call->root = from;
+  call->count = tensor.numel();
+  return call.start();
+}
+
+Work barrier(const Group& group, Options options) {
+  Call call(OpKind::barrier, group, options.timeout, std::move(options.tag));
+  return group.size() == 1 ? Work() : call.start();
+}
+
+}  // namespace lockstep::comm

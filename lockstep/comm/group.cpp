@@ -1,0 +1,105 @@
+#include "lockstep/comm/group.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::comm {
+namespace {
+
+// A group of one: nothing to do, nothing to wait for.
+class Alone final : public detail::GroupImpl {
+ public:
+  using GroupImpl::GroupImpl;
+  std::shared_ptr<detail::Pending> submit(fabric::Operation, std::shared_ptr<const void>) override {
+    throw std::logic_error("lockstep bug: an operation of a group of one reached its backend");
+  }
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  bool reaches(const void*, size_t) const override { return true; }
+};
+
+std::shared_ptr<detail::GroupImpl> alone(std::string name, int world_rank, std::shared_ptr<detail::World> world) {
+  return std::make_shared<Alone>(detail::Membership{std::move(name), 0, {world_rank}, std::move(world)}, "none");
+}
+
+}  // namespace
+
+Group::Group() : impl_(alone("self", 0, std::make_shared<detail::World>(detail::World{.hosts = {0}}))) {}
+
+int Group::rank() const { return impl_->membership().rank; }
+int Group::size() const { return impl_->membership().size(); }
+const std::string& Group::name() const { return impl_->membership().name; }
+std::string_view Group::backend() const { return impl_->backend(); }
+std::span<const int> Group::members() const { return impl_->membership().members; }
+milliseconds Group::timeout() const { return impl_->membership().world->timeout; }
+
+int Group::local_rank() const {
+  const auto& [name, rank, members, world] = impl_->membership();
+  const auto host = [&](int member) { return world->hosts[static_cast<size_t>(member)]; };
+  return static_cast<int>(std::count_if(members.begin(), members.begin() + rank,
+                                        [&](int member) { return host(member) == host(members[static_cast<size_t>(rank)]); }));
+}
+
+int Group::local_size() const {
+  const auto& [name, rank, members, world] = impl_->membership();
+  const auto host = [&](int member) { return world->hosts[static_cast<size_t>(member)]; };
+  return static_cast<int>(std::count_if(members.begin(), members.end(),
+                                        [&](int member) { return host(member) == host(members[static_cast<size_t>(rank)]); }));
+}
+
+Group Group::split(int colour, int key) const {
+  if (colour < 0) throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
+  const detail::Membership& mine = impl_->membership();
+  const std::string name = format("{}.{}/{}", mine.name, impl_->next_split(), colour);
+  if (size() == 1) return Group(alone(name, mine.members[0], mine.world));
+
+  const auto n = static_cast<size_t>(size());
+  const std::array<int64_t, 2> choice{colour, key};
+  std::vector<std::array<int64_t, 2>> choices(n);
+  fabric::Operation gather{.kind = fabric::OpKind::all_gather, .dtype = DType::int64,
+                           .input = std::as_bytes(std::span(choice)), .output = std::as_writable_bytes(std::span(choices)),
+                           .recv_counts = std::vector<int64_t>(n, 2), .tag = "split", .timeout = mine.world->timeout,
+                           .count = static_cast<int64_t>(2 * n)};
+  impl_->submit(gather, nullptr)->wait();
+
+  std::vector<int> chosen;  // ranks of this group that chose the same colour
+  for (int peer = 0; peer < size(); ++peer) {
+    if (choices[static_cast<size_t>(peer)][0] == colour) chosen.push_back(peer);
+  }
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [&](int a, int b) { return choices[static_cast<size_t>(a)][1] < choices[static_cast<size_t>(b)][1]; });
+  detail::Membership membership{name, 0, {}, mine.world};
+  for (const int peer : chosen) {
+    if (peer == rank()) membership.rank = membership.size();
+    membership.members.push_back(mine.members[static_cast<size_t>(peer)]);
+  }
+  if (membership.size() == 1) return Group(alone(name, membership.members[0], mine.world));
+  return Group(detail::find_backend(impl_->backend()).create(std::move(membership)));
+}
+
+at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group) {
+  const at::IntArrayRef shape(sizes.data(), sizes.size());
+  const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype));
+  const int64_t count = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  const auto memory = group.impl().allocate(static_cast<size_t>(count) * size_of(dtype));
+  if (!memory) return at::empty(shape, options);
+  at::Tensor tensor = at::from_blob(memory.get(), shape, [memory](void*) {}, options);
+  // Growing it would silently move it to ordinary memory.
+  tensor.storage().unsafeGetStorageImpl()->set_resizable(false);
+  return tensor;
+}
+
+bool is_symmetric(const at::Tensor& tensor, const Group& group) {
+  return tensor.is_contiguous() && group.impl().reaches(tensor.data_ptr(), tensor.nbytes());
+}
+
+}  // namespace lockstep::comm

@@ -1,0 +1,51 @@
+#include "lockstep/comm/local_group.h"
+
+#include "lockstep/comm/op_trace.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::comm::detail {
+namespace {
+
+class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<LocalGroup> {
+ public:
+  LocalGroup(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
+             std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe)
+      : GroupImpl(std::move(membership), backend),
+        heap_(std::move(heap)),
+        trace_(this->membership()),
+        engine_(fabric::Seat(std::move(board), this->membership().rank, this->membership().name, heap_, this->membership().world->peer_heaps),
+                {.probe = std::move(probe), .on_done = trace::enabled() ? [this](const fabric::Ticket& ticket) {
+                   trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
+                 } : std::function<void(const fabric::Ticket&)>()}) {}
+
+  std::shared_ptr<Pending> submit(fabric::Operation operation, std::shared_ptr<const void> memory) override {
+    return std::make_shared<LocalPending>(shared_from_this(), engine_.submit(std::move(operation), std::move(memory)));
+  }
+  std::shared_ptr<std::byte> allocate(size_t bytes) override { return heap_ ? heap_->allocate(bytes) : nullptr; }
+  bool reaches(const void* data, size_t bytes) const override {
+    return !heap_ || heap_->find(data, bytes).kind != fabric::Location::unreachable;
+  }
+
+ private:
+  struct LocalPending final : Pending {
+    LocalPending(std::shared_ptr<LocalGroup> g, std::shared_ptr<fabric::Ticket> t) : group(std::move(g)), ticket(std::move(t)) {}
+    void wait() override { group->engine_.wait(*ticket); }
+    bool done() const override { return ticket->done.load(std::memory_order_acquire); }
+
+    std::shared_ptr<LocalGroup> group;  // an operation in flight keeps its group
+    std::shared_ptr<fabric::Ticket> ticket;
+  };
+
+  std::shared_ptr<fabric::SharedHeap> heap_;
+  OperationTrace trace_;
+  fabric::Engine engine_;
+};
+
+}  // namespace
+
+std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
+                                            std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe) {
+  return std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board), std::move(heap), std::move(probe));
+}
+
+}  // namespace lockstep::comm::detail

@@ -1,0 +1,16 @@
+// A group whose ranks share memory: the thread and shm backends over fabric.
+#pragma once
+
+#include <memory>
+
+#include "lockstep/comm/backend.h"
+#include "lockstep/fabric/engine.h"
+
+namespace lockstep::comm::detail {
+
+// `heap` is null where ranks are threads. `probe` says how a peer died, or nothing.
+std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
+                                            std::shared_ptr<fabric::SharedHeap> heap,
+                                            std::function<std::string(int rank)> probe);
+
+}  // namespace lockstep::comm::detail

@@ -1,0 +1,320 @@
+// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits. Large collectives are its
+// blocking calls, which are faster, on a thread of their own. The two kinds use different communicators: each sees its
+// calls in the same order on every rank.
+#include "lockstep/comm/mpi/mpi.h"
+
+#include <sched.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/comm/adapt.h"
+#include "lockstep/comm/mpi/communicator.h"
+#include "lockstep/comm/mpi/runtime.h"
+#include "lockstep/comm/op_trace.h"
+#include "lockstep/comm/watch.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::comm::mpi {
+namespace {
+
+using fabric::Operation;
+using fabric::OpKind;
+
+constexpr size_t kSmallBytes = 64 << 10;
+constexpr int kTags = 1 << 14;  // MPI promises tags up to 32767
+
+// What a thread or a poll brings to an end.
+struct Progress {
+  std::mutex mutex;
+  std::condition_variable changed;
+  Communicator::Running running;  // empty for a large collective
+  std::unique_ptr<fabric::Signature> header;  // of a message, where messages are checked
+  bool done = false;
+  std::exception_ptr error;
+  Clock::time_point finished;
+
+  void end(std::exception_ptr failure) {
+    done = true;
+    error = std::move(failure);
+    finished = Clock::now();
+    changed.notify_all();
+  }
+  // One look at non-blocking requests; with `mutex` held.
+  void test() {
+    if (done) return;
+    int complete = 0;
+    try {
+      check_mpi(MPI_Testall(static_cast<int>(running.requests.size()), running.requests.data(), &complete, MPI_STATUSES_IGNORE), "MPI_Testall");
+      if (complete != 0) end(nullptr);
+    } catch (...) {
+      end(std::current_exception());
+    }
+  }
+};
+
+class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_this<MpiGroup> {
+ public:
+  explicit MpiGroup(detail::Membership membership)
+      : GroupImpl(std::move(membership), "mpi"),
+        watch_(this->membership()),
+        trace_(this->membership()),
+        small_(this->membership().members, static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
+        large_(small_.duplicate()),
+        messages_(small_.duplicate()) {}
+
+  ~MpiGroup() override {
+    stopping_ = true;
+    {
+      const std::lock_guard lock(mutex_);
+      arrived_.notify_all();
+    }
+    // A thread inside a call of MPI that will never return cannot be joined.
+    if ((broken_ || busy_) && thread_.joinable()) {
+      do_not_finalize();
+      thread_.request_stop();
+      thread_.detach();
+    }
+  }
+
+  std::shared_ptr<detail::Pending> submit(Operation operation, std::shared_ptr<const void> memory) override;
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  bool reaches(const void*, size_t) const override { return false; }
+
+ private:
+  class MpiPending;
+  struct Large {
+    Operation operation;
+    std::shared_ptr<Progress> progress;
+  };
+
+  std::shared_ptr<Progress> begin_message(const Operation& operation);
+  void check(const Operation& operation, uint64_t sequence);
+  void check_header(const Operation& operation, const fabric::Signature& header) const;
+  void wait(const Operation& operation, uint64_t sequence, Clock::time_point started, Progress& progress);
+  void work(std::stop_token stop);
+
+  detail::Watch watch_;
+  detail::OperationTrace trace_;
+  Communicator small_;
+  std::unique_ptr<Communicator> large_, messages_;
+  std::map<std::pair<OpKind, int>, int> message_numbers_;  // with submit_mutex_
+  std::mutex submit_mutex_;
+  std::atomic<bool> broken_{false}, busy_{false}, stopping_{false};
+
+  std::mutex mutex_;
+  std::condition_variable_any arrived_;
+  std::deque<Large> queue_;
+  std::vector<std::weak_ptr<Progress>> in_flight_;  // messages that may need a push while their owners compute
+  std::jthread thread_;
+};
+
+class MpiGroup::MpiPending final : public detail::Pending {
+ public:
+  MpiPending(std::shared_ptr<MpiGroup> group, Operation operation, uint64_t sequence, Clock::time_point started,
+             std::shared_ptr<Progress> progress, std::shared_ptr<const void> memory, std::function<void()> finish)
+      : group_(std::move(group)), operation_(std::move(operation)), sequence_(sequence), started_(started), progress_(std::move(progress)),
+        memory_(std::move(memory)), finish_(std::move(finish)) {}
+
+  void wait() override {
+    if (ended_) return;
+    group_->wait(operation_, sequence_, started_, *progress_);
+    if (finish_) finish_();
+    group_->watch_.end(operation_, sequence_);
+    group_->trace_.add(operation_, sequence_, started_, progress_->finished);
+    memory_.reset();
+    ended_ = true;
+  }
+  bool done() const override {
+    if (ended_) return true;
+    const std::lock_guard lock(progress_->mutex);
+    if (!progress_->running.requests.empty()) progress_->test();
+    return progress_->done && !finish_;
+  }
+
+ private:
+  std::shared_ptr<MpiGroup> group_;
+  Operation operation_;
+  uint64_t sequence_;
+  Clock::time_point started_;
+  std::shared_ptr<Progress> progress_;
+  std::shared_ptr<const void> memory_;
+  std::function<void()> finish_;
+  bool ended_ = false;
+};
+
+// Spins for a while, then gives the core to others, then naps: MPI has nothing to sleep on.
+void relax(int& round) {
+  if (++round < 200) return;
+  if (round < 2000) {
+    sched_yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started, Progress& progress) {
+  try {
+    int round = 0;
+    watch_.wait(operation, sequence, started, [&](milliseconds time) {
+      const auto until = Clock::now() + time;
+      std::unique_lock lock(progress.mutex);
+      if (progress.running.requests.empty()) return progress.changed.wait_until(lock, until, [&] { return progress.done; });
+      while (true) {
+        progress.test();
+        if (progress.done) return true;
+        if (round % 64 == 63 && Clock::now() >= until) return false;
+        lock.unlock();
+        relax(round);
+        lock.lock();
+      }
+    });
+    if (progress.header && operation.kind == OpKind::recv) check_header(operation, *progress.header);
+    if (progress.error) {
+      try {
+        std::rethrow_exception(progress.error);
+      } catch (const std::exception& error) {
+        watch_.explain(operation, sequence, error.what());
+      }
+    }
+  } catch (...) {
+    broken_ = true;
+    do_not_finalize();
+    watch_.fail(std::current_exception());
+  }
+}
+
+void MpiGroup::check(const Operation& operation, uint64_t sequence) {
+  watch_.check_agreement(operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+    Progress progress;
+    Operation gather{.kind = OpKind::all_gather, .input = mine, .output = all,
+                     .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()), static_cast<int64_t>(mine.size()))};
+    small_.begin(gather, progress.running);
+    wait(operation, sequence, Clock::now(), progress);
+  });
+}
+
+// With checking on, a header travels beside the data, under a tag of its own.
+std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
+  auto progress = std::make_shared<Progress>();
+  auto& requests = progress->running.requests;
+  const int peer = operation.root, tag = message_numbers_[{operation.kind, peer}]++ % kTags;
+  if (membership().world->check) progress->header = std::make_unique<fabric::Signature>(fabric::signature_of(operation));
+  const auto header = progress->header ? std::as_writable_bytes(std::span(progress->header.get(), 1)) : std::span<std::byte>();
+  if (operation.kind == OpKind::send) {
+    if (progress->header) messages_->begin_send(header, peer, kTags + tag, requests);
+    messages_->begin_send(operation.input, peer, tag, requests);
+  } else {
+    if (progress->header) messages_->begin_recv(header, peer, kTags + tag, requests);
+    messages_->begin_recv(operation.output, peer, tag, requests);
+  }
+  return progress;
+}
+
+void MpiGroup::check_header(const Operation& operation, const fabric::Signature& header) const {
+  const fabric::Signature expected = fabric::signature_of(operation);
+  fabric::Signature sent = header;
+  sent.kind = expected.kind;
+  sent.root = expected.root;
+  if (sent == expected) return;
+  throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", membership().name, membership().rank,
+                             fabric::describe(expected), operation.root, fabric::describe(header)));
+}
+
+std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation, std::shared_ptr<const void> memory) {
+  const std::lock_guard lock(submit_mutex_);
+  const uint64_t sequence = watch_.begin(operation);
+  const auto started = Clock::now();
+  const bool message = operation.kind == OpKind::send || operation.kind == OpKind::recv;
+  if (membership().world->check && !message) {
+    try {
+      check(operation, sequence);
+    } catch (const MismatchError&) {
+      watch_.fail(std::current_exception());
+    }
+  }
+  std::function<void()> finish;
+  Operation adapted = operation;
+  if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce || operation.kind == OpKind::reduce_scatter) {
+    detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory), membership().rank, membership().size());
+    adapted = std::move(form.operation);
+    memory = std::move(form.memory);
+    finish = std::move(form.finish);
+  }
+  // Every rank must take the same of the two ways: the choice looks only at what all ranks agree on.
+  const bool small = operation.kind != OpKind::all_to_all && static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
+  auto progress = message ? begin_message(operation) : std::make_shared<Progress>();
+  if (!message && small) small_.begin(adapted, progress->running);
+  const bool large = progress->running.requests.empty();
+  if (large || message) {
+    const std::lock_guard queue_lock(mutex_);
+    if (large) {
+      queue_.push_back({std::move(adapted), progress});
+    } else {
+      in_flight_.push_back(progress);
+    }
+    if (!thread_.joinable()) thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
+    arrived_.notify_one();
+  }
+  return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started, std::move(progress), std::move(memory), std::move(finish));
+}
+
+void MpiGroup::work(std::stop_token stop) {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (!queue_.empty()) {
+      const Large next = std::move(queue_.front());
+      queue_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        large_->run(next.operation);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      if (stop.stop_requested()) return;  // detached: the group is gone
+      {
+        const std::lock_guard progress_lock(next.progress->mutex);
+        next.progress->end(error);
+      }
+      lock.lock();
+      busy_ = false;
+      continue;
+    }
+    std::erase_if(in_flight_, [](const auto& item) {
+      const auto progress = item.lock();
+      if (!progress) return true;
+      const std::lock_guard progress_lock(progress->mutex);
+      progress->test();
+      return progress->done;
+    });
+    const auto wanted = [this] { return stopping_ || !queue_.empty(); };
+    if (in_flight_.empty()) {
+      arrived_.wait(lock, stop, [&] { return wanted() || !in_flight_.empty(); });
+    } else {
+      arrived_.wait_for(lock, stop, std::chrono::microseconds(100), wanted);
+    }
+    if (stop.stop_requested()) return;
+  }
+}
+
+}  // namespace
+
+bool is_available() { return true; }
+
+std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
+  require_mpi();
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  if (static_cast<int>(membership.world->hosts.size()) != size) {
+    throw ConfigError(format("backend mpi: the job has {} ranks but MPI's world has {}; start the program with mpirun or srun",
+                             membership.world->hosts.size(), size));
+  }
+  return std::make_shared<MpiGroup>(std::move(membership));
+}
+
+}  // namespace lockstep::comm::mpi

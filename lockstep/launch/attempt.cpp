@@ -1,0 +1,319 @@
+#include "lockstep/launch/attempt.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/launch/affinity.h"
+
+namespace lockstep::launch {
+namespace {
+
+// After SIGKILL: what is still there then is stuck in the kernel and cannot be waited for.
+constexpr milliseconds kGiveUp{2'000};
+// How long output pipes may stay open after all ranks are gone (something left its process group).
+constexpr milliseconds kDrainTime{500};
+constexpr milliseconds kStoppedPatience{1'000};
+constexpr int kNotStarted = 127;
+
+struct Pipe {
+  Fd reader, writer;
+};
+
+Pipe make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw SystemError("pipe", errno);
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);  // our end only: the rank's writes block as usual
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+}  // namespace
+
+Attempt::Attempt(const Surroundings& around, int generation)
+    : around_(around), generation_(generation) {
+  around_.poller.watch(around_.signals.fd(), EPOLLIN, [this] { on_signal(); });
+  around_.poller.watch(around_.link.news_fd(), EPOLLIN, [this] { on_news(); });
+}
+
+Attempt::~Attempt() {
+  around_.poller.forget(around_.signals.fd());
+  around_.poller.forget(around_.link.news_fd());
+  for (const auto& [fd, log] : logs_) around_.poller.forget(fd);
+  signal_all(SIGKILL);
+  for (const Worker& worker : workers_) {
+    if (!worker.process) continue;
+    around_.poller.forget(worker.process->pidfd());
+    around_.guard.forget(worker.process->pid());
+  }
+}
+
+Outcome Attempt::run() {
+  start_all();
+  while (!over()) {
+    around_.poller.wait(until_next_act());
+    act_on_time();
+  }
+  drain();
+  if (stop_signal_ != 0) return stop_outcome();
+  if (global_end_) return *global_end_;
+  return failure_.value_or(Outcome{});
+}
+
+// ---- start ----
+
+void Attempt::start_all() {
+  const std::vector<int> cores = allowed_cores();
+  workers_.reserve(static_cast<size_t>(around_.options.ranks));  // handlers keep references
+  for (int local_rank = 0; local_rank < around_.options.ranks && !failure_; ++local_rank) {
+    start(local_rank, user_set_threads() ? std::vector<int>()
+                                         : core_share(cores, local_rank, around_.options.ranks));
+  }
+  if (failure_) {
+    around_.link.tell_end(*failure_);
+    end_soon(milliseconds{0}, around_.options.grace);
+  }
+}
+
+void Attempt::start(int local_rank, const std::vector<int>& cores) {
+  const LaunchOptions& options = around_.options;
+  const int rank = options.first_rank() + local_rank;
+  Pipe out = make_pipe(), err = make_pipe();
+  Command command{.argv = options.command,
+                  .environment = rank_variables(options, around_.facts, local_rank, generation_),
+                  .out = out.writer.get(),
+                  .err = err.writer.get(),
+                  .keep = around_.facts.token_fd,
+                  .guard = around_.guard.announcements(),
+                  .cores = cores};
+  // One reader at most: rank 0, unless that would take a terminal away from the user.
+  if (rank == 0 && isatty(STDIN_FILENO) == 0) command.in = STDIN_FILENO;
+  if (rank == options.hang_rank) command.hang_rank = rank;
+
+  Worker& worker = workers_.emplace_back(Worker{rank, std::nullopt, std::nullopt});
+  try {
+    worker.process.emplace(command);
+  } catch (const SystemError& failure) {
+    failure_ = Outcome{Outcome::Kind::failed, kNotStarted, false,
+                       format("rank {}: {}", rank, failure.what())};
+    return;
+  }
+  around_.poller.watch(worker.process->pidfd(), EPOLLIN,
+                       [this, &worker] { on_worker_end(worker); });
+  add_log(std::move(out.reader), rank, Console::Stream::out);
+  add_log(std::move(err.reader), rank, Console::Stream::err);
+}
+
+// ---- output ----
+
+void Attempt::add_log(Fd pipe, int rank, Console::Stream stream) {
+  const std::string& dir = around_.options.log_dir;
+  Fd file;
+  try {
+    if (!dir.empty()) file = open_log(dir, generation_, rank, stream);
+  } catch (const ConfigError& failure) {
+    // The first attempt's files were opened before anything ran; a later one goes on without.
+    around_.console.message(failure.what());
+  }
+  const int fd = pipe.get();
+  logs_[fd] = std::make_unique<WorkerLog>(std::move(pipe), rank, stream, std::move(file));
+  if (!paused_.contains(stream)) watch_log(fd);
+}
+
+void Attempt::watch_log(int fd) {
+  around_.poller.watch(fd, EPOLLIN, [this, fd] { pump_log(fd); });
+}
+
+void Attempt::pump_log(int fd) {
+  WorkerLog& log = *logs_.at(fd);
+  if (around_.console.full(log.stream())) return pause(log.stream());
+  if (log.pump(around_.console)) return;
+  around_.poller.forget(fd);
+  logs_.erase(fd);
+}
+
+// A reader that is slower than the ranks slows them down, as a plain pipe would; the other stream
+// goes on.
+void Attempt::pause(Console::Stream stream) {
+  if (!paused_.insert(stream).second) return;
+  for (const auto& [fd, log] : logs_) {
+    // Not only masked: epoll reports a hang-up whatever the mask is.
+    if (log->stream() == stream) around_.poller.forget(fd);
+  }
+}
+
+void Attempt::resume() {
+  for (const auto stream : {Console::Stream::out, Console::Stream::err}) {
+    if (!paused_.contains(stream) || around_.console.full(stream)) continue;
+    paused_.erase(stream);
+    for (const auto& [fd, log] : logs_) {
+      if (log->stream() == stream) watch_log(fd);
+    }
+  }
+}
+
+// ---- events ----
+
+void Attempt::on_signal() {
+  while (const auto signal = around_.signals.take()) {
+    if (!Signals::asks_to_stop(*signal)) {
+      signal_all(*signal);
+      continue;
+    }
+    if (stop_count_ == 0) around_.link.tell_stop(*signal);
+    stop(*signal);
+  }
+}
+
+void Attempt::on_news() {
+  const NodeLink::News news = around_.link.take_news();
+  if (news.stop && stop_count_ == 0) stop(*news.stop);
+  if (!news.end) return;
+  global_end_ = news.end;
+  if (global_end_->kind == Outcome::Kind::failed) {
+    end_soon(around_.options.grace, 2 * around_.options.grace);
+  }
+}
+
+// The first signal is a request, the second urges, the third does not ask.
+void Attempt::stop(int signal) {
+  if (++stop_count_ == 1) {
+    stop_signal_ = signal;
+    signal_all(signal);
+    kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()),
+                        Clock::now() + around_.options.stop_grace);
+  } else if (stop_count_ == 2) {
+    end_soon(milliseconds{0}, around_.options.grace);
+  } else {
+    end_soon(milliseconds{0}, milliseconds{0});
+  }
+}
+
+void Attempt::on_worker_end(Worker& worker) {
+  worker.status = worker.process->status();
+  if (!worker.status) return;
+  around_.poller.forget(worker.process->pidfd());
+  // After a request to stop, 75 means "saved and left", not a failure.
+  const bool orderly = worker.status->good() || (stop_signal_ != 0 && worker.status->code == 75);
+  if (!orderly) {
+    around_.link.mark_lost(worker.rank, worker.status->text());
+    if (!failure_) {
+      failure_ = local_failure(worker);
+      around_.link.tell_end(*failure_);
+    }
+    end_soon(around_.options.grace, 2 * around_.options.grace);
+  }
+  if (all_ended() && !failure_ && !std::exchange(told_done_, true)) around_.link.tell_done();
+}
+
+// ---- ending ----
+
+void Attempt::end_soon(milliseconds until_term, milliseconds until_kill) {
+  const auto now = Clock::now();
+  term_at_ = std::min(term_at_.value_or(Clock::time_point::max()), now + until_term);
+  kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()), now + until_kill);
+  act_on_time();
+}
+
+void Attempt::act_on_time() {
+  const auto now = Clock::now();
+  if (term_at_ && *term_at_ <= now) {
+    term_at_ = Clock::time_point::max();  // once
+    signal_all(SIGTERM);
+  }
+  if (kill_at_ && *kill_at_ <= now && !give_up_at_) {
+    give_up_at_ = now + kGiveUp;
+    signal_all(SIGKILL);
+  }
+  resume();
+}
+
+milliseconds Attempt::until_next_act() const {
+  const auto now = Clock::now();
+  auto next = now + milliseconds{60'000};
+  if (term_at_) next = std::min(next, *term_at_);
+  if (give_up_at_) {
+    next = std::min(next, *give_up_at_);
+  } else if (kill_at_) {
+    next = std::min(next, *kill_at_);
+  }
+  return std::max(milliseconds{0}, std::chrono::ceil<milliseconds>(next - now));
+}
+
+// Groups of ranks that have ended too: what they started may still be there.
+void Attempt::signal_all(int signal) {
+  for (const Worker& worker : workers_) {
+    if (worker.process) worker.process->signal_group(signal);
+  }
+}
+
+bool Attempt::all_ended() const {
+  return std::all_of(workers_.begin(), workers_.end(),
+                     [](const Worker& worker) { return !worker.process || worker.status; });
+}
+
+bool Attempt::over() const {
+  if (give_up_at_ && *give_up_at_ <= Clock::now()) return true;
+  if (!all_ended()) return false;
+  // The rendezvous and the right to restart are shared: all nodes end an attempt together.
+  return around_.link.alone() || global_end_ || stop_count_ > 1;
+}
+
+// Everything the ranks wrote goes out. Only a process that left its group can hold a pipe open now.
+void Attempt::drain() {
+  signal_all(SIGKILL);
+  Deadline quiet(kDrainTime);
+  const Deadline patience(kStoppedPatience);
+  while (!logs_.empty() && !quiet.passed()) {
+    around_.poller.wait(milliseconds{20});
+    act_on_time();
+    if (!paused_.empty()) quiet = Deadline(kDrainTime);
+    // Who asked for an end does not wait for a reader that is stuck.
+    if (stop_signal_ != 0 && patience.passed()) around_.console.discard();
+  }
+  for (const auto& [fd, log] : logs_) log->finish(around_.console);
+}
+
+// ---- words ----
+
+std::string Attempt::describe(const Worker& worker) const {
+  const LaunchOptions& options = around_.options;
+  const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
+  const std::string log =
+      options.log_dir.empty()
+          ? "its output is above (--log-dir keeps it in files)"
+          : "its log is " + log_folder(options.log_dir, generation_, worker.rank);
+  return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(),
+                worker.status->text(), log);
+}
+
+Outcome Attempt::local_failure(const Worker& worker) const {
+  return {Outcome::Kind::failed, worker.status->shell_code(),
+          worker.status->signal != 0 || restart_may_help(worker.status->code), describe(worker)};
+}
+
+Outcome Attempt::stop_outcome() const {
+  const std::string by = "stopped by " + signal_name(stop_signal_);
+  bool by_themselves = true, saved = false;
+  int code = -1;  // that all ranks chose, 75 if some had nothing to save
+  for (const Worker& worker : workers_) {
+    if (!worker.status || worker.status->signal != 0) {
+      by_themselves = false;
+    } else if (code < 0 || (code == 0 && worker.status->code == 75)) {
+      code = worker.status->code;
+    } else if (code != worker.status->code && !(code == 75 && worker.status->code == 0)) {
+      by_themselves = false;
+    }
+  }
+  saved = by_themselves && code == 75;
+  if (!by_themselves || code < 0) return {Outcome::Kind::stopped, 128 + stop_signal_, false, by};
+  return {Outcome::Kind::stopped, code, false,
+          format("{}; the ranks {} (code {})", by,
+                 saved ? "saved their state" : "ended by themselves", code)};
+}
+
+}  // namespace lockstep::launch

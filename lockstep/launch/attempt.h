@@ -1,0 +1,88 @@
+// One generation of ranks on this host, from their start to their last line.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "lockstep/launch/console.h"
+#include "lockstep/launch/guard.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/launch/node_link.h"
+#include "lockstep/launch/outcome.h"
+#include "lockstep/launch/poller.h"
+#include "lockstep/launch/process.h"
+#include "lockstep/launch/rank_variables.h"
+#include "lockstep/launch/signals.h"
+#include "lockstep/launch/worker_log.h"
+
+namespace lockstep::launch {
+
+// What outlives an attempt.
+struct Surroundings {
+  const LaunchOptions& options;
+  const JobFacts& facts;
+  Poller& poller;
+  Console& console;
+  Signals& signals;
+  const Guard& guard;
+  NodeLink& link;
+};
+
+class Attempt {
+ public:
+  Attempt(const Surroundings& around, int generation);
+  ~Attempt();
+  Attempt(const Attempt&) = delete;
+  Attempt& operator=(const Attempt&) = delete;
+
+  // Starts the ranks and returns when none of them is left.
+  Outcome run();
+
+ private:
+  struct Worker {
+    int rank;
+    std::optional<Process> process;  // empty if it could not be started
+    std::optional<ExitStatus> status;
+  };
+
+  void start_all();
+  void start(int local_rank, const std::vector<int>& cores);
+  void add_log(Fd pipe, int rank, Console::Stream stream);
+  void watch_log(int fd);
+  void pump_log(int fd);
+  void pause(Console::Stream stream);
+  void resume();
+
+  void on_signal();
+  void on_news();
+  void on_worker_end(Worker& worker);
+  void stop(int signal);
+
+  // The ending of a job: SIGTERM at one time, SIGKILL at a later one; both only ever move forward.
+  void end_soon(milliseconds until_term, milliseconds until_kill);
+  void act_on_time();
+  milliseconds until_next_act() const;
+  void signal_all(int signal);
+  bool all_ended() const;
+  bool over() const;
+  void drain();
+
+  std::string describe(const Worker& worker) const;
+  Outcome local_failure(const Worker& worker) const;
+  Outcome stop_outcome() const;
+
+  const Surroundings around_;
+  const int generation_;
+  std::vector<Worker> workers_;
+  std::map<int, std::unique_ptr<WorkerLog>> logs_;  // by descriptor
+  std::set<Console::Stream> paused_;
+  std::optional<Outcome> failure_, global_end_;
+  int stop_signal_ = 0, stop_count_ = 0;
+  bool told_done_ = false;
+  std::optional<Clock::time_point> term_at_, kill_at_, give_up_at_;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,136 @@
+#include "lockstep/launch/launcher.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+#include "lockstep/launch/affinity.h"
+#include "lockstep/launch/attempt.h"
+#include "lockstep/launch/socket.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr int kMaxLocalRanks = 4096;
+constexpr int kMaxNodes = 65'536;
+
+std::string choose_token(const LaunchOptions& options) {
+  if (!options.token_file.empty()) return token_from_file(options.token_file);
+  const char* const given = std::getenv("LOCKSTEP_TOKEN");
+  if (given != nullptr && *given != '\0') return given;
+  return make_token();
+}
+
+// So that a folder that cannot be written is known before anything runs.
+void prepare_logs(const LaunchOptions& options) {
+  if (options.log_dir.empty()) return;
+  for (int rank = options.first_rank(); rank < options.first_rank() + options.ranks; ++rank) {
+    open_log(options.log_dir, 0, rank, Console::Stream::out);
+    open_log(options.log_dir, 0, rank, Console::Stream::err);
+  }
+}
+
+Outcome run_generations(const Surroundings& around) {
+  for (int generation = 0;; ++generation) {
+    around.link.begin(generation);
+    const Outcome outcome = Attempt(around, generation).run();
+    const int limit = around.options.max_restarts;
+    if (outcome.kind != Outcome::Kind::failed || !outcome.restartable || generation >= limit) {
+      return outcome;
+    }
+    around.console.message(outcome.text);
+    around.console.message(format("starting all {} ranks again (restart {} of {})",
+                                  around.options.world_size(), generation + 1, limit));
+  }
+}
+
+Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signals& signals) {
+  const std::string token = choose_token(options);
+  const Guard guard;  // before any thread and any rank
+  try {
+    NodeLink link(options, token, console, signals);
+    const Fd token_fd = token_descriptor(token);
+    const JobFacts facts{link.run_id(),      link.rendezvous(),
+                         link.master_addr(), link.master_port(),
+                         token_fd.get(),     static_cast<int>(allowed_cores().size())};
+    Outcome outcome = run_generations({options, facts, poller, console, signals, guard, link});
+    link.leave();
+    return outcome;
+  } catch (const Interrupted& interrupted) {
+    return {Outcome::Kind::stopped, 128 + interrupted.signal, false,
+            "stopped by " + signal_name(interrupted.signal) + " before all nodes were there"};
+  }
+}
+
+// The reader of our output may be slow. A signal, or a job that was stopped, says not to wait.
+void flush(Poller& poller, Console& console, Signals& signals, bool stopped) {
+  const Deadline patience(stopped ? milliseconds{1'000} : std::chrono::hours{24 * 365});
+  poller.watch(signals.fd(), EPOLLIN, [&] {
+    if (const auto signal = signals.take(); signal && Signals::asks_to_stop(*signal)) {
+      console.discard();
+    }
+  });
+  while (!console.empty()) {
+    poller.wait(patience.left());
+    if (patience.passed()) console.discard();
+  }
+  poller.forget(signals.fd());
+}
+
+}  // namespace
+
+void validate(const LaunchOptions& options) {
+  const auto require = [](bool good, const std::string& message) {
+    if (!good) throw ConfigError(message);
+  };
+  require(options.ranks >= 1 && options.ranks <= kMaxLocalRanks,
+          format("-n {}: the number of ranks must be from 1 to {}", options.ranks, kMaxLocalRanks));
+  require(
+      options.nodes >= 1 && options.nodes <= kMaxNodes,
+      format("--nnodes {}: the number of nodes must be from 1 to {}", options.nodes, kMaxNodes));
+  require(options.node_rank >= 0 && options.node_rank < options.nodes,
+          format("--node-rank {}: must be at least 0 and below --nnodes {}", options.node_rank,
+                 options.nodes));
+  require(options.max_restarts >= 0,
+          format("--max-restarts {}: must be at least 0", options.max_restarts));
+  require(options.hang_rank >= -1 && options.hang_rank < options.world_size(),
+          format("--hang-rank {}: must be at least 0 and below the world size {}",
+                 options.hang_rank, options.world_size()));
+  require(options.grace.count() >= 0 && options.stop_grace.count() >= 0,
+          "--grace and --stop-grace: must be at least 0 ms");
+  require(!options.command.empty() && !options.command.front().empty(),
+          "no program: lockstep run -n N PROGRAM ARGS...");
+  require(options.nodes == 1 || !options.rendezvous.empty(),
+          format("--nnodes {}: needs --rendezvous HOST:PORT, an address of node 0", options.nodes));
+  if (!options.rendezvous.empty()) {
+    const HostPort where = parse_host_port(options.rendezvous, "--rendezvous");
+    require(options.nodes == 1 || where.port != 0,
+            format("--rendezvous {}: several nodes need a port that all know, not 0",
+                   options.rendezvous));
+  }
+  const char* const token = std::getenv("LOCKSTEP_TOKEN");
+  require(
+      options.nodes == 1 || !options.token_file.empty() || (token != nullptr && *token != '\0'),
+      format("--nnodes {}: the nodes need one secret: put it in a file that only you can read and "
+             "give all of them --token-file FILE, or set LOCKSTEP_TOKEN",
+             options.nodes));
+}
+
+int run(const LaunchOptions& given) {
+  LaunchOptions options = given;
+  validate(options);
+  prepare_logs(options);
+  Poller poller;
+  Signals signals;
+  Console console(STDOUT_FILENO, STDERR_FILENO, poller);
+  const Outcome outcome = run_job(options, poller, console, signals);
+  if (!outcome.text.empty()) console.message(outcome.text);
+  flush(poller, console, signals, outcome.kind == Outcome::Kind::stopped);
+  return outcome.code;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,165 @@
+// Jobs over two nodes, which here are two launchers on one machine.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <memory>
+
+#include "lockstep/launch/socket.h"
+#include "subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class Nodes : public ::testing::Test {
+ protected:
+  Nodes() {
+    address_ = "127.0.0.1:" + std::to_string(launch::port_of(port_holder_));
+    write_file(token_file_, "two-nodes-one-secret");
+  }
+
+  std::unique_ptr<Subprocess> node(int node_rank, const std::string& script, int ranks = 2,
+                                   std::vector<std::string> options = {}, int nodes = 2) {
+    options.insert(options.end(),
+                   {"--nnodes", std::to_string(nodes), "--node-rank", std::to_string(node_rank),
+                    "--rendezvous", address_, "--token-file", token_file_});
+    return std::make_unique<Subprocess>(run_script(ranks, script, options));
+  }
+
+  TempDir dir_;
+  const Fd port_holder_ = launch::bind_socket({"127.0.0.1", 0});  // the launcher may listen on it
+  std::string address_, token_file_ = dir_.path() + "/token";
+};
+
+TEST_F(Nodes, AreOneJob) {
+  const std::string script =
+      "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE "
+      "$MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RUN_ID $LOCKSTEP_RENDEZVOUS";
+  auto second = node(1, script);  // may come first
+  auto first = node(0, script);
+  const Result a = first->wait(), b = second->wait();
+  EXPECT_EQ(a.code, 0) << a.err;
+  EXPECT_EQ(b.code, 0) << b.err;
+  EXPECT_THAT(a.out, AllOf(HasSubstr("[rank0]: 0/4 0/2 0/2 127.0.0.1:"),
+                           HasSubstr("[rank1]: 1/4 1/2 0/2 127.0.0.1:")));
+  EXPECT_THAT(b.out, AllOf(HasSubstr("[rank2]: 2/4 0/2 1/2 127.0.0.1:"),
+                           HasSubstr("[rank3]: 3/4 1/2 1/2 127.0.0.1:")));
+  // The meeting points are the same on both.
+  const auto tail = [](const std::string& out) {
+    const size_t at = out.find("127.0.0.1:");
+    return out.substr(at, out.find('\n', at) - at);
+  };
+  EXPECT_EQ(tail(a.out), tail(b.out));
+  EXPECT_THAT(a.out, HasSubstr(" " + address_ + "\n"));
+}
+
+TEST_F(Nodes, RanksOfBothMeet) {
+  const std::string self =
+      "exec " + this_program() +
+      " --gtest_also_run_disabled_tests --gtest_filter=RankProgram.DISABLED_MeetsItsPeers";
+  auto first = node(0, self), second = node(1, self);
+  const Result a = first->wait(), b = second->wait();
+  EXPECT_EQ(a.code, 0) << a.out << a.err;
+  EXPECT_EQ(b.code, 0) << b.out << b.err;
+}
+
+TEST_F(Nodes, AFailureOnOneEndsBothAndBothNameIt) {
+  for (const std::string failing : {"0", "3"}) {
+    const std::string script = "test $RANK != " + failing + " || exit 6; sleep 1000";
+    auto first = node(0, script), second = node(1, script);
+    const Result a = first->wait(), b = second->wait();
+    for (const Result& result : {a, b}) {
+      EXPECT_EQ(result.code, 6);
+      EXPECT_THAT(result.last_line(),
+                  AllOf(HasSubstr("rank " + failing + " on node"), HasSubstr("code 6")));
+    }
+    EXPECT_TRUE(eventually([&] { return first->others().empty() && second->others().empty(); }));
+  }
+}
+
+TEST_F(Nodes, RestartTogether) {
+  const std::string script =
+      "echo run $LOCKSTEP_GENERATION; test $RANK != 2 -o $LOCKSTEP_GENERATION != 0 || exit 6; "
+      "test $LOCKSTEP_GENERATION = 1 || sleep 1000";
+  auto first = node(0, script, 2, {"--max-restarts", "2"}), second = node(1, script);
+  const Result a = first->wait(), b = second->wait();
+  for (const Result& result : {a, b}) {
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.out, AllOf(HasSubstr("run 0"), HasSubstr("run 1")));
+    EXPECT_THAT(result.err, HasSubstr("restart 1 of 2"));
+  }
+}
+
+TEST_F(Nodes, AStopOnOneStopsBoth) {
+  const std::string script =
+      "trap 'echo saved; exit 75' TERM; echo ready; while :; do sleep 0.01; done";
+  auto first = node(0, script), second = node(1, script);
+  const auto ready = [](const Subprocess& job) {
+    return eventually([&] {
+      const std::string out = job.out();
+      return out.find("ready") != out.rfind("ready");
+    });
+  };
+  ASSERT_TRUE(ready(*first) && ready(*second));
+  second->kill(SIGTERM);
+  const Result a = first->wait(), b = second->wait();
+  EXPECT_EQ(a.code, 75) << a.err;
+  EXPECT_EQ(b.code, 75) << b.err;
+  EXPECT_THAT(a.out, HasSubstr("saved"));
+}
+
+TEST_F(Nodes, ALostNodeEndsTheOther) {
+  for (const int lost : {0, 1}) {
+    auto first = node(0, "echo ready; sleep 1000"), second = node(1, "echo ready; sleep 1000");
+    const auto ready = [](const Subprocess& job) {
+      return eventually([&] { return job.out().find("ready") != std::string::npos; });
+    };
+    ASSERT_TRUE(ready(*first) && ready(*second));
+    (lost == 0 ? first : second)->kill(SIGKILL);
+    const Result result = (lost == 0 ? second : first)->wait();
+    EXPECT_EQ(result.code, 1);
+    EXPECT_THAT(result.last_line(), HasSubstr("node " + std::to_string(lost) + " was lost"));
+    EXPECT_TRUE(eventually([&] { return first->others().empty() && second->others().empty(); }));
+  }
+}
+
+TEST_F(Nodes, ThatDisagreeAreRefused) {
+  auto first = node(0, "true", 2), second = node(1, "true", 3);
+  const Result a = first->wait(), b = second->wait();
+  for (const Result& result : {a, b}) {
+    EXPECT_EQ(result.code, 2);
+    EXPECT_THAT(result.last_line(), AllOf(HasSubstr("starts 2"), HasSubstr("starts 3")));
+  }
+}
+
+TEST_F(Nodes, ANumberThatIsTakenIsRefused) {
+  auto first = node(0, "true", 1, {}, 3);
+  auto second = node(1, "true", 1, {}, 3);
+  auto twin = node(1, "true", 1, {}, 3);
+  // One of the two is refused; the third node never comes, so the rest is stopped.
+  EXPECT_TRUE(eventually([&] {
+    return (second->err() + twin->err()).find("node 1 is already connected") != std::string::npos;
+  }));
+  first->kill(SIGTERM);
+  const Result a = first->wait();
+  EXPECT_EQ(a.code, 128 + SIGTERM);
+  EXPECT_THAT(a.last_line(), HasSubstr("stopped by SIGTERM"));
+}
+
+TEST_F(Nodes, AWrongSecretIsRefused) {
+  auto first = node(0, "true");
+  write_file(dir_.path() + "/other", "another");
+  token_file_ = dir_.path() + "/other";
+  const Result refused = node(1, "true")->wait();
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.last_line(), HasSubstr("wrong token"));
+  first->kill(SIGTERM);
+  EXPECT_EQ(first->wait().code, 128 + SIGTERM);
+}
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,339 @@
+#include "lockstep/launch/rendezvous.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <future>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/launch/socket.h"
+#include "lockstep/launch/wire.h"
+#include "subprocess.h"
+
+namespace lockstep::launch {
+namespace {
+
+using ::testing::HasSubstr;
+
+const std::string kToken = "0123456789abcdef";
+
+Deadline in(int ms) { return Deadline(milliseconds{ms}); }
+
+RendezvousClient client(const RendezvousServer& server, int rank = -1, int world_size = 0,
+                        int64_t generation = 0) {
+  return {server.address(), kToken, {rank, world_size, generation}, in(20'000)};
+}
+
+template <class Exception, class Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const Exception& failure) {
+    return failure.what();
+  }
+  ADD_FAILURE() << "no exception of the expected type";
+  return {};
+}
+
+// A connection that knows nothing of the protocol.
+Fd raw(const RendezvousServer& server, const std::string& bytes) {
+  Fd fd = connect_socket(parse_host_port(server.address(), "test"), in(20'000));
+  write_full(fd, std::as_bytes(std::span(bytes)), in(20'000));
+  return fd;
+}
+
+// How many bytes come before the server closes the connection.
+size_t bytes_until_closed(const Fd& fd) {
+  size_t total = 0;
+  std::byte byte{};
+  try {
+    while (read_full(fd, std::span(&byte, 1), in(20'000))) ++total;
+  } catch (const SystemError&) {  // a reset is an end too
+  }
+  return total;
+}
+
+TEST(Rendezvous, StoresAndFinds) {
+  RendezvousServer server(kToken);
+  auto a = client(server, 0, 2), b = client(server, 1, 2);
+  a.set("key", "value");
+  EXPECT_EQ(b.get("key", in(20'000)), "value");
+  EXPECT_EQ(b.find("key"), "value");
+  EXPECT_EQ(b.find("other"), std::nullopt);
+  EXPECT_EQ(a.add("count", 2), 2);
+  EXPECT_EQ(b.add("count", -5), -3);
+  EXPECT_EQ(a.get("count", in(20'000)), "-3");
+  EXPECT_TRUE(a.remove("key"));
+  EXPECT_FALSE(b.remove("key"));
+  EXPECT_EQ(b.find("key"), std::nullopt);
+  a.set("", std::string("\0binary\xff", 8));
+  EXPECT_EQ(b.find(""), std::string("\0binary\xff", 8));
+}
+
+TEST(Rendezvous, WaitsUntilAKeyIsSetWithoutHoldingUpOtherCalls) {
+  RendezvousServer server(kToken);
+  auto shared = client(server, 0, 2), other = client(server, 1, 2);
+  std::vector<std::future<std::string>> waiting;
+  for (int i = 0; i < 8; ++i) {
+    waiting.push_back(
+        std::async(std::launch::async, [&] { return shared.get("late", in(20'000)); }));
+  }
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(shared.add("calls", 1), i + 1);
+  other.set("late", "now");
+  for (auto& value : waiting) EXPECT_EQ(value.get(), "now");
+  auto counted = std::async(std::launch::async, [&] { return shared.get("sum", in(20'000)); });
+  other.add("sum", 7);
+  EXPECT_EQ(counted.get(), "7");
+}
+
+TEST(Rendezvous, ATimeOutNamesTheKeyAndLeavesTheClientUsable) {
+  RendezvousServer server(kToken);
+  auto one = client(server, 0, 1);
+  EXPECT_THAT(message_of<TimeoutError>([&] { one.get("never", in(50)); }), HasSubstr("'never'"));
+  one.set("never", "after all");
+  EXPECT_EQ(one.get("never", in(50)), "after all");
+}
+
+TEST(Rendezvous, LargestValuesPassAndLargerOnesAreRefusedByTheClient) {
+  RendezvousServer server(kToken);
+  auto one = client(server, 0, 1);
+  const std::string large(wire::kMaxValue, 'x'), key(wire::kMaxKey, 'k');
+  one.set(key, large);
+  EXPECT_EQ(one.get(key, in(20'000)), large);
+  EXPECT_THROW(one.set("key", large + "x"), ConfigError);
+  EXPECT_THROW(one.find(key + "k"), ConfigError);
+  EXPECT_EQ(one.find("key"), std::nullopt);
+}
+
+TEST(Rendezvous, AddingToWordsIsAnErrorOfTheCaller) {
+  RendezvousServer server(kToken);
+  auto one = client(server, 0, 1);
+  one.set("words", "many");
+  EXPECT_THAT(message_of<ConfigError>([&] { one.add("words", 1); }), HasSubstr("'words'"));
+  one.set("large", std::to_string(INT64_MAX));
+  EXPECT_THROW(one.add("large", 1), ConfigError);
+  EXPECT_EQ(one.add("count", 1), 1);
+}
+
+TEST(Rendezvous, ManyClientsAtOnce) {
+  RendezvousServer server(kToken);
+  constexpr int kRanks = 32;
+  std::atomic<int> good{0};
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      auto mine = client(server, rank, kRanks);
+      mine.set("rank/" + std::to_string(rank), std::to_string(rank * rank));
+      int sum = 0;
+      for (int peer = 0; peer < kRanks; ++peer) {
+        sum += std::stoi(mine.get("rank/" + std::to_string(peer), in(20'000)));
+      }
+      if (sum == 31 * 32 * 63 / 6) ++good;
+      mine.add("done", 1);
+    });
+  }
+  ranks.clear();
+  EXPECT_EQ(good, kRanks);
+  EXPECT_EQ(client(server).find("done"), "32");
+}
+
+TEST(Rendezvous, AWrongTokenIsRefused) {
+  RendezvousServer server(kToken);
+  for (const std::string& token :
+       {std::string("0123456789abcdeF"), std::string("x"), kToken + "0"}) {
+    EXPECT_THAT(message_of<ConfigError>([&] {
+                  RendezvousClient(server.address(), token, {0, 1, 0}, in(20'000));
+                }),
+                HasSubstr("token"));
+  }
+  EXPECT_THROW(RendezvousClient(server.address(), "", {0, 1, 0}, in(20'000)), ConfigError);
+  EXPECT_THROW(RendezvousServer(""), ConfigError);
+  EXPECT_THROW(RendezvousServer(std::string(wire::kMaxToken + 1, 'x')), ConfigError);
+  EXPECT_NO_THROW(client(server, 0, 1));
+}
+
+TEST(Rendezvous, StrangersAreClosedWithoutAWord) {
+  RendezvousServer server(kToken);
+  auto good = client(server, 0, 1);
+  const std::string strange[] = {"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                                 std::string(1, '\x16') + "\x03\x01tls",
+                                 std::string(100'000, '\xff'), std::string(1'000, '\0')};
+  for (const std::string& bytes : strange) {
+    EXPECT_EQ(bytes_until_closed(raw(server, bytes)), 0u);
+    EXPECT_EQ(good.add("count", 1) > 0, true);
+  }
+}
+
+TEST(Rendezvous, SlowStrangersLoseTheirSeatAndDisturbNobody) {
+  RendezvousServer server(kToken);
+  auto good = client(server, 0, 2);
+  std::vector<Fd> slow;
+  for (int i = 0; i < 300; ++i) slow.push_back(raw(server, i % 2 == 0 ? "" : "LOCK"));
+  const auto start = Clock::now();
+  for (int i = 0; i < 100; ++i) good.add("count", 1);
+  auto late = client(server, 1, 2);  // a newcomer gets in too
+  EXPECT_EQ(late.find("count"), "100");
+  EXPECT_LT(seconds_since(start), 2.0);
+  for (const Fd& fd : slow) EXPECT_EQ(bytes_until_closed(fd), 0u);
+  EXPECT_LT(seconds_since(start), 15.0);
+}
+
+TEST(Rendezvous, FramesThatLieEndTheConnectionOnly) {
+  RendezvousServer server(kToken);
+  auto good = client(server, 0, 1);
+  const std::string hello =
+      wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(wire::Hello{-1, 0, 0})});
+  const std::string frames[] = {
+      std::string("\xff\xff\xff\xff", 4),                         // 4 GiB
+      std::string("\x00\x00\x00\x00", 4),                         // nothing
+      std::string("\x06\x00\x00\x00\x02\xff\xff\xff\x7f z", 11),  // a key longer than its frame
+      std::string("\x05\x00\x00\x00\x63\x00\x00\x00\x00", 9),     // an unknown operation
+      wire::frame(wire::Request{wire::Op::hello, {}, "short"}),   // said hello before
+  };
+  for (const std::string& frame : frames) {
+    // Once as the first thing after the token, once after a proper hello.
+    bytes_until_closed(raw(server, wire::greeting(kToken) + frame));
+    const Fd fd = raw(server, wire::greeting(kToken) + hello + frame);
+    shutdown(fd.get(), SHUT_WR);
+    bytes_until_closed(fd);
+    EXPECT_NO_THROW(good.add("count", 1));
+  }
+}
+
+TEST(Rendezvous, ARankConnectsOnceAndAllCountTheSameWorld) {
+  RendezvousServer server(kToken);
+  auto first = client(server, 1, 4);
+  EXPECT_THAT(message_of<ConfigError>([&] { client(server, 1, 4); }), HasSubstr("rank 1"));
+  const auto size = message_of<ConfigError>([&] { client(server, 2, 8); });
+  EXPECT_THAT(size, HasSubstr("8"));
+  EXPECT_THAT(size, HasSubstr("4"));
+  EXPECT_THROW(client(server, 4, 4), ConfigError);
+  EXPECT_NO_THROW(client(server, 2, 4));
+  EXPECT_NO_THROW(client(server, 2, 4));  // it left in order, so it may come again
+}
+
+TEST(Rendezvous, ARankThatVanishesIsLostAndOneThatLeavesIsNot) {
+  RendezvousServer server(kToken);
+  auto watcher = client(server, 0, 3);
+  { auto leaves = client(server, 1, 3); }
+  {
+    const Fd vanishes =
+        raw(server,
+            wire::greeting(kToken) +
+                wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(wire::Hello{2, 3, 0})}));
+    EXPECT_TRUE(test::eventually([&] {
+      try {
+        client(server, 2, 3);
+        return false;
+      } catch (const ConfigError&) {
+        return true;
+      }
+    }));
+  }
+  EXPECT_THAT(watcher.get(lost_key(2), in(20'000)), HasSubstr("closed"));
+  EXPECT_EQ(watcher.find(lost_key(1)), std::nullopt);
+  EXPECT_THAT(message_of<ConfigError>([&] { client(server, 2, 3); }), HasSubstr("lost"));
+  server.mark_lost(1, "was killed by SIGKILL");
+  EXPECT_EQ(watcher.find(lost_key(1)), "was killed by SIGKILL");
+}
+
+TEST(Rendezvous, ANewGenerationSeesNothingOfTheOld) {
+  RendezvousServer server(kToken);
+  auto old = client(server, 0, 2);
+  auto launcher = client(server, 0, 1, kControlGeneration);
+  old.set("key", "old");
+  launcher.set("key", "launcher's");
+  auto waiting = std::async(std::launch::async, [&] { return old.get("never", in(20'000)); });
+  EXPECT_THAT(message_of<ConfigError>([&] { client(server, 1, 2, 1); }), HasSubstr("generation"));
+  server.begin_generation(1);
+  EXPECT_THROW(old.set("key", "still here"), CommError);
+  EXPECT_THROW(waiting.get(), Error);
+  EXPECT_THROW(client(server, 1, 2, 0), ConfigError);
+  auto fresh = client(server, 0, 3, 1);  // another world size, too
+  EXPECT_EQ(fresh.find("key"), std::nullopt);
+  EXPECT_EQ(fresh.find(lost_key(0)), std::nullopt);
+  EXPECT_EQ(launcher.find("key"), "launcher's");
+}
+
+TEST(Rendezvous, ClientsMayComeFirst) {
+  const Fd holder = bind_socket({"127.0.0.1", 0});
+  const std::string address = "127.0.0.1:" + std::to_string(port_of(holder));
+  auto early = std::async(std::launch::async, [&] {
+    RendezvousClient one(address, kToken, {0, 1, 0}, in(20'000));
+    return one.add("count", 1);
+  });
+  RendezvousServer server(kToken, address);
+  EXPECT_EQ(server.address(), address);
+  EXPECT_EQ(early.get(), 1);
+  // Nobody there at all: one message, at the deadline.
+  const auto missing = message_of<TimeoutError>([&] {
+    RendezvousClient("127.0.0.1:1", kToken, {0, 1, 0}, in(100));
+  });
+  EXPECT_THAT(missing, HasSubstr("127.0.0.1:1"));
+  EXPECT_THROW(RendezvousClient("nonsense", kToken, {0, 1, 0}, in(100)), ConfigError);
+}
+
+TEST(Rendezvous, AServerThatGoesAwayIsAnErrorForThoseWhoAskAndThoseWhoWait) {
+  auto server = std::make_unique<RendezvousServer>(kToken);
+  auto one = client(*server, 0, 1);
+  std::atomic<bool> started{false};
+  auto waiting = std::async(std::launch::async, [&] {
+    started = true;
+    return one.get("never", in(20'000));
+  });
+  test::eventually([&] { return started.load(); });
+  server.reset();
+  EXPECT_THROW(waiting.get(), CommError);
+  EXPECT_THROW(one.set("key", "value"), CommError);
+}
+
+TEST(Rendezvous, ThePortIsTakenOnceAndFreeAfterwards) {
+  auto server = std::make_unique<RendezvousServer>(kToken);
+  const std::string address = server->address();
+  EXPECT_THAT(address, HasSubstr("127.0.0.1:"));
+  EXPECT_THAT(message_of<SystemError>([&] { RendezvousServer(kToken, address); }),
+              HasSubstr(address));
+  { auto used = client(*server, 0, 1); }
+  server.reset();
+  EXPECT_NO_THROW(RendezvousServer(kToken, address));
+}
+
+TEST(Token, IsLongAndNeverTheSame) {
+  EXPECT_EQ(make_token().size(), 64u);
+  EXPECT_NE(make_token(), make_token());
+}
+
+TEST(Token, ComesFromTheDescriptorAsOftenAsAsked) {
+  const Fd fd = token_descriptor("secret");
+  setenv("LOCKSTEP_TOKEN_FD", std::to_string(fd.get()).c_str(), 1);
+  setenv("LOCKSTEP_TOKEN", "other", 1);
+  EXPECT_EQ(token_from_environment(), "secret");
+  EXPECT_EQ(token_from_environment(), "secret");
+  setenv("LOCKSTEP_TOKEN_FD", "99999", 1);
+  EXPECT_THAT(message_of<ConfigError>([] { token_from_environment(); }), HasSubstr("99999"));
+  setenv("LOCKSTEP_TOKEN_FD", "nonsense", 1);
+  EXPECT_THROW(token_from_environment(), ConfigError);
+  unsetenv("LOCKSTEP_TOKEN_FD");
+  EXPECT_EQ(token_from_environment(), "other");
+  unsetenv("LOCKSTEP_TOKEN");
+  EXPECT_EQ(token_from_environment(), "");
+}
+
+TEST(Token, FilesMustBePrivate) {
+  const test::TempDir dir;
+  const std::string path = dir.path() + "/token";
+  test::write_file(path, "secret\nmore\n");
+  EXPECT_EQ(token_from_file(path), "secret");
+  test::write_file(path, "secret", 0644);
+  EXPECT_THAT(message_of<ConfigError>([&] { token_from_file(path); }), HasSubstr("chmod 600"));
+  test::write_file(path, "\n");
+  EXPECT_THROW(token_from_file(path), ConfigError);
+  EXPECT_THROW(token_from_file(dir.path()), ConfigError);
+  EXPECT_THROW(token_from_file(dir.path() + "/none"), ConfigError);
+}
+
+}  // namespace
+}  // namespace lockstep::launch

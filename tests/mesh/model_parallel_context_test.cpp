@@ -1,0 +1,161 @@
+#include "lockstep/mesh/model_parallel_context.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/cuda.h>
+
+#include <numeric>
+
+#include "tests/mesh/rank_checks.h"
+
+namespace lockstep::mesh {
+namespace {
+
+using comm::Group;
+using comm::run_threads;
+
+ModelParallelConfig config_for(int devices, Strategy strategy) {
+  ModelParallelConfig config{.num_devices = devices, .strategy = strategy};
+  config.device_ids.resize(devices);
+  std::iota(config.device_ids.begin(), config.device_ids.end(), 0);
+  return config;
+}
+
+TEST(ModelParallelConfig, Defaults) {
+  const ModelParallelConfig config;
+  EXPECT_EQ(config.num_devices, 1);
+  EXPECT_EQ(config.device_ids, std::vector<int>{0});
+  EXPECT_EQ(config.strategy, Strategy::pipeline);
+  EXPECT_FALSE(config.pipeline_depth.has_value());
+  EXPECT_FALSE(config.tensor_split_dim.has_value());
+  EXPECT_FALSE(config.gradient_checkpointing);
+  EXPECT_EQ(config.backend_name(), torch::cuda::is_available() ? "nccl" : "auto");
+  EXPECT_EQ((ModelParallelConfig{.backend = "mine"}.backend_name()), "mine");
+  EXPECT_NO_THROW(config.validate(1));
+}
+
+TEST(ModelParallelConfig, StrategyNames) {
+  for (const auto strategy : {Strategy::pipeline, Strategy::tensor, Strategy::hybrid}) {
+    EXPECT_EQ(parse_strategy(name_of(strategy)), strategy);
+  }
+  require_refused([] { parse_strategy("expert"); }, "one of pipeline, tensor, hybrid");
+}
+
+TEST(ModelParallelConfig, Rules) {
+  const auto refused = [](const ModelParallelConfig& config, int group_size, const char* part) {
+    require_refused([&] { config.validate(group_size); }, part);
+  };
+  refused({.num_devices = 0}, 1, "0 devices, must be at least 1");
+  refused(config_for(4, Strategy::tensor), 2, "4 devices, must equal group size 2");
+  refused({.num_devices = 4}, 4, "device ids (0) are 1, must be as many as the 4 devices");
+  refused({.num_devices = 2, .device_ids = {1, 1}}, 2, "device ids (1, 1) must differ");
+  refused({.num_devices = 2, .device_ids = {0, -1}}, 2, "device ids (0, -1) must be at least 0");
+  refused({.backend = ""}, 1, "the backend's name is empty");
+  auto config = config_for(4, Strategy::pipeline);
+  config.pipeline_depth = 3;
+  refused(config, 4, "4 devices must be divisible by pipeline depth 3");
+  config.pipeline_depth = 0;
+  refused(config, 4, "pipeline depth 0, must be at least 1");
+  config.strategy = Strategy::tensor;
+  config.pipeline_depth = 2;
+  refused(config, 4, "pipeline depth 2 with the tensor strategy, must be 1");
+  config.pipeline_depth = 1;
+  EXPECT_NO_THROW(config.validate(4));
+}
+
+TEST(ModelParallelConfig, MeshOfEachStrategy) {
+  using Axes = std::vector<Axis>;
+  EXPECT_EQ(config_for(6, Strategy::pipeline).mesh_axes(), (Axes{{"pp", 6}}));
+  EXPECT_EQ(config_for(6, Strategy::tensor).mesh_axes(), (Axes{{"row", 3}, {"col", 2}}));
+  EXPECT_EQ(config_for(5, Strategy::tensor).mesh_axes(), (Axes{{"row", 5}, {"col", 1}}));
+  EXPECT_EQ(config_for(12, Strategy::hybrid).mesh_axes(), (Axes{{"dp", 3}, {"tp", 2}, {"pp", 2}}));
+  auto deep = config_for(12, Strategy::hybrid);
+  deep.pipeline_depth = 3;
+  EXPECT_EQ(deep.mesh_axes(), (Axes{{"dp", 2}, {"tp", 2}, {"pp", 3}}));
+  deep.strategy = Strategy::pipeline;
+  EXPECT_EQ(deep.mesh_axes(), (Axes{{"dp", 4}, {"pp", 3}}));
+}
+
+TEST(ModelParallelContext, OneDeviceNeedsNoLauncher) {
+  const ModelParallelContext context({}, Group());
+  EXPECT_EQ(context.rank(), 0);
+  EXPECT_EQ(context.size(), 1);
+  EXPECT_EQ(context.mesh().shape(), std::vector<int>{1});
+  const auto whole = at::arange(6).reshape({2, 3});
+  EXPECT_TRUE(at::equal(context.all_gather(context.partition(whole)), whole));
+}
+
+TEST(ModelParallelContext, OperationsOfEveryStrategy) {
+  for (const int world : {1, 2, 3, 4, 6, 8}) {
+    for (const auto strategy : {Strategy::pipeline, Strategy::tensor, Strategy::hybrid}) {
+      run_threads(world, [&](Group group) {
+        auto config = config_for(world, strategy);
+        config.tensor_split_dim = -1;
+        const ModelParallelContext context(config, group);
+        require_equal(context.mesh().axes(), config.mesh_axes());
+        require_equal(context.device(), at::Device(at::kCPU));
+
+        const auto whole = at::arange(35, at::kFloat).reshape({5, 7});
+        const auto columns = context.partition(whole);
+        require_equal(columns.partition().dim, 1);
+        require_same(context.all_gather(columns), whole);
+        require_equal(context.partition(whole, {.dim = 0}).partition().dim, 0);
+        const auto rows = context.redistribute(columns, 0);
+        require_same(rows.local(), context.partition(whole, {.dim = 0}).local());
+        require_same(context.reduce_scatter(whole).all_gather(), whole * world);
+
+        const auto value = at::full({3}, float(context.rank()));
+        context.broadcast(value, "", {.root = world - 1}).wait();
+        require_same(value, at::full({3}, float(world - 1)));
+        const auto one = at::ones({3});
+        context.all_reduce(one).wait();
+        require_same(one, at::full({3}, float(world)));
+      });
+    }
+  }
+}
+
+TEST(ModelParallelContext, OperationsOverOneAxis) {
+  run_threads(8, [](Group group) {
+    const ModelParallelContext context(config_for(8, Strategy::hybrid), group);
+    const auto& mesh = context.mesh();
+    const auto whole = at::arange(15, at::kFloat).reshape({3, 5});
+    const auto shard = context.partition(whole, {.dim = 1, .axis = "tp"});
+    require_equal(shard.partition().partitions, 2);
+    require_same(context.all_gather(shard), whole);
+    require_same(context.reduce_scatter(whole, {.axis = "dp"}).all_gather(), whole * 2);
+    const auto one = at::ones({1});
+    context.all_reduce(one, "pp").wait();
+    require_same(one, at::full({1}, 2.0f));
+
+    const auto activation = at::full({4}, float(mesh.coordinate("tp")));
+    if (mesh.coordinate("pp") == 0) {
+      context.send(activation, 1, "pp").wait();
+    } else {
+      const auto got = at::zeros({4});
+      context.recv(got, 0, "pp").wait();
+      require_same(got, activation);
+    }
+    require_refused([&] { context.partition(whole, {.axis = "ep"}); },
+                    "axis 'ep' is unknown, must be one of dp, tp, pp");
+    require_refused([&] { context.partition(whole, {.dim = 2}); }, "split dim 2");
+  });
+}
+
+TEST(ModelParallelContext, BackendMustBeTheGroups) {
+  // One rank communicates with nobody.
+  EXPECT_NO_THROW(ModelParallelContext({.backend = "mpi"}, Group()));
+  run_threads(2, [](Group group) {
+    auto config = config_for(2, Strategy::pipeline);
+    config.backend = "mpi";
+    require_refused([&] { ModelParallelContext(config, group); },
+                    "backend mpi is configured, the group uses thread");
+    config.backend = "thread";
+    require_equal(ModelParallelContext(config, group).size(), 2);
+    config.backend = "auto";
+    require_equal(ModelParallelContext(config, group).size(), 2);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::mesh
