@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/cli/run.h"
+#include "lockstep/cli/torch_commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/version.h"
 #include "lockstep/launch/guard.h"
@@ -24,8 +25,11 @@ struct Subcommand {
 const std::vector<Subcommand>& subcommands() {
   static const std::vector<Subcommand> table = {
       {"run", "start the ranks of a program and end them together", lockstep::cli::run},
+      {"selftest", "check what the communication layer promises, on this machine",
+       lockstep::cli::selftest},
+      {"bench", "time the collectives on this machine", lockstep::cli::bench},
       {lockstep::launch::Guard::kCommand, nullptr,
-       [](const Arguments&) { return lockstep::launch::guard_main(); }},
+       [](const Arguments&) -> int { lockstep::launch::guard_main(); }},
   };
   return table;
 }

@@ -2,9 +2,11 @@
 #include "lockstep/comm/collectives.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/GradMode.h>
 
+#include <array>
 #include <functional>
 #include <numeric>
 
@@ -54,25 +56,23 @@ class Call {
   }
 
   // A tensor that the operation reads; the one it uses is contiguous and on the CPU.
-  at::Tensor input(const at::Tensor& tensor) {
+  void input(const at::Tensor& tensor) {
     check_tensor(tensor);
-    const at::Tensor usable = tensor.detach().contiguous();
+    at::Tensor& usable = memory_[0];
+    usable = tensor.is_contiguous() ? tensor : tensor.detach().contiguous();
     operation_.input = detail::bytes_of(usable);
-    memory_.push_back(usable);
-    return usable;
   }
   // A tensor that it writes, and reads too if `keeps_values`.
-  at::Tensor output(const at::Tensor& tensor, bool keeps_values) {
+  void output(const at::Tensor& tensor, bool keeps_values) {
     check_tensor(tensor);
-    const c10::AutoGradMode no_grad(false);
-    at::Tensor target = tensor.detach(), usable = target;
-    if (!target.is_contiguous()) {
-      usable = keeps_values ? target.contiguous() : at::empty_like(target, at::MemoryFormat::Contiguous);
-      copies_.emplace_back(target, usable);
+    at::Tensor& usable = memory_[1];
+    usable = tensor;
+    if (!tensor.is_contiguous()) {
+      const c10::AutoGradMode no_grad(false);
+      strided_ = tensor.detach();
+      usable = keeps_values ? strided_.contiguous() : at::empty_like(strided_, at::MemoryFormat::Contiguous);
     }
     operation_.output = detail::bytes_of(usable);
-    memory_.push_back(usable);
-    return usable;
   }
   // Reads and writes the same tensor.
   void in_place(const at::Tensor& tensor) {
@@ -106,12 +106,11 @@ class Call {
   void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
 
   Work start() {
-    auto memory = std::make_shared<std::vector<at::Tensor>>(std::move(memory_));
-    auto pending = group_.impl().submit(std::move(operation_), std::move(memory));
-    if (copies_.empty()) return Work(std::move(pending));
-    return Work(std::make_shared<WithEpilogue>(std::move(pending), [copies = std::move(copies_)] {
+    auto pending = group_.impl().submit(std::move(operation_), std::make_shared<std::array<at::Tensor, 2>>(memory_));
+    if (!strided_.defined()) return Work(std::move(pending));
+    return Work(std::make_shared<WithEpilogue>(std::move(pending), [target = strided_, source = memory_[1]] {
       const c10::AutoGradMode no_grad(false);
-      for (const auto& [target, source] : copies) target.copy_(source);
+      target.copy_(source);
     }));
   }
 
@@ -121,13 +120,13 @@ class Call {
     if (!tensor.device().is_cpu()) {
       refuse(format("the tensor is on {}, backend {} needs it on the CPU", tensor.device().str(), group_.backend()));
     }
-    operation_.dtype = detail::dtype_of(tensor, std::string(fabric::name_of(operation_.kind)).c_str());
+    operation_.dtype = detail::dtype_of(tensor, fabric::name_of(operation_.kind));
   }
 
   const Group& group_;
   Operation operation_;
-  std::vector<at::Tensor> memory_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // target, contiguous stand-in
+  std::array<at::Tensor, 2> memory_;  // what the operation reads and writes, contiguous
+  at::Tensor strided_;                // what was passed as output, where memory_[1] stands in for it
 };
 
 // For a group of one: the result is the input.

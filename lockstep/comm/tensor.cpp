@@ -15,7 +15,7 @@ constexpr std::pair<at::ScalarType, DType> kTypes[] = {
 
 }  // namespace
 
-DType dtype_of(const at::Tensor& tensor, const char* operation) {
+DType dtype_of(const at::Tensor& tensor, std::string_view operation) {
   for (const auto& [scalar_type, dtype] : kTypes) {
     if (tensor.scalar_type() == scalar_type) return dtype;
   }

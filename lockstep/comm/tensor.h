@@ -5,13 +5,14 @@
 
 #include <cstddef>
 #include <span>
+#include <string_view>
 
 #include "lockstep/core/dtype.h"
 
 namespace lockstep::comm::detail {
 
 // Throws ConfigError naming `operation` for a dtype that does not travel.
-DType dtype_of(const at::Tensor& tensor, const char* operation);
+DType dtype_of(const at::Tensor& tensor, std::string_view operation);
 at::ScalarType to_scalar_type(DType dtype);
 
 // The bytes of a contiguous tensor.

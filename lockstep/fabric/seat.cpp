@@ -27,12 +27,13 @@ void Seat::enter(const Operation& operation) {
   Posting& mine = board_->slot(rank_).postings[sequence_ % 2];
   mine.signature = signature_of(operation);
   mine.sequence = sequence_;
-  mine.eager = operation.input.size() <= kEagerBytes;
+  mine.input = locate(operation.input.data(), operation.input.size());
+  mine.output = locate(operation.output.data(), operation.output.size());
+  // What peers can read where it is gains from being copied only while it is tiny.
+  mine.eager = operation.input.size() <= (mine.input.kind == Location::unreachable ? kEagerBytes : kEagerBytes / 8);
   if (mine.eager && !operation.input.empty()) {
     std::memcpy(board_->eager(rank_, sequence_), operation.input.data(), operation.input.size());
   }
-  mine.input = locate(operation.input.data(), operation.input.size());
-  mine.output = locate(operation.output.data(), operation.output.size());
   int64_t* counts = board_->counts(rank_, sequence_);
   if (!operation.send_counts.empty()) std::memcpy(counts, operation.send_counts.data(), operation.send_counts.size() * sizeof(int64_t));
   if (!operation.recv_counts.empty()) {

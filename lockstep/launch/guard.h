@@ -33,6 +33,6 @@ class Guard {
 };
 
 // Reads "+pid" and "-pid" lines from descriptor 0; at its end kills the groups that are left.
-int guard_main();
+[[noreturn]] void guard_main();
 
 }  // namespace lockstep::launch

@@ -56,7 +56,12 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
   }
   if (!alone()) {
     meet(options, token);
-    exchange_facts(options);
+    try {
+      exchange_facts(options);
+    } catch (const ConfigError&) {
+      leave();  // the others shall see the reason, not a rendezvous that is gone
+      throw;
+    }
   }
 }
 

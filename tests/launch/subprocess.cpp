@@ -86,6 +86,8 @@ Subprocess::Subprocess(const std::vector<std::string>& argv,
   mark_ = std::string(kMarkName) + "=" + std::to_string(getpid()) + "." + std::to_string(++serial);
   std::vector<std::string> all = variables;
   all.push_back(mark_);
+  // In a build with sanitizers: the search for leaks takes seconds at each exit.
+  all.emplace_back("ASAN_OPTIONS=detect_leaks=0");
   // Whatever started the tests may have set these for itself.
   for (const char* name : {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LOCKSTEP_TOKEN"}) {
     bool given = false;

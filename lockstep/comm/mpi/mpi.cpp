@@ -277,12 +277,12 @@ void MpiGroup::work(std::stop_token stop) {
         error = std::current_exception();
       }
       if (stop.stop_requested()) return;  // detached: the group is gone
+      busy_ = false;                      // before anybody learns of the end and destroys the group
       {
         const std::lock_guard progress_lock(next.progress->mutex);
         next.progress->end(error);
       }
       lock.lock();
-      busy_ = false;
       continue;
     }
     std::erase_if(in_flight_, [](const auto& item) {

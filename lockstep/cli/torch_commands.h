@@ -1,0 +1,12 @@
+// The commands whose ranks run in lockstep-torch: selftest and bench. Here is the half that starts those ranks.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+int selftest(const std::vector<std::string>& arguments);
+int bench(const std::vector<std::string>& arguments);
+
+}  // namespace lockstep::cli
