@@ -1,18 +1,73 @@
-# make build | test | install | check-all | clean. Each does everything that has to come before it.
-BUILD ?= build
+# `make` says what there is. Each target does what has to come before it.
 PRESET ?= release
 JOBS ?= $(shell nproc)
+PREFIX ?= /usr/local
+BUILD = $(if $(filter release,$(PRESET)),build,build/$(PRESET))
 
-.PHONY: all setup build test check-all install lint clean
+# $(call configure,PRESET,FOLDER,OPTIONS). A folder keeps the generator it began with; a new one gets Ninja, or make where
+# there is no Ninja. Later changes to CMake files are the generator's business; only a new preset or new options are ours.
+define configure
+	@if $(if $(3),true,[ ! $(2)/configured -nt CMakePresets.json ]); then \
+	  generator=$$(sed -n 's/^CMAKE_GENERATOR:INTERNAL=//p' $(2)/CMakeCache.txt 2>/dev/null); \
+	  if [ -z "$$generator" ]; then \
+	    if command -v ninja >/dev/null; then generator=Ninja; else generator="Unix Makefiles"; fi; \
+	  fi; \
+	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
+	fi
+endef
+ctest = ctest --output-on-failure --no-tests=error --test-dir
 
-all: build
+.PHONY: help setup configure build test install lint tidy check-all check-asan check-tsan check-no-pch clean
+
+help:
+	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
+	@echo "make test                build, then run all tests"
+	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
+	@echo "make lint                formatting and the layer rule"
+	@echo "make tidy                clang-tidy over the half that does not use torch"
+	@echo "make check-all           lint, test, and builds with sanitizers and without precompiled headers"
+	@echo "make clean               remove all build folders"
+	@echo "PRESET=dev|asan|tsan|cuda builds another kind, in build/PRESET; CMAKE_ARGS=-D... passes options on; JOBS=N"
 
 setup:
 	@cmake/setup
 
-build: setup
-	@cmake --preset $(PRESET) $(CMAKE_ARGS) --log-level=WARNING
-	@cmake --build --preset $(PRESET) -j $(JOBS)
+configure: setup
+	$(call configure,$(PRESET),$(BUILD),$(CMAKE_ARGS))
+
+build: configure
+	@cmake --build $(BUILD) -j $(JOBS)
 
 test: build
-	@ctest --preset $(PRESET)
+	@$(ctest) $(BUILD)
+
+install: build
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+lint:
+	@python3 tests/package/layers_test.py .
+	@if command -v clang-format >/dev/null; then \
+	  find lockstep tests examples bench -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format --dry-run --Werror; \
+	else \
+	  echo "lint: clang-format is not installed; formatting is not checked"; \
+	fi
+
+# clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them.
+tidy: configure
+	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
+
+check-all: lint test check-asan check-tsan check-no-pch
+
+# Sanitizers over the half that does not use torch: libtorch is not built with them.
+check-asan check-tsan: check-%: setup
+	$(call configure,$*,build/check-$*,-DLOCKSTEP_TORCH=OFF)
+	@cmake --build build/check-$* -j $(JOBS)
+	@$(ctest) build/check-$*
+
+# A precompiled header hides a forgotten include.
+check-no-pch: setup
+	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON)
+	@cmake --build build/check-no-pch -j $(JOBS)
+
+clean:
+	@rm -rf build

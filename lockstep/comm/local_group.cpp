@@ -6,6 +6,12 @@
 namespace lockstep::comm::detail {
 namespace {
 
+fabric::Seat take_seat(const Membership& membership, std::shared_ptr<fabric::Board> board, std::shared_ptr<fabric::SharedHeap> heap) {
+  fabric::Seat seat(std::move(board), membership.rank, membership.name, std::move(heap), membership.world->peer_heaps);
+  seat.expect_joining();
+  return seat;
+}
+
 class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<LocalGroup> {
  public:
   LocalGroup(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
@@ -13,7 +19,7 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
       : GroupImpl(std::move(membership), backend),
         heap_(std::move(heap)),
         trace_(this->membership()),
-        engine_(fabric::Seat(std::move(board), this->membership().rank, this->membership().name, heap_, this->membership().world->peer_heaps),
+        engine_(take_seat(this->membership(), std::move(board), heap_),
                 {.probe = std::move(probe), .on_done = trace::enabled() ? [this](const fabric::Ticket& ticket) {
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
                  } : std::function<void(const fabric::Ticket&)>()}) {}
@@ -45,7 +51,10 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
 
 std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
                                             std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe) {
-  return std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board), std::move(heap), std::move(probe));
+  auto group = std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board), std::move(heap), std::move(probe));
+  // The board's memory ends with its maker; nobody may leave before all have opened it.
+  group->submit({.kind = fabric::OpKind::barrier, .tag = "join", .timeout = group->membership().world->timeout}, nullptr)->wait();
+  return group;
 }
 
 }  // namespace lockstep::comm::detail

@@ -21,8 +21,8 @@ constexpr milliseconds kWarnAfter{2000};
 bool is_message(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
 
 std::string describe_activity(const fabric::Activity& activity) {
-  if (activity.sequence == 0) return "has not called any operation yet";
-  return format("{} {} #{}", activity.running ? "is in" : "has finished", fabric::name_of(activity.kind), activity.sequence);
+  if (activity.sequence == 0) return "has not reported any operation yet";
+  return format("reported last that it {} {} #{}", activity.running ? "is in" : "has finished", fabric::name_of(activity.kind), activity.sequence);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ constexpr milliseconds kLookInterval{50};   // how often a sleeper looks after i
 // thread, which takes a core from the computation.
 constexpr int kWaiterSpins = 3000;
 constexpr int kProgressSpins = 200;
+constexpr int kYields = 20;  // instead, where ranks outnumber cores: the rank that is awaited may need this one
 
 void relax() {
 #if defined(__x86_64__)
@@ -52,9 +53,10 @@ std::string describe_activity(const Slot& slot) {
 }  // namespace
 
 Engine::Engine(Seat seat, EngineOptions options) : seat_(std::move(seat)), options_(std::move(options)) {
-  // Ranks that outnumber the cores must not spin: the one they wait for needs the core.
+  // Ranks that outnumber the cores must not spin: the one they wait for needs the core. They give it away instead.
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  spin_limit_ = seat_.size() <= cores ? kWaiterSpins : 0;
+  crowded_ = seat_.size() > cores;
+  spin_limit_ = crowded_ ? kYields : kWaiterSpins;
 }
 
 Engine::~Engine() {
@@ -155,7 +157,7 @@ void Engine::drive(const std::function<bool()>& satisfied, int spins, bool may_s
       idle = 0;
     } else if (idle < spins) {
       ++idle;
-      relax();
+      crowded_ ? static_cast<void>(sched_yield()) : relax();
     } else if (may_sleep) {
       sleep();
     } else {

@@ -75,6 +75,7 @@ class Engine {
 
   Seat seat_;
   EngineOptions options_;
+  bool crowded_;
   int spin_limit_;
 
   // Owned by the driver.

@@ -22,6 +22,8 @@ class Seat {
   Board& board() const { return *board_; }
   uint64_t sequence() const { return sequence_; }
 
+  // The next collective is one that users did not call: it gets the number 0, and theirs begin at 1.
+  void expect_joining() { sequence_ = UINT64_MAX; }
   // Enters the next collective: posts what it is and where its data lies, and finishes the first phase.
   void enter(const Operation& operation);
   // Finishes a phase: what this rank wrote before is there for whoever waits for everyone().

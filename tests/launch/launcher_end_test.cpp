@@ -82,11 +82,9 @@ TEST(LauncherEnd, RanksThatIgnoreSigtermAndTheirChildrenAreKilled) {
 }
 
 TEST(LauncherEnd, AParentThatIgnoresItsChildrenDoesNotBlindTheLauncher) {
-  const Result result = Subprocess({"sh", "-c",
-                                    std::string("trap '' CHLD; exec ") + LOCKSTEP_COMMAND +
-                                        " run -n 2 sh -c 'exit 3'"})
-                            .wait();
-  EXPECT_EQ(result.code, 3);
+  std::vector<std::string> argv = run_script(2, "exit 3");
+  argv.insert(argv.begin(), {"env", "--ignore-signal=CHLD"});
+  EXPECT_EQ(Subprocess(argv).wait().code, 3);
 }
 
 TEST(LauncherEnd, SurvivorsHaveAMomentToSayWhatTheySaw) {

@@ -36,13 +36,14 @@ TEST(LauncherOutput, LinesCarryTheirRankAndKeepTheirStream) {
 }
 
 TEST(LauncherOutput, LinesOfManyRanksStayWhole) {
-  // Long lines written in pieces, stdout and stderr into one pipe, from four ranks at once.
+  // Long lines written in pieces, stdout and stderr into one pipe that fills because its reader
+  // starts late, from four ranks at once.
   const std::string script =
       "for i in 1 2 3 4 5 6 7 8; do printf \"%s-$RANK-%08000d-\" begin $RANK; printf 'end\\n'; "
       "printf \"%s-$RANK-%05000d-\" begin $RANK >&2; printf 'end\\n' >&2; done";
   const Result result = Subprocess({"sh", "-c",
                                     std::string(LOCKSTEP_COMMAND) + " run -n 4 sh -c '" +
-                                        "eval \"$SCRIPT\"" + "' 2>&1 | cat"},
+                                        "eval \"$SCRIPT\"" + "' 2>&1 | (sleep 0.3; cat)"},
                                    {"SCRIPT=" + script})
                             .wait();
   std::istringstream lines(result.out);

@@ -41,10 +41,7 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
     }
     return death;
   };
-  auto group = detail::make_local_group(std::move(membership), "shm", std::move(board), world.heap, probe);
-  // The board's memory file closes with its maker; nobody may leave before all have opened it.
-  group->submit({.kind = fabric::OpKind::barrier, .tag = "join", .timeout = world.timeout}, nullptr)->wait();
-  return group;
+  return detail::make_local_group(std::move(membership), "shm", std::move(board), world.heap, probe);
 }
 
 }  // namespace lockstep::comm::shm

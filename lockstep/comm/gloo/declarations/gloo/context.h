@@ -8,7 +8,10 @@
 #include <vector>
 
 namespace gloo {
-class Context;
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
 namespace transport {
 class Device;
 class UnboundBuffer {

@@ -1,0 +1,105 @@
+// Ranks that are processes, one of which dies, stops, or does not come: what the others get, and that the job ends.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <regex>
+#include <sstream>
+
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::vector<std::string> lines_with(const std::string& text, const std::string& word) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    if (line.find(word) != std::string::npos) lines.push_back(line);
+  }
+  return lines;
+}
+
+double after_ms(const std::string& line) {
+  std::smatch match;
+  return std::regex_search(line, match, std::regex("after_ms=([0-9]+)")) ? std::stod(match[1]) : -1;
+}
+
+class Faults : public ::testing::TestWithParam<std::string> {
+ protected:
+  // Grace: the launcher leaves the survivors time to say what they caught.
+  Result run(int ranks, const std::string& mode, int victim, int timeout_ms, const std::string& grace = "20000") {
+    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace, std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", GetParam(), mode,
+                             std::to_string(victim), std::to_string(timeout_ms)});
+  }
+  void expect_everybody_lost(const Result& result, int survivors, int victim) {
+    const auto caught = lines_with(result.out, "caught");
+    ASSERT_EQ(caught.size(), survivors) << result.out << result.err;
+    for (const std::string& line : caught) {
+      EXPECT_THAT(line, HasSubstr("caught PeerLost lost=" + std::to_string(victim)));
+      EXPECT_THAT(line, HasSubstr("all_reduce(float32[100000], sum)"));
+      // The deadline of the operation is 60 s; that it was not needed shows that the death was seen.
+      EXPECT_LT(after_ms(line), 20'000) << line;
+      std::cout << line << "\n";
+    }
+    EXPECT_NE(result.code, 0);
+  }
+};
+
+TEST_P(Faults, AKilledRankIsNamedByEverySurvivor) { expect_everybody_lost(run(4, "die", 2, 60'000), 3, 2); }
+
+TEST_P(Faults, SoIsTheFirstOne) { expect_everybody_lost(run(3, "die", 0, 60'000), 2, 0); }
+
+TEST_P(Faults, ASenderThatDiesEndsTheReceive) {
+  const Result result = run(2, "die_in_message", 0, 60'000);
+  const auto caught = lines_with(result.out, "caught");
+  ASSERT_EQ(caught.size(), 1) << result.out << result.err;
+  EXPECT_THAT(caught[0], HasSubstr("caught PeerLost lost=0"));
+  EXPECT_THAT(caught[0], HasSubstr("recv(float32[100000], from 0)"));
+  EXPECT_LT(after_ms(caught[0]), 20'000);
+}
+
+TEST_P(Faults, ALateRankIsReportedThenATimeout) {
+  const Result result = run(3, "late", 1, 3'500, "2000");
+  const auto caught = lines_with(result.out, "caught"), warned = lines_with(result.err, "has waited 2.");
+  ASSERT_EQ(caught.size(), 2) << result.out << result.err;
+  for (const std::string& line : caught) {
+    EXPECT_THAT(line, HasSubstr("caught TimeoutError"));
+    EXPECT_THAT(line, HasSubstr("has finished broadcast #3"));
+    EXPECT_THAT(line, HasSubstr("that is the deadline"));
+  }
+  EXPECT_GE(warned.size(), 1) << result.err;
+  for (const std::string& line : warned) {
+    EXPECT_THAT(line, HasSubstr("operation #4 all_reduce(float32[100000], sum)"));
+    EXPECT_THAT(line, HasSubstr("has finished broadcast #3"));
+  }
+}
+
+TEST_P(Faults, AStoppedRankIsATimeout) {
+  const Result result = run(2, "stop", 1, 3'000, "1000");
+  const auto caught = lines_with(result.out, "caught");
+  ASSERT_EQ(caught.size(), 1) << result.out << result.err;
+  EXPECT_THAT(caught[0], HasSubstr("caught TimeoutError"));
+  EXPECT_THAT(caught[0], HasSubstr("rank 1"));
+}
+
+TEST_P(Faults, ARankThatLeavesEndsTheWait) {
+  const Result result = run(2, "leave", 1, 20'000);
+  const auto caught = lines_with(result.out, "caught");
+  ASSERT_EQ(caught.size(), 1) << result.out << result.err;
+  EXPECT_THAT(caught[0], HasSubstr("caught PeerLost lost=1"));
+}
+
+INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"), [](const auto& info) { return info.param; });
+
+TEST(Launcher, ADeadRankEndsTheJobWithoutHelp) {
+  // Default grace: the survivors' own error and the launcher's are both within a second.
+  const Result result = lockstep_command({"run", "-n", "3", std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", "shm", "die", "1", "60000"});
+  EXPECT_EQ(result.code, 128 + 9);
+  EXPECT_THAT(result.last_line(), HasSubstr("rank 1"));
+  EXPECT_THAT(result.last_line(), HasSubstr("SIGKILL"));
+}
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""The layer rule and the other rules about what a source file may hold. Reads the tree; builds nothing.
+
+usage: layers_test.py SOURCE_DIR
+"""
+import pathlib
+import re
+import sys
+import tempfile
+
+# A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
+WITHOUT_TORCH = ["core", "layout", "format", "config", "schedule", "plan", "launch", "fabric"]
+WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
+LAYERS = WITHOUT_TORCH + WITH_TORCH
+
+MAX_LINES = 500
+SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".py"}
+TEXT_SUFFIXES = SOURCE_SUFFIXES | {".txt", ".cmake", ".in", ".md", ".json", ".sh"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
+FORMATTING = re.compile(r"^(fmt|spdlog)/|^lockstep/core/format\.h$")
+
+
+def files(root, folders, suffixes):
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and path.suffix in suffixes:
+                yield path
+
+
+def installed_headers(root):
+    """The HEADERS lists of lockstep/CMakeLists.txt, as paths from the root."""
+    text = re.sub(r"#.*", "", (root / "lockstep/CMakeLists.txt").read_text())
+    headers = set()
+    for layer in re.findall(r"lockstep_layer\(([^)]*)\)", text):
+        listed = re.search(r"\bHEADERS\s+(.*?)(?:\b[A-Z]{5,}\b|$)", layer, re.DOTALL)
+        if listed:
+            headers |= {"lockstep/" + name for name in listed.group(1).split()}
+    return headers
+
+
+def include_errors(path, name, installed):
+    """What is wrong with the includes of one file under lockstep/. `name` is its path from the root."""
+    layer = name.split("/")[1]
+    if layer not in LAYERS:
+        yield f"{name}: folder {layer} is not in the list of layers (tests/package/layers_test.py)"
+        return
+    public = name in installed
+    for mark, included in INCLUDE.findall(path.read_text(errors="replace")):
+        if mark == '"' and not included.startswith("lockstep/"):
+            yield f'{name}: includes "{included}"; write our headers from the root, "lockstep/...", and others with <>'
+        if included.startswith("lockstep/"):
+            target = included.split("/")[1]
+            if target not in LAYERS or LAYERS.index(target) > LAYERS.index(layer):
+                yield f"{name}: includes {included}, but {layer} may use only: {' '.join(LAYERS[:LAYERS.index(layer) + 1])}"
+            if public and included not in installed:
+                yield f"{name}: is installed and includes {included}, which is not (HEADERS in lockstep/CMakeLists.txt)"
+        if included == "torch/torch.h":
+            yield f"{name}: includes torch/torch.h, which takes 14 s to compile; include what is used"
+        elif TORCH.match(included) and layer in WITHOUT_TORCH:
+            yield f"{name}: includes {included}, but {layer} belongs to the half without torch"
+        if public and FORMATTING.match(included):
+            yield f"{name}: is installed and includes {included}; formatting and logging are for sources"
+        if included.startswith("spdlog/") and name != "lockstep/core/log.cpp":
+            yield f"{name}: includes {included}; only lockstep/core/log.cpp may"
+
+
+def errors(root):
+    installed = installed_headers(root)
+    for name in sorted(installed):
+        if not (root / name).is_file():
+            yield f"lockstep/CMakeLists.txt: installs {name}, which does not exist"
+    for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
+        yield from include_errors(path, path.relative_to(root).as_posix(), installed)
+    for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
+        lines = path.read_bytes().count(b"\n")
+        if lines > MAX_LINES:
+            yield f"{path.relative_to(root)}: {lines} lines, at most {MAX_LINES}; two ideas share this file, give each its own"
+    top = [path for path in root.glob("*") if path.is_file() and path.suffix in TEXT_SUFFIXES]
+    for path in top + list(files(root, ["lockstep", "tests", "examples", "bench", "cmake", "docs"], TEXT_SUFFIXES)):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if any(byte > 126 for byte in line):
+                yield f"{path.relative_to(root)}:{number}: is not ASCII"
+
+
+def self_test():
+    """Breaks each rule once in a small tree: every one must be noticed, and the sound tree must pass."""
+    cmake = "lockstep_layer(core HEADERS core/a.h SOURCES core/a.cpp)\nlockstep_layer(comm TORCH HEADERS comm/c.h DEPENDS x)\n"
+    sound = {
+        "lockstep/CMakeLists.txt": cmake,
+        "lockstep/core/a.h": "#include <string>\n",
+        "lockstep/core/hidden.h": "",
+        "lockstep/core/a.cpp": '#include "lockstep/core/a.h"\n#include "lockstep/core/format.h"\n',
+        "lockstep/core/log.cpp": "#include <spdlog/spdlog.h>\n",
+        "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\n',
+    }
+    broken = {
+        "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
+        "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
+        "from the root": {"lockstep/core/a.cpp": '#include "../comm/c.h"\n'},
+        "half without torch": {"lockstep/core/a.cpp": "  # include <c10/core/Device.h>\n"},
+        "14 s": {"lockstep/comm/c.cpp": "#include <torch/torch.h>\n"},
+        "are for sources": {"lockstep/comm/c.h": "#include <fmt/format.h>\n"},
+        "core/log.cpp may": {"lockstep/comm/c.cpp": "#include <spdlog/spdlog.h>\n"},
+        "not in the list of layers": {"lockstep/extra/x.h": ""},
+        "does not exist": {"lockstep/CMakeLists.txt": cmake.replace("a.h", "a.h core/gone.h")},
+        "is not ASCII": {"docs/x.md": "caf\u00e9\n"},
+        "at most": {"tests/long.cpp": "\n" * (MAX_LINES + 1)},
+    }
+    for expected, change in {None: {}, **broken}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for name, text in {**sound, **change}.items():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text(text, encoding="utf-8")
+            found = list(errors(root))
+            noticed = len(found) == 1 and expected in found[0] if expected else not found
+            if not noticed:
+                sys.exit(f"layers_test: self-test: expected {expected!r}, found {found}")
+
+
+def main():
+    self_test()
+    found = list(errors(pathlib.Path(sys.argv[1]).resolve()))
+    for error in found:
+        print(error)
+    print(f"layers_test: {len(found)} broken rules")
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+#include <iostream>
+
+#include "lockstep/core/version.h"
+#include "lockstep/launch/token.h"
+
+int main() {
+  std::cout << LOCKSTEP_VERSION " token of " << lockstep::launch::make_token().size() << std::endl;
+}
