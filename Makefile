@@ -2,6 +2,7 @@
 PRESET ?= release
 JOBS ?= $(shell nproc)
 PREFIX ?= /usr/local
+MAKEFLAGS += --no-print-directory
 BUILD = $(if $(filter release,$(PRESET)),build,build/$(PRESET))
 
 # $(call configure,PRESET,FOLDER,OPTIONS). A folder keeps the generator it began with; a new one gets Ninja, or make where

@@ -3,6 +3,12 @@ include(CMakePackageConfigHelpers)
 
 find_program(CCACHE ccache)
 if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # ccache refuses to compile where it cannot write its cache, as for a user without a home.
+  file(WRITE ${PROJECT_BINARY_DIR}/CMakeFiles/ccache.cpp "")
+  execute_process(COMMAND ${CCACHE} ${CMAKE_CXX_COMPILER} -c ccache.cpp WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/CMakeFiles
+                  RESULT_VARIABLE ccache_failed OUTPUT_QUIET ERROR_QUIET)
+endif()
+if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND NOT ccache_failed)
   # ccache takes precompiled headers only with these allowances.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE})

@@ -24,7 +24,7 @@ namespace lockstep::fabric {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kEagerBytes = 16 << 10;
-constexpr size_t kStagingBytes = 256 << 10;  // one of four pieces a rank stages in; all ranks' fit a second-level cache
+constexpr size_t kStagingBytes = 512 << 10;  // one of four pieces a rank stages in; all ranks' fit a second-level cache
 
 enum class SlotState : uint32_t { empty, joined, left };
 

@@ -9,22 +9,17 @@
 #include "lockstep/fabric/collectives.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <vector>
 
-#include "lockstep/core/error.h"
+#include "lockstep/fabric/copy.h"
 #include "lockstep/fabric/reduce.h"
 
 namespace lockstep::fabric {
 namespace {
 
 constexpr size_t kHalfStaging = 2 * kStagingBytes;  // movements use the four staging pieces as two
-
-void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memmove(to, from, bytes);
-}
 
 // Staging work: call step(0), step(1) ... step(count - 1), all ranks together.
 struct Stages {

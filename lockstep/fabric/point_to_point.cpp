@@ -4,10 +4,10 @@
 #include "lockstep/fabric/point_to_point.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/fabric/copy.h"
 
 namespace lockstep::fabric {
 namespace {
@@ -47,7 +47,7 @@ Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces) {
   do {  // an empty message is one empty piece
     if (pieces >= 2) co_await reached(channel.received, peer, pieces - 1);
     const size_t size = std::min(room, data.size() - begin);
-    if (size > 0) std::memcpy(board.mailbox(seat.rank(), peer, pieces), data.data() + begin, size);
+    copy_bytes(board.mailbox(seat.rank(), peer, pieces), data.data() + begin, size);
     begin += size;
     ++pieces;
     count_up(channel.sent, seat, peer);
@@ -69,7 +69,7 @@ Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
                                describe(expected), peer, describe(channel.signature)));
   }
   if (channel.data.kind != Location::unreachable) {
-    std::memcpy(data.data(), seat.reach(peer, channel.data), data.size());
+    copy_bytes(data.data(), seat.reach(peer, channel.data), data.size());
     ++pieces;
     count_up(channel.received, seat, peer);
     co_return;
@@ -79,7 +79,7 @@ Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
   do {
     co_await reached(channel.sent, peer, pieces + 1);
     const size_t size = std::min(room, data.size() - begin);
-    if (size > 0) std::memcpy(data.data() + begin, board.mailbox(peer, seat.rank(), pieces), size);
+    copy_bytes(data.data() + begin, board.mailbox(peer, seat.rank(), pieces), size);
     begin += size;
     ++pieces;
     count_up(channel.received, seat, peer);

@@ -58,6 +58,16 @@ TEST(LauncherOutput, LinesOfManyRanksStayWhole) {
   EXPECT_THAT(counts, (std::map<std::string, int>{{"0", 16}, {"1", 16}, {"2", 16}, {"3", 16}}));
 }
 
+TEST(LauncherOutput, AHalfWrittenLineIsFinishedBeforeTheOtherStreamsTurn) {
+  // The long line fills the pipe, whose reader starts late, before the short one comes.
+  const Result result = Subprocess({"sh", "-c",
+                                    std::string(LOCKSTEP_COMMAND) +
+                                        " run -n 1 sh -c 'printf %0300000d\\\\n 0 >&2; echo short' "
+                                        "2>&1 | (sleep 0.3; cat)"})
+                            .wait();
+  EXPECT_EQ(result.out, "[rank0]: " + std::string(300'000, '0') + "\n[rank0]: short\n");
+}
+
 TEST(LauncherOutput, NothingIsLostOrChanged) {
   // 2 MB in one line, then bytes that are not text.
   const Result result =
