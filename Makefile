@@ -18,6 +18,7 @@ define configure
 endef
 ctest = ctest --output-on-failure --no-tests=error --test-dir
 
+.NOTPARALLEL:
 .PHONY: help setup configure build test install lint tidy check-all check-asan check-tsan check-no-pch clean
 
 help:

@@ -1,6 +1,7 @@
-// All ranks call an operation again and again and wait for it each time. A rank's samples give its median and 99th
-// percentile; the slowest rank's are reported. Bytes are those of the whole buffer of a rank (all_gather's output,
-// reduce_scatter's input); bus bandwidth counts what a ring would have to move, so that operations compare.
+// All ranks call an operation again and again and wait for it each time. A rank's samples give its
+// median and 99th percentile; the slowest rank's are reported. Bytes are those of the whole buffer
+// of a rank (all_gather's output, reduce_scatter's input); bus bandwidth counts what a ring would
+// have to move, so that operations compare.
 #include "lockstep/cli/bench_collectives.h"
 
 #include <ATen/ATen.h>
@@ -32,23 +33,30 @@ at::Tensor allocate(int64_t count, bool symmetric, const Group& group) {
 
 struct Benchmark {
   std::function<void()> run;
-  double bus_factor;     // bytes a ring moves for each byte of the buffer
+  double bus_factor;      // bytes a ring moves for each byte of the buffer
   double operations = 1;  // messages in one run
 };
 
 Benchmark make_benchmark(const std::string& op, int64_t count, bool symmetric, const Group& group) {
   const double n = group.size();
   const int64_t block = count / group.size();
-  const at::Tensor whole = allocate(block * group.size(), symmetric, group), other = allocate(block * group.size(), symmetric, group);
+  const at::Tensor whole = allocate(block * group.size(), symmetric, group),
+                   other = allocate(block * group.size(), symmetric, group);
   const at::Tensor part = allocate(block, symmetric, group);
-  if (op == "all_reduce") return {[=, &group] { comm::all_reduce(whole, group).wait(); }, 2 * (n - 1) / n};
+  if (op == "all_reduce")
+    return {[=, &group] { comm::all_reduce(whole, group).wait(); }, 2 * (n - 1) / n};
   if (op == "reduce") return {[=, &group] { comm::reduce(whole, group).wait(); }, 1};
   if (op == "broadcast") return {[=, &group] { comm::broadcast(whole, group).wait(); }, 1};
-  if (op == "all_gather") return {[=, &group] { comm::all_gather(whole, part, group).wait(); }, (n - 1) / n};
-  if (op == "reduce_scatter") return {[=, &group] { comm::reduce_scatter(part, whole, group).wait(); }, (n - 1) / n};
-  if (op == "all_to_all") return {[=, &group] { comm::all_to_all(other, whole, group).wait(); }, (n - 1) / n};
-  if (op == "gather") return {[=, &group] { comm::gather(whole, part, group).wait(); }, (n - 1) / n};
-  if (op == "scatter") return {[=, &group] { comm::scatter(part, whole, group).wait(); }, (n - 1) / n};
+  if (op == "all_gather")
+    return {[=, &group] { comm::all_gather(whole, part, group).wait(); }, (n - 1) / n};
+  if (op == "reduce_scatter")
+    return {[=, &group] { comm::reduce_scatter(part, whole, group).wait(); }, (n - 1) / n};
+  if (op == "all_to_all")
+    return {[=, &group] { comm::all_to_all(other, whole, group).wait(); }, (n - 1) / n};
+  if (op == "gather")
+    return {[=, &group] { comm::gather(whole, part, group).wait(); }, (n - 1) / n};
+  if (op == "scatter")
+    return {[=, &group] { comm::scatter(part, whole, group).wait(); }, (n - 1) / n};
   if (op == "barrier") return {[&group] { comm::barrier(group).wait(); }, 0};
   if (op == "send_recv") {  // there and back between the first two ranks; half of it is one message
     const int rank = group.rank();
@@ -60,15 +68,20 @@ Benchmark make_benchmark(const std::string& op, int64_t count, bool symmetric, c
                 comm::recv(other, 0, group).wait();
                 comm::send(whole, 0, group).wait();
               }
-            }, 1, 2};
+            },
+            1, 2};
   }
-  throw ConfigError(format("bench collectives: unknown operation '{}'; there are all_reduce, reduce, broadcast, all_gather, reduce_scatter, "
-                           "all_to_all, gather, scatter, send_recv, barrier", op));
+  throw ConfigError(
+      format("bench collectives: unknown operation '{}'; there are all_reduce, reduce, broadcast, "
+             "all_gather, reduce_scatter, "
+             "all_to_all, gather, scatter, send_recv, barrier",
+             op));
 }
 
 double percentile(std::vector<double>& samples, double fraction) {
   const auto at = static_cast<size_t>(fraction * static_cast<double>(samples.size() - 1));
-  std::nth_element(samples.begin(), samples.begin() + static_cast<std::ptrdiff_t>(at), samples.end());
+  std::nth_element(samples.begin(), samples.begin() + static_cast<std::ptrdiff_t>(at),
+                   samples.end());
   return samples[at];
 }
 
@@ -78,8 +91,10 @@ double slowest(double value, const Group& group) {
   return all.item<double>();
 }
 
-Json measure(const std::string& op, int64_t bytes, bool symmetric, const Group& group, double seconds) {
-  const Benchmark benchmark = make_benchmark(op, std::max<int64_t>(bytes / 4, group.size()), symmetric, group);
+Json measure(const std::string& op, int64_t bytes, bool symmetric, const Group& group,
+             double seconds) {
+  const Benchmark benchmark =
+      make_benchmark(op, std::max<int64_t>(bytes / 4, group.size()), symmetric, group);
   const auto time_one = [&] {
     const auto start = Clock::now();
     benchmark.run();
@@ -87,13 +102,22 @@ Json measure(const std::string& op, int64_t bytes, bool symmetric, const Group& 
   };
   for (int i = 0; i < 3; ++i) time_one();
   const double estimate = slowest(time_one(), group);
-  const int repeats = static_cast<int>(std::clamp(seconds * 1e6 / std::max(estimate, 0.1), 20.0, 20'000.0));
+  const int repeats =
+      static_cast<int>(std::clamp(seconds * 1e6 / std::max(estimate, 0.1), 20.0, 20'000.0));
   std::vector<double> samples;
   for (int i = 0; i < repeats; ++i) samples.push_back(time_one());
-  const double p50 = slowest(percentile(samples, 0.5), group), p99 = slowest(percentile(samples, 0.99), group);
+  const double p50 = slowest(percentile(samples, 0.5), group),
+               p99 = slowest(percentile(samples, 0.99), group);
   const double bandwidth = static_cast<double>(bytes) / p50 / 1e3;
-  return {{"backend", group.backend()}, {"op", op}, {"memory", symmetric ? "symmetric" : "ordinary"}, {"bytes", bytes}, {"ranks", group.size()},
-          {"p50_us", p50}, {"p99_us", p99}, {"algbw_gbs", bandwidth}, {"busbw_gbs", bandwidth * benchmark.bus_factor}};
+  return {{"backend", group.backend()},
+          {"op", op},
+          {"memory", symmetric ? "symmetric" : "ordinary"},
+          {"bytes", bytes},
+          {"ranks", group.size()},
+          {"p50_us", p50},
+          {"p99_us", p99},
+          {"algbw_gbs", bandwidth},
+          {"busbw_gbs", bandwidth * benchmark.bus_factor}};
 }
 
 }  // namespace

@@ -6,9 +6,11 @@
 
 namespace lockstep::cli {
 
-std::optional<int> parse(CLI::App& app, const std::string& command, const std::string& usage, const std::vector<std::string>& arguments) {
+std::optional<int> parse(CLI::App& app, const std::string& command, const std::string& usage,
+                         const std::vector<std::string>& arguments) {
   try {
-    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // CLI11 takes them from the back
+    app.parse(std::vector<std::string>(arguments.rbegin(),
+                                       arguments.rend()));  // CLI11 takes them from the back
   } catch (const CLI::CallForHelp&) {
     std::cout << usage << CLI::Formatter().make_groups(&app, CLI::AppFormatMode::Normal);
     return 0;

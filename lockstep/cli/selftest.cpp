@@ -20,7 +20,10 @@ namespace {
 int run_checks(const comm::Group& world, bool large) {
   int failures = 0;
   const bool speaks = world.rank() == 0;
-  if (speaks) std::cout << format("backend {}, {} rank{}\n", world.backend(), world.size(), world.size() > 1 ? "s" : "") << std::flush;
+  if (speaks)
+    std::cout << format("backend {}, {} rank{}\n", world.backend(), world.size(),
+                        world.size() > 1 ? "s" : "")
+              << std::flush;
   for (const comm::ConformanceCheck& check : comm::conformance_checks(large)) {
     // A group of its own, so that a check that breaks it does not spoil the next.
     const comm::Group group = world.split(0, world.rank());
@@ -31,17 +34,22 @@ int run_checks(const comm::Group& world, bool large) {
     } catch (const std::exception& error) {
       problem = error.what();
     }
-    if (!problem.empty()) std::cerr << format("  rank {}: {}: {}\n", world.rank(), check.name, problem);
+    if (!problem.empty())
+      std::cerr << format("  rank {}: {}: {}\n", world.rank(), check.name, problem);
     at::Tensor failed = at::full({1}, problem.empty() ? 0 : 1, at::kInt);
     comm::all_reduce(failed, world).wait();
     const int ranks = failed.item<int>();
     failures += ranks > 0;
     if (speaks) {
-      const std::string verdict = ranks == 0 ? "ok" : format("FAILED on {} rank{}", ranks, ranks > 1 ? "s" : "");
-      std::cout << format("  {:<56} {} ({:.2f} s)\n", check.name, verdict, seconds_since(start)) << std::flush;
+      const std::string verdict =
+          ranks == 0 ? "ok" : format("FAILED on {} rank{}", ranks, ranks > 1 ? "s" : "");
+      std::cout << format("  {:<56} {} ({:.2f} s)\n", check.name, verdict, seconds_since(start))
+                << std::flush;
     }
   }
-  if (speaks) std::cout << (failures == 0 ? "all hold\n" : format("{} do not hold\n", failures)) << std::flush;
+  if (speaks)
+    std::cout << (failures == 0 ? "all hold\n" : format("{} do not hold\n", failures))
+              << std::flush;
   return failures;
 }
 
@@ -59,12 +67,14 @@ int selftest_rank(const std::vector<std::string>& arguments) {
   if (threads > 0) {
     int failures = 0;
     std::mutex mutex;
-    comm::run_threads(threads, [&](const comm::Group& world) {
-      at::set_num_threads(1);
-      const int count = run_checks(world, large);
-      const std::lock_guard lock(mutex);
-      failures = std::max(failures, count);
-    }, {.backend = backend, .check = true});
+    comm::run_threads(threads,
+                      [&](const comm::Group& world) {
+                        at::set_num_threads(1);
+                        const int count = run_checks(world, large);
+                        const std::lock_guard lock(mutex);
+                        failures = std::max(failures, count);
+                      },
+                      {.backend = backend, .check = true});
     return failures == 0 ? 0 : 1;
   }
   return run_checks(comm::init({.backend = backend, .check = true}), large) == 0 ? 0 : 1;

@@ -28,7 +28,8 @@ std::string own_path() { return fs::read_symlink("/proc/self/exe").string(); }
 
 std::string torch_path() {
   const std::string path = (fs::path(own_path()).parent_path() / "lockstep-torch").string();
-  if (access(path.c_str(), X_OK) != 0) throw ConfigError(format("{} is missing: this build has no libtorch", path));
+  if (access(path.c_str(), X_OK) != 0)
+    throw ConfigError(format("{} is missing: this build has no libtorch", path));
   return path;
 }
 
@@ -38,7 +39,8 @@ int run_program(const Words& words) {
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   pid_t pid = 0;
-  if (const int failure = posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ); failure != 0) {
+  if (const int failure = posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ);
+      failure != 0) {
     throw SystemError("cannot start " + words[0], failure);
   }
   int status = 0;
@@ -60,7 +62,8 @@ Words start_ranks(const std::string& backend, int ranks, const Words& command) {
     words = {"mpirun", "-n", std::to_string(ranks), "--oversubscribe"};
     if (geteuid() == 0) words.push_back("--allow-run-as-root");
     // One core a rank where there are enough, as our launcher does.
-    words.insert(words.end(), {"--bind-to", ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? "core" : "none"});
+    words.insert(words.end(),
+                 {"--bind-to", ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? "core" : "none"});
   } else {
     words = {own_path(), "run", "-n", std::to_string(ranks)};
   }
@@ -91,12 +94,15 @@ class TemporaryFile {
 };
 
 void print_table(const nlohmann::ordered_json& results) {
-  std::cout << format("{:<8} {:<15} {:<10} {:>12} {:>6} {:>12} {:>12} {:>10} {:>10}\n", "backend", "op", "memory", "bytes", "ranks", "p50 us",
-                      "p99 us", "alg GB/s", "bus GB/s");
+  std::cout << format("{:<8} {:<15} {:<10} {:>12} {:>6} {:>12} {:>12} {:>10} {:>10}\n", "backend",
+                      "op", "memory", "bytes", "ranks", "p50 us", "p99 us", "alg GB/s", "bus GB/s");
   for (const auto& row : results) {
-    std::cout << format("{:<8} {:<15} {:<10} {:>12} {:>6} {:>12.2f} {:>12.2f} {:>10.2f} {:>10.2f}\n", row["backend"].get<std::string>(),
-                        row["op"].get<std::string>(), row["memory"].get<std::string>(), row["bytes"].get<int64_t>(), row["ranks"].get<int>(),
-                        row["p50_us"].get<double>(), row["p99_us"].get<double>(), row["algbw_gbs"].get<double>(), row["busbw_gbs"].get<double>());
+    std::cout << format(
+        "{:<8} {:<15} {:<10} {:>12} {:>6} {:>12.2f} {:>12.2f} {:>10.2f} {:>10.2f}\n",
+        row["backend"].get<std::string>(), row["op"].get<std::string>(),
+        row["memory"].get<std::string>(), row["bytes"].get<int64_t>(), row["ranks"].get<int>(),
+        row["p50_us"].get<double>(), row["p99_us"].get<double>(), row["algbw_gbs"].get<double>(),
+        row["busbw_gbs"].get<double>());
   }
 }
 
@@ -109,8 +115,13 @@ int selftest(const Words& arguments) {
   CLI::App app;
   app.add_option("-n", ranks, "Ranks")->capture_default_str();
   app.add_option("--backend", backend, "thread, shm, mpi or gloo")->capture_default_str();
-  app.add_flag("--large", large, "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
-  if (const auto status = parse(app, "selftest", "Checks on this machine what the communication layer promises.\nUsage: lockstep selftest [OPTIONS]\n", arguments)) return *status;
+  app.add_flag("--large", large,
+               "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
+  if (const auto status = parse(app, "selftest",
+                                "Checks on this machine what the communication layer "
+                                "promises.\nUsage: lockstep selftest [OPTIONS]\n",
+                                arguments))
+    return *status;
   check_ranks("selftest", ranks);
   Words command{torch_path(), "selftest", "--backend", backend};
   if (large) command.push_back("--large");
@@ -118,10 +129,14 @@ int selftest(const Words& arguments) {
 }
 
 int bench(const Words& arguments) {
-  const std::string usage = "Times the collectives of one or more backends on this machine.\nUsage: lockstep bench collectives [OPTIONS]\n";
+  const std::string usage =
+      "Times the collectives of one or more backends on this machine.\nUsage: lockstep bench "
+      "collectives [OPTIONS]\n";
   if (arguments.empty() || arguments[0] != "collectives") {
-    if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) return std::cout << usage, 0;
-    throw ConfigError(format("bench: '{}' is not known; there is: lockstep bench collectives", arguments.empty() ? "" : arguments[0]));
+    if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h"))
+      return std::cout << usage, 0;
+    throw ConfigError(format("bench: '{}' is not known; there is: lockstep bench collectives",
+                             arguments.empty() ? "" : arguments[0]));
   }
   int ranks = 2;
   std::string backends = "shm", ops = "all_reduce", sizes = "4096,65536,4194304,67108864";
@@ -129,21 +144,32 @@ int bench(const Words& arguments) {
   bool json = false;
   CLI::App app;
   app.add_option("-n", ranks, "Ranks")->capture_default_str();
-  app.add_option("--backends", backends, "thread, shm, mpi, gloo, separated by commas")->capture_default_str();
-  app.add_option("--ops", ops, "all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, send_recv, barrier")->capture_default_str();
+  app.add_option("--backends", backends, "thread, shm, mpi, gloo, separated by commas")
+      ->capture_default_str();
+  app.add_option("--ops", ops,
+                 "all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, "
+                 "scatter, send_recv, barrier")
+      ->capture_default_str();
   app.add_option("--bytes", sizes, "Bytes of a rank's buffer")->capture_default_str();
   app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
   app.add_flag("--json", json, "Print one JSON array");
-  if (const auto status = parse(app, "bench collectives", usage, Words(arguments.begin() + 1, arguments.end()))) return *status;
+  if (const auto status =
+          parse(app, "bench collectives", usage, Words(arguments.begin() + 1, arguments.end())))
+    return *status;
   check_ranks("bench collectives", ranks);
 
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   std::istringstream names(backends);
   for (std::string backend; std::getline(names, backend, ',');) {
     const TemporaryFile file;
-    const Words command{torch_path(), "bench-collectives", "--backend", backend, "--ops", ops, "--bytes", sizes, "--seconds", std::to_string(seconds), "--output", file.path()};
-    if (const int status = run_program(start_ranks(backend, ranks, command)); status != 0) return status;
-    for (auto& row : nlohmann::ordered_json::parse(std::ifstream(file.path()))) results.push_back(row);
+    const Words command{
+        torch_path(), "bench-collectives", "--backend", backend,     "--ops",
+        ops,          "--bytes",           sizes,       "--seconds", std::to_string(seconds),
+        "--output",   file.path()};
+    if (const int status = run_program(start_ranks(backend, ranks, command)); status != 0)
+      return status;
+    for (auto& row : nlohmann::ordered_json::parse(std::ifstream(file.path())))
+      results.push_back(row);
   }
   if (json) {
     std::cout << results.dump(2) << "\n";

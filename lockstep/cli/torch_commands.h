@@ -1,4 +1,5 @@
-// The commands whose ranks run in lockstep-torch: selftest and bench. Here is the half that starts those ranks.
+// The commands whose ranks run in lockstep-torch: selftest and bench. Here is the half that starts
+// those ranks.
 #pragma once
 
 #include <string>

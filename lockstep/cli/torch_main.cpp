@@ -1,5 +1,5 @@
-// `lockstep-torch`: the commands that need libtorch, one process a rank. `lockstep` starts it; loading libtorch takes half a
-// second, which the other commands do not have to pay.
+// `lockstep-torch`: the commands that need libtorch, one process a rank. `lockstep` starts it;
+// loading libtorch takes half a second, which the other commands do not have to pay.
 #include <iostream>
 #include <string>
 #include <vector>
@@ -12,9 +12,11 @@ int main(int argc, char** argv) {
   using namespace lockstep;
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   try {
-    const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1), arguments.end());
+    const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1),
+                                        arguments.end());
     if (!arguments.empty() && arguments[0] == "selftest") return cli::selftest_rank(rest);
-    if (!arguments.empty() && arguments[0] == "bench-collectives") return cli::bench_collectives_rank(rest);
+    if (!arguments.empty() && arguments[0] == "bench-collectives")
+      return cli::bench_collectives_rank(rest);
     throw ConfigError("lockstep-torch is started by lockstep; see lockstep --help");
   } catch (const ConfigError& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";

@@ -13,8 +13,8 @@
 
 namespace lockstep::comm::detail {
 
-// For backends without shared memory. Posts changes from a thread of its own, a few times a second: no operation waits
-// for it. Thread safe.
+// For backends without shared memory. Posts changes from a thread of its own, a few times a second:
+// no operation waits for it. Thread safe.
 class ActivityReporter {
  public:
   explicit ActivityReporter(std::shared_ptr<launch::Store> store);
@@ -32,7 +32,8 @@ class ActivityReporter {
   std::shared_ptr<launch::Store> store_;
   std::mutex mutex_;
   std::condition_variable_any wake_;
-  std::map<std::string, std::pair<std::weak_ptr<std::atomic<uint64_t>>, uint64_t>> words_;  // word, last reported
+  std::map<std::string, std::pair<std::weak_ptr<std::atomic<uint64_t>>, uint64_t>>
+      words_;  // word, last reported
   std::jthread thread_;
 };
 

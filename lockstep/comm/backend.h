@@ -28,9 +28,10 @@ class Pending {
 
 // This rank's view of the job, shared by all groups made from it.
 struct World {
-  std::shared_ptr<launch::RendezvousServer> server = nullptr;  // where this rank hosts the meeting point
-  std::shared_ptr<launch::Store> store = nullptr;              // destroyed before the server
-  std::vector<int> hosts = {};                                 // for every rank of the world, a number for its host
+  std::shared_ptr<launch::RendezvousServer> server =
+      nullptr;                                     // where this rank hosts the meeting point
+  std::shared_ptr<launch::Store> store = nullptr;  // destroyed before the server
+  std::vector<int> hosts = {};  // for every rank of the world, a number for its host
   milliseconds timeout = kDefaultTimeout;
   bool check = false;
   // Memory that this rank and its local peers share; made by the shm backend when first needed.
@@ -52,7 +53,8 @@ struct Membership {
 
 class GroupImpl {
  public:
-  explicit GroupImpl(Membership membership, std::string backend) : membership_(std::move(membership)), backend_(std::move(backend)) {}
+  explicit GroupImpl(Membership membership, std::string backend)
+      : membership_(std::move(membership)), backend_(std::move(backend)) {}
   virtual ~GroupImpl() = default;
 
   const Membership& membership() const { return membership_; }
@@ -60,7 +62,8 @@ class GroupImpl {
   int next_split() { return split_count_++; }
 
   // Begins an operation whose arguments have been checked. `memory` keeps its buffers alive.
-  virtual std::shared_ptr<Pending> submit(fabric::Operation operation, std::shared_ptr<const void> memory) = 0;
+  virtual std::shared_ptr<Pending> submit(fabric::Operation operation,
+                                          std::shared_ptr<const void> memory) = 0;
   // Symmetric memory; null where the backend has none of its own.
   virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
   // Peers can reach [data, data + bytes) without staging.

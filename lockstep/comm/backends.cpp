@@ -1,4 +1,5 @@
-// The table of backends. Each folder exports is_available() and create(); one that is not built is a stub of the two.
+// The table of backends. Each folder exports is_available() and create(); one that is not built is
+// a stub of the two.
 #include <mutex>
 
 #include "lockstep/comm/backend.h"
@@ -35,9 +36,16 @@ const detail::Backend* lookup(const std::string& name) {
 void register_backend(const std::string& name, detail::Factory create) {
   const std::lock_guard lock(mutex);
   if (name.empty() || name == "auto" || lookup(name) != nullptr) {
-    throw ConfigError(format("[register_backend] '{}' cannot be registered: the name is taken or reserved", name));
+    throw ConfigError(format(
+        "[register_backend] '{}' cannot be registered: the name is taken or reserved", name));
   }
   table().push_back({name, [] { return true; }, std::move(create)});
+}
+
+bool has_backend(const std::string& name) {
+  const std::lock_guard lock(mutex);
+  const detail::Backend* backend = lookup(name);
+  return backend != nullptr && backend->is_available();
 }
 
 const detail::Backend& detail::find_backend(const std::string& name) {
@@ -48,7 +56,8 @@ const detail::Backend& detail::find_backend(const std::string& name) {
     for (const Backend& known : table()) names.push_back(known.name);
     throw ConfigError(format("backend '{}' is not known; there are {}", name, join(names)));
   }
-  if (!backend->is_available()) throw ConfigError(format("backend '{}' is not part of this build", name));
+  if (!backend->is_available())
+    throw ConfigError(format("backend '{}' is not part of this build", name));
   return *backend;
 }
 

@@ -1,10 +1,11 @@
-// From tensors to operations: checks the arguments, makes tensors contiguous, and hands the rest to the group's backend.
+// From tensors to operations: checks the arguments, makes tensors contiguous, and hands the rest to
+// the group's backend.
 #include "lockstep/comm/collectives.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <array>
 #include <functional>
@@ -41,7 +42,8 @@ class WithEpilogue final : public detail::Pending {
 // One call: what it is called, for messages, and what it has gathered for its operation.
 class Call {
  public:
-  Call(OpKind kind, const Group& group, const std::optional<milliseconds>& timeout, std::string tag) : group_(group) {
+  Call(OpKind kind, const Group& group, const std::optional<milliseconds>& timeout, std::string tag)
+      : group_(group) {
     operation_.kind = kind;
     operation_.timeout = timeout.value_or(group.timeout());
     operation_.tag = std::move(tag);
@@ -49,10 +51,13 @@ class Call {
   Operation* operator->() { return &operation_; }
 
   [[noreturn]] void refuse(const std::string& rule) const {
-    throw ConfigError(format("[{}] rank {}: {}", fabric::name_of(operation_.kind), group_.rank(), rule));
+    throw ConfigError(
+        format("[{}] rank {}: {}", fabric::name_of(operation_.kind), group_.rank(), rule));
   }
   void check_rank(const char* what, int rank) const {
-    if (rank < 0 || rank >= group_.size()) refuse(format("{} is {}, must be at least 0 and below the group's size {}", what, rank, group_.size()));
+    if (rank < 0 || rank >= group_.size())
+      refuse(format("{} is {}, must be at least 0 and below the group's size {}", what, rank,
+                    group_.size()));
   }
 
   // A tensor that the operation reads; the one it uses is contiguous and on the CPU.
@@ -70,7 +75,8 @@ class Call {
     if (!tensor.is_contiguous()) {
       const c10::AutoGradMode no_grad(false);
       strided_ = tensor.detach();
-      usable = keeps_values ? strided_.contiguous() : at::empty_like(strided_, at::MemoryFormat::Contiguous);
+      usable = keeps_values ? strided_.contiguous()
+                            : at::empty_like(strided_, at::MemoryFormat::Contiguous);
     }
     operation_.output = detail::bytes_of(usable);
   }
@@ -85,40 +91,50 @@ class Call {
     const auto size = static_cast<size_t>(group_.size());
     if (counts.empty()) {
       if (total % group_.size() != 0) {
-        refuse(format("{} has {} elements, must be divisible by group size {} (or give the counts)", what, total, group_.size()));
+        refuse(format("{} has {} elements, must be divisible by group size {} (or give the counts)",
+                      what, total, group_.size()));
       }
       return std::vector<int64_t>(size, total / group_.size());
     }
-    if (counts.size() != size) refuse(format("{} block counts for a group of {}", counts.size(), size));
+    if (counts.size() != size)
+      refuse(format("{} block counts for a group of {}", counts.size(), size));
     for (const int64_t count : counts) {
-      if (count < 0) refuse(format("block counts of {} are {}, none may be negative", what, join(counts)));
+      if (count < 0)
+        refuse(format("block counts of {} are {}, none may be negative", what, join(counts)));
     }
     const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-    if (sum != total) refuse(format("block counts of {} add up to {}, it has {} elements", what, sum, total));
+    if (sum != total)
+      refuse(format("block counts of {} add up to {}, it has {} elements", what, sum, total));
     return counts;
   }
   void check_count(const char* what, int64_t actual, int64_t expected) const {
-    if (actual != expected) refuse(format("{} has {} elements, must have {}", what, actual, expected));
+    if (actual != expected)
+      refuse(format("{} has {} elements, must have {}", what, actual, expected));
   }
   void check_same_dtype(const at::Tensor& a, const at::Tensor& b) const {
-    if (a.scalar_type() != b.scalar_type()) refuse(format("input is {}, output is {}; they must be the same", c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+    if (a.scalar_type() != b.scalar_type())
+      refuse(format("input is {}, output is {}; they must be the same",
+                    c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
   }
   void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
 
   Work start() {
-    auto pending = group_.impl().submit(std::move(operation_), std::make_shared<std::array<at::Tensor, 2>>(memory_));
+    auto pending = group_.impl().submit(std::move(operation_),
+                                        std::make_shared<std::array<at::Tensor, 2>>(memory_));
     if (!strided_.defined()) return Work(std::move(pending));
-    return Work(std::make_shared<WithEpilogue>(std::move(pending), [target = strided_, source = memory_[1]] {
-      const c10::AutoGradMode no_grad(false);
-      target.copy_(source);
-    }));
+    return Work(std::make_shared<WithEpilogue>(std::move(pending),
+                                               [target = strided_, source = memory_[1]] {
+                                                 const c10::AutoGradMode no_grad(false);
+                                                 target.copy_(source);
+                                               }));
   }
 
  private:
   void check_tensor(const at::Tensor& tensor) {
     if (!tensor.defined()) refuse("the tensor is undefined");
     if (!tensor.device().is_cpu()) {
-      refuse(format("the tensor is on {}, backend {} needs it on the CPU", tensor.device().str(), group_.backend()));
+      refuse(format("the tensor is on {}, backend {} needs it on the CPU", tensor.device().str(),
+                    group_.backend()));
     }
     operation_.dtype = detail::dtype_of(tensor, fabric::name_of(operation_.kind));
   }
@@ -126,7 +142,7 @@ class Call {
   const Group& group_;
   Operation operation_;
   std::array<at::Tensor, 2> memory_;  // what the operation reads and writes, contiguous
-  at::Tensor strided_;                // what was passed as output, where memory_[1] stands in for it
+  at::Tensor strided_;  // what was passed as output, where memory_[1] stands in for it
 };
 
 // For a group of one: the result is the input.
@@ -168,7 +184,8 @@ Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options
   return group.size() == 1 ? Work() : call.start();
 }
 
-Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group, GatherOptions options) {
+Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                GatherOptions options) {
   Call call(OpKind::all_gather, group, options.timeout, std::move(options.tag));
   call.input(input);
   call.output(output, false);
@@ -179,7 +196,8 @@ Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& 
   return group.size() == 1 ? copy_alone(output, input) : call.start();
 }
 
-Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Group& group, ReduceScatterOptions options) {
+Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                    ReduceScatterOptions options) {
   Call call(OpKind::reduce_scatter, group, options.timeout, std::move(options.tag));
   call.input(input);
   call.output(output, false);
@@ -192,7 +210,8 @@ Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Gro
   return group.size() == 1 ? copy_alone(output, input) : call.start();
 }
 
-Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group, AllToAllOptions options) {
+Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                AllToAllOptions options) {
   Call call(OpKind::all_to_all, group, options.timeout, std::move(options.tag));
   call.input(input);
   call.output(output, false);
@@ -202,7 +221,8 @@ Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& 
   return group.size() == 1 ? copy_alone(output, input) : call.start();
 }
 
-Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options) {
+Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
+            RootOptions options) {
   Call call(OpKind::gather, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.input(input);
@@ -216,7 +236,8 @@ Work gather(const at::Tensor& output, const at::Tensor& input, const Group& grou
   return group.size() == 1 ? copy_alone(output, input) : call.start();
 }
 
-Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options) {
+Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
+             RootOptions options) {
   Call call(OpKind::scatter, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   if (group.rank() == options.root) {

@@ -1,9 +1,10 @@
 // Collectives and point-to-point operations on tensors.
 //
-// All return at once with the Work to wait for; until then leave the tensors alone. Results are bit-identical on all
-// ranks and from run to run. float64/32/16, bfloat16, int64/32/8, uint8 and bool; 16-bit floats are summed in float32;
-// avg of whole numbers drops the remainder; for bool, sum and max mean "any", product and min "all", avg is an error.
-// A tensor is a handle: outputs are taken by const reference so that views can be passed, and written.
+// All return at once with the Work to wait for; until then leave the tensors alone. Results are
+// bit-identical on all ranks and from run to run. float64/32/16, bfloat16, int64/32/8, uint8 and
+// bool; 16-bit floats are summed in float32; avg of whole numbers drops the remainder; for bool,
+// sum and max mean "any", product and min "all", avg is an error. A tensor is a handle: outputs are
+// taken by const reference so that views can be passed, and written.
 #pragma once
 
 #include <optional>
@@ -60,24 +61,33 @@ struct AllToAllOptions {
 };
 
 // In place.
-[[nodiscard]] Work all_reduce(const at::Tensor& tensor, const Group& group, ReduceOptions options = {});
+[[nodiscard]] Work all_reduce(const at::Tensor& tensor, const Group& group,
+                              ReduceOptions options = {});
 // In place at the root; elsewhere the tensor is only read.
-[[nodiscard]] Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions options = {});
+[[nodiscard]] Work reduce(const at::Tensor& tensor, const Group& group,
+                          ReduceToOptions options = {});
 // Read at the root, written elsewhere.
-[[nodiscard]] Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options = {});
+[[nodiscard]] Work broadcast(const at::Tensor& tensor, const Group& group,
+                             RootOptions options = {});
 // `output` holds the blocks of all ranks end to end. `input` may be this rank's block of `output`.
-[[nodiscard]] Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group, GatherOptions options = {});
+[[nodiscard]] Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                              GatherOptions options = {});
 // `input` holds a block for every rank end to end. `output` may be this rank's block of `input`.
-[[nodiscard]] Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
-                                  ReduceScatterOptions options = {});
-[[nodiscard]] Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group, AllToAllOptions options = {});
+[[nodiscard]] Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                  const Group& group, ReduceScatterOptions options = {});
+[[nodiscard]] Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                              AllToAllOptions options = {});
 // `output` is used at the root only, `input` everywhere; blocks are equal.
-[[nodiscard]] Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options = {});
+[[nodiscard]] Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                          RootOptions options = {});
 // `input` is used at the root only, `output` everywhere; blocks are equal.
-[[nodiscard]] Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group, RootOptions options = {});
-// Messages between two ranks arrive in the order they were sent. Independent of collectives and of other pairs.
+[[nodiscard]] Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                           RootOptions options = {});
+// Messages between two ranks arrive in the order they were sent. Independent of collectives and of
+// other pairs.
 [[nodiscard]] Work send(const at::Tensor& tensor, int to, const Group& group, Options options = {});
-[[nodiscard]] Work recv(const at::Tensor& tensor, int from, const Group& group, Options options = {});
+[[nodiscard]] Work recv(const at::Tensor& tensor, int from, const Group& group,
+                        Options options = {});
 [[nodiscard]] Work barrier(const Group& group, Options options = {});
 
 }  // namespace lockstep::comm

@@ -6,6 +6,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/conformance_support.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -13,60 +14,22 @@
 namespace lockstep::comm {
 namespace {
 
-constexpr DType kAllTypes[] = {DType::float64, DType::float32, DType::float16, DType::bfloat16, DType::int64,
-                               DType::int32,   DType::int8,    DType::uint8,   DType::boolean};
-constexpr ReduceOp kAllOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max};
+using namespace conformance;
+
+constexpr DType kAllTypes[] = {DType::float64,  DType::float32, DType::float16,
+                               DType::bfloat16, DType::int64,   DType::int32,
+                               DType::int8,     DType::uint8,   DType::boolean};
+constexpr ReduceOp kAllOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min,
+                                ReduceOp::max};
 // Nothing, one element, odd sizes, and both sides of the sizes where backends change their ways.
 constexpr int64_t kSizes[] = {0, 1, 3, 1000, 8193, 70'001};
 
-// Size, dtype and reduction are independent of each other: the largest size needs no more than two dtypes and one reduction.
+// Size, dtype and reduction are independent of each other: the largest size needs no more than two
+// dtypes and one reduction.
 bool is_worthwhile(int64_t count, DType dtype, ReduceOp op = ReduceOp::sum) {
-  return count < 10'000 || ((dtype == DType::float32 || dtype == DType::bfloat16) && op == ReduceOp::sum);
+  return count < 10'000 ||
+         ((dtype == DType::float32 || dtype == DType::bfloat16) && op == ReduceOp::sum);
 }
-
-void require(bool condition, const std::string& what) {
-  if (!condition) throw Error(what);
-}
-
-// What `rank` contributes: whole numbers from 0 to 3, so that every sum and product is exact in every dtype and order.
-at::Tensor contribution(int rank, int64_t count, DType dtype) {
-  const at::Tensor numbers = at::arange(count, at::kLong).mul_(5).add_(3 * rank + 1).remainder_(4);
-  return dtype == DType::boolean ? numbers.remainder(2).to(at::kBool) : numbers.to(detail::to_scalar_type(dtype));
-}
-
-at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op) {
-  const at::ScalarType type = parts[0].scalar_type();
-  const at::Tensor stacked = at::stack(parts).to(at::kLong);
-  switch (op) {
-    case ReduceOp::sum: return type == at::kBool ? stacked.amax(0).to(type) : stacked.sum(0).to(type);
-    case ReduceOp::product: return stacked.prod(0).to(type);
-    case ReduceOp::min: return stacked.amin(0).to(type);
-    case ReduceOp::max: return stacked.amax(0).to(type);
-    case ReduceOp::avg: break;
-  }
-  if (c10::isFloatingType(type)) {
-    const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
-    return stacked.sum(0).to(wide).div(static_cast<int64_t>(parts.size())).to(type);
-  }
-  return stacked.sum(0).to(type).to(at::kLong).div(static_cast<int64_t>(parts.size()), "trunc").to(type);
-}
-
-std::vector<at::Tensor> all_contributions(const Group& group, int64_t count, DType dtype) {
-  std::vector<at::Tensor> parts;
-  for (int rank = 0; rank < group.size(); ++rank) parts.push_back(contribution(rank, count, dtype));
-  return parts;
-}
-
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
-  require(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(), what + ": wrong shape or dtype");
-  if (at::equal(actual, expected)) return;
-  const at::Tensor wrong = actual.ne(expected).reshape(-1).nonzero();
-  const int64_t at = wrong[0].item<int64_t>();
-  throw Error(format("{}: {} of {} elements are wrong, the first at {}: {} instead of {}", what, wrong.size(0), actual.numel(), at,
-                     actual.reshape(-1)[at].item<double>(), expected.reshape(-1)[at].item<double>()));
-}
-
-std::string label(const char* operation, DType dtype, int64_t count) { return format("{} of {} {}", operation, count, name_of(dtype)); }
 
 bool is_valid(DType dtype, ReduceOp op) { return dtype != DType::boolean || op != ReduceOp::avg; }
 
@@ -98,8 +61,10 @@ void check_reduce(const Group& group) {
       const int64_t count = kSizes[2 + (root + static_cast<int>(dtype)) % 4];
       at::Tensor data = contribution(group.rank(), count, dtype);
       reduce(data, group, {.root = root}).wait();
-      require_equal(data, group.rank() == root ? expected_reduction(all_contributions(group, count, dtype), ReduceOp::sum)
-                                               : contribution(group.rank(), count, dtype),
+      require_equal(data,
+                    group.rank() == root
+                        ? expected_reduction(all_contributions(group, count, dtype), ReduceOp::sum)
+                        : contribution(group.rank(), count, dtype),
                     label("reduce", dtype, count));
     }
   }
@@ -120,23 +85,32 @@ void check_broadcast(const Group& group) {
 // Blocks of unequal size; some ranks have none.
 std::vector<int64_t> uneven(const Group& group, int64_t count) {
   std::vector<int64_t> counts;
-  for (int rank = 0; rank < group.size(); ++rank) counts.push_back(rank % 3 == 1 ? 0 : count + 7 * rank);
+  for (int rank = 0; rank < group.size(); ++rank)
+    counts.push_back(rank % 3 == 1 ? 0 : count + 7 * rank);
   return counts;
 }
 
-int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+int64_t total(const std::vector<int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
 
 void check_all_gather(const Group& group) {
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes) {
       if (!is_worthwhile(count, dtype)) continue;
       for (const bool even : {true, false}) {
-        const std::vector<int64_t> counts = even ? std::vector<int64_t>(static_cast<size_t>(group.size()), count) : uneven(group, count);
+        const std::vector<int64_t> counts =
+            even ? std::vector<int64_t>(static_cast<size_t>(group.size()), count)
+                 : uneven(group, count);
         std::vector<at::Tensor> parts;
-        for (int rank = 0; rank < group.size(); ++rank) parts.push_back(contribution(rank, counts[static_cast<size_t>(rank)], dtype));
+        for (int rank = 0; rank < group.size(); ++rank)
+          parts.push_back(contribution(rank, counts[static_cast<size_t>(rank)], dtype));
         at::Tensor output = at::empty({total(counts)}, parts[0].options());
-        all_gather(output, parts[static_cast<size_t>(group.rank())], group, {.counts = even ? std::vector<int64_t>() : counts}).wait();
-        require_equal(output, at::cat(parts), label(even ? "all_gather" : "uneven all_gather", dtype, count));
+        all_gather(output, parts[static_cast<size_t>(group.rank())], group,
+                   {.counts = even ? std::vector<int64_t>() : counts})
+            .wait();
+        require_equal(output, at::cat(parts),
+                      label(even ? "all_gather" : "uneven all_gather", dtype, count));
       }
     }
   }
@@ -149,13 +123,20 @@ void check_reduce_scatter(const Group& group) {
       for (const int64_t count : kSizes) {
         if (!is_worthwhile(count, dtype, op)) continue;
         for (const bool even : {true, false}) {
-          const std::vector<int64_t> counts = even ? std::vector<int64_t>(static_cast<size_t>(group.size()), count) : uneven(group, count);
+          const std::vector<int64_t> counts =
+              even ? std::vector<int64_t>(static_cast<size_t>(group.size()), count)
+                   : uneven(group, count);
           const int64_t mine = counts[static_cast<size_t>(group.rank())];
-          const int64_t start = std::accumulate(counts.begin(), counts.begin() + group.rank(), int64_t{0});
+          const int64_t start =
+              std::accumulate(counts.begin(), counts.begin() + group.rank(), int64_t{0});
           const at::Tensor input = contribution(group.rank(), total(counts), dtype);
           at::Tensor output = at::empty({mine}, input.options());
-          reduce_scatter(output, input, group, {.op = op, .counts = even ? std::vector<int64_t>() : counts}).wait();
-          require_equal(output, expected_reduction(all_contributions(group, total(counts), dtype), op).narrow(0, start, mine),
+          reduce_scatter(output, input, group,
+                         {.op = op, .counts = even ? std::vector<int64_t>() : counts})
+              .wait();
+          require_equal(output,
+                        expected_reduction(all_contributions(group, total(counts), dtype), op)
+                            .narrow(0, start, mine),
                         label(even ? "reduce_scatter" : "uneven reduce_scatter", dtype, count));
         }
       }
@@ -169,12 +150,16 @@ void check_all_to_all(const Group& group) {
       if (!is_worthwhile(count, dtype)) continue;
       for (const bool even : {true, false}) {
         // Rank s sends count elements, or count + s + 2 d of them, to rank d.
-        const auto size_of_block = [&](int from, int to) { return even ? count : count + from + 2 * to; };
+        const auto size_of_block = [&](int from, int to) {
+          return even ? count : count + from + 2 * to;
+        };
         std::vector<at::Tensor> sent, awaited;
         std::vector<int64_t> sends, receives;
         for (int peer = 0; peer < group.size(); ++peer) {
-          sent.push_back(contribution(group.rank() + 5 * peer, size_of_block(group.rank(), peer), dtype));
-          awaited.push_back(contribution(peer + 5 * group.rank(), size_of_block(peer, group.rank()), dtype));
+          sent.push_back(
+              contribution(group.rank() + 5 * peer, size_of_block(group.rank(), peer), dtype));
+          awaited.push_back(
+              contribution(peer + 5 * group.rank(), size_of_block(peer, group.rank()), dtype));
           sends.push_back(sent.back().numel());
           receives.push_back(awaited.back().numel());
         }
@@ -183,7 +168,8 @@ void check_all_to_all(const Group& group) {
         AllToAllOptions options;
         if (!even) options.input_counts = sends, options.output_counts = receives;
         all_to_all(output, input, group, options).wait();
-        require_equal(output, expected, label(even ? "all_to_all" : "uneven all_to_all", dtype, count));
+        require_equal(output, expected,
+                      label(even ? "all_to_all" : "uneven all_to_all", dtype, count));
       }
     }
   }
@@ -193,7 +179,8 @@ void check_gather_and_scatter(const Group& group) {
   for (int root = 0; root < group.size(); ++root) {
     for (const int64_t count : kSizes) {
       const DType dtype = kAllTypes[static_cast<size_t>(count + root) % std::size(kAllTypes)];
-      const at::Tensor whole = at::cat(all_contributions(group, count, dtype)), mine = contribution(group.rank(), count, dtype);
+      const at::Tensor whole = at::cat(all_contributions(group, count, dtype)),
+                       mine = contribution(group.rank(), count, dtype);
       at::Tensor gathered = group.rank() == root ? at::empty_like(whole) : at::Tensor();
       gather(gathered, mine, group, {.root = root}).wait();
       if (group.rank() == root) require_equal(gathered, whole, label("gather", dtype, count));
@@ -207,11 +194,13 @@ void check_gather_and_scatter(const Group& group) {
 // Everybody sends to the right before anybody receives: sends must not need the receiver's help.
 void check_messages(const Group& group) {
   if (group.size() == 1) return;
-  const int next = (group.rank() + 1) % group.size(), previous = (group.rank() + group.size() - 1) % group.size();
+  const int next = (group.rank() + 1) % group.size(),
+            previous = (group.rank() + group.size() - 1) % group.size();
   std::vector<Work> works;
   std::vector<at::Tensor> received;
   for (const DType dtype : kAllTypes) {
-    for (const int64_t count : kSizes) works.push_back(send(contribution(group.rank(), count, dtype), next, group));
+    for (const int64_t count : kSizes)
+      works.push_back(send(contribution(group.rank(), count, dtype), next, group));
   }
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes) {
@@ -222,7 +211,9 @@ void check_messages(const Group& group) {
   for (Work& work : works) work.wait();
   size_t at = 0;
   for (const DType dtype : kAllTypes) {
-    for (const int64_t count : kSizes) require_equal(received[at++], contribution(previous, count, dtype), label("recv", dtype, count));
+    for (const int64_t count : kSizes)
+      require_equal(received[at++], contribution(previous, count, dtype),
+                    label("recv", dtype, count));
   }
 }
 
@@ -231,15 +222,21 @@ void check_non_contiguous(const Group& group) {
   at::Tensor sum = whole.clone();
   const at::Tensor columns = sum.t().slice(0, 0, 30, 2);  // every other column, transposed
   all_reduce(columns, group).wait();
-  const at::Tensor expected = expected_reduction(all_contributions(group, 40 * 30, DType::float32), ReduceOp::sum).reshape({40, 30});
-  require_equal(sum.slice(1, 0, 30, 2).contiguous(), expected.slice(1, 0, 30, 2).contiguous(), "all_reduce of a strided view");
-  require_equal(sum.slice(1, 1, 30, 2).contiguous(), whole.slice(1, 1, 30, 2).contiguous(), "what lies between a strided view");
+  const at::Tensor expected =
+      expected_reduction(all_contributions(group, 40 * 30, DType::float32), ReduceOp::sum)
+          .reshape({40, 30});
+  require_equal(sum.slice(1, 0, 30, 2).contiguous(), expected.slice(1, 0, 30, 2).contiguous(),
+                "all_reduce of a strided view");
+  require_equal(sum.slice(1, 1, 30, 2).contiguous(), whole.slice(1, 1, 30, 2).contiguous(),
+                "what lies between a strided view");
 
   at::Tensor gathered = at::empty({group.size() * 30, 40}).t();
   all_gather(gathered, whole.t(), group).wait();
   std::vector<at::Tensor> parts;
-  for (const at::Tensor& part : all_contributions(group, 40 * 30, DType::float32)) parts.push_back(part.reshape({40, 30}).t().reshape(-1));
-  require_equal(gathered.contiguous().reshape(-1), at::cat(parts), "all_gather between transposed tensors");
+  for (const at::Tensor& part : all_contributions(group, 40 * 30, DType::float32))
+    parts.push_back(part.reshape({40, 30}).t().reshape(-1));
+  require_equal(gathered.contiguous().reshape(-1), at::cat(parts),
+                "all_gather between transposed tensors");
 }
 
 void check_in_place(const Group& group) {
@@ -248,28 +245,38 @@ void check_in_place(const Group& group) {
   at::Tensor mine = whole.narrow(0, count * group.rank(), count);
   mine.copy_(contribution(group.rank(), count, DType::float32));
   all_gather(whole, mine, group).wait();
-  require_equal(whole, at::cat(all_contributions(group, count, DType::float32)), "all_gather from a block of its output");
+  require_equal(whole, at::cat(all_contributions(group, count, DType::float32)),
+                "all_gather from a block of its output");
   whole = contribution(group.rank(), count * group.size(), DType::float32);
   mine = whole.narrow(0, count * group.rank(), count);
   reduce_scatter(mine, whole, group).wait();
-  require_equal(mine, expected_reduction(all_contributions(group, count * group.size(), DType::float32), ReduceOp::sum).narrow(0, count * group.rank(), count),
+  require_equal(mine,
+                expected_reduction(all_contributions(group, count * group.size(), DType::float32),
+                                   ReduceOp::sum)
+                    .narrow(0, count * group.rank(), count),
                 "reduce_scatter into a block of its input");
 }
 
 void check_symmetric_memory(const Group& group) {
   for (const int64_t count : kSizes) {
     const std::vector<int64_t> shape{count}, wide{count * group.size()};
-    at::Tensor data = symmetric_empty(shape, DType::float32, group), whole = symmetric_empty(wide, DType::float32, group);
-    const at::Tensor sum = expected_reduction(all_contributions(group, count, DType::float32), ReduceOp::sum);
+    at::Tensor data = symmetric_empty(shape, DType::float32, group),
+               whole = symmetric_empty(wide, DType::float32, group);
+    const at::Tensor sum =
+        expected_reduction(all_contributions(group, count, DType::float32), ReduceOp::sum);
     data.copy_(contribution(group.rank(), count, DType::float32));
     all_reduce(data, group).wait();
     require_equal(data, sum, "all_reduce in symmetric memory");
     data.copy_(contribution(group.rank(), count, DType::float32));
     all_gather(whole, data, group).wait();
-    require_equal(whole, at::cat(all_contributions(group, count, DType::float32)), "all_gather in symmetric memory");
+    require_equal(whole, at::cat(all_contributions(group, count, DType::float32)),
+                  "all_gather in symmetric memory");
     whole.copy_(contribution(group.rank(), count * group.size(), DType::float32));
     reduce_scatter(data, whole, group, {.op = ReduceOp::avg}).wait();
-    require_equal(data, expected_reduction(all_contributions(group, count * group.size(), DType::float32), ReduceOp::avg).narrow(0, count * group.rank(), count),
+    require_equal(data,
+                  expected_reduction(all_contributions(group, count * group.size(), DType::float32),
+                                     ReduceOp::avg)
+                      .narrow(0, count * group.rank(), count),
                   "reduce_scatter in symmetric memory");
     // One rank's tensor is ordinary: all must still take the same way.
     at::Tensor mixed = group.rank() == 0 ? at::empty({count}) : data;
@@ -284,11 +291,16 @@ void check_same_bits(const Group& group) {
     at::Tensor first;
     for (int run = 0; run < 3; ++run) {
       // Numbers whose sum depends on the order it is taken in.
-      at::Tensor data = at::arange(30'000, at::kDouble).mul_(0.37 + group.rank()).sin_().mul_(1e3).to(detail::to_scalar_type(dtype));
+      at::Tensor data = at::arange(30'000, at::kDouble)
+                            .mul_(0.37 + group.rank())
+                            .sin_()
+                            .mul_(1e3)
+                            .to(detail::to_scalar_type(dtype));
       all_reduce(data, group).wait();
       at::Tensor everyone = at::empty({group.size(), data.numel()}, data.options());
       all_gather(everyone, data, group).wait();
-      for (int rank = 1; rank < group.size(); ++rank) require_equal(everyone[rank], everyone[0], "the same sum on two ranks");
+      for (int rank = 1; rank < group.size(); ++rank)
+        require_equal(everyone[rank], everyone[0], "the same sum on two ranks");
       if (run > 0) require_equal(data, first, "the same sum in two runs");
       first = data;
     }
@@ -304,7 +316,10 @@ void check_overlapping_calls(const Group& group) {
   }
   for (size_t k = works.size(); k-- > 0;) {
     works[k].wait();
-    require_equal(tensors[k], expected_reduction(all_contributions(group, tensors[k].numel(), kAllTypes[k % 9]), ReduceOp::sum), "one of many in flight");
+    require_equal(tensors[k],
+                  expected_reduction(all_contributions(group, tensors[k].numel(), kAllTypes[k % 9]),
+                                     ReduceOp::sum),
+                  "one of many in flight");
   }
   Work last = barrier(group);
   last.wait();
@@ -319,11 +334,17 @@ void check_split(const Group& group) {
   for (int rank = group.size() - 1; rank >= 0; --rank) {
     if (rank % 2 == group.rank() % 2) members.push_back(group.members()[static_cast<size_t>(rank)]);
   }
-  require(std::equal(members.begin(), members.end(), half.members().begin(), half.members().end()), "a split has the wrong members");
-  require(half.members()[static_cast<size_t>(half.rank())] == group.members()[static_cast<size_t>(group.rank())], "a split gives the wrong rank");
+  require(std::equal(members.begin(), members.end(), half.members().begin(), half.members().end()),
+          "a split has the wrong members");
+  require(half.members()[static_cast<size_t>(half.rank())] ==
+              group.members()[static_cast<size_t>(group.rank())],
+          "a split gives the wrong rank");
   at::Tensor data = at::full({1000}, half.members()[static_cast<size_t>(half.rank())], at::kLong);
   all_reduce(data, half).wait();
-  require_equal(data, at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}), at::kLong), "all_reduce in a split");
+  require_equal(
+      data,
+      at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}), at::kLong),
+      "all_reduce in a split");
   barrier(group).wait();
 }
 
@@ -340,11 +361,16 @@ void require_refused(const char* what, Body body) {
 void check_bad_arguments(const Group& group) {
   const at::Tensor data = at::zeros({group.size() * 2 + 1});
   at::Tensor part = at::zeros({2});
-  require_refused("a root outside the group", [&] { broadcast(data, group, {.root = group.size()}).wait(); });
+  require_refused("a root outside the group",
+                  [&] { broadcast(data, group, {.root = group.size()}).wait(); });
   require_refused("an undefined tensor", [&] { all_reduce(at::Tensor(), group).wait(); });
-  require_refused("a complex tensor", [&] { all_reduce(at::zeros({2}, at::kComplexFloat), group).wait(); });
-  require_refused("an output of the wrong size", [&] { all_gather(data, at::zeros({data.numel() + 1}), group).wait(); });
-  require_refused("different dtypes", [&] { all_gather(at::zeros({group.size()}, at::kLong), at::zeros({1}), group).wait(); });
+  require_refused("a complex tensor",
+                  [&] { all_reduce(at::zeros({2}, at::kComplexFloat), group).wait(); });
+  require_refused("an output of the wrong size",
+                  [&] { all_gather(data, at::zeros({data.numel() + 1}), group).wait(); });
+  require_refused("different dtypes", [&] {
+    all_gather(at::zeros({group.size()}, at::kLong), at::zeros({1}), group).wait();
+  });
   require_refused("a message to oneself", [&] { send(part, group.rank(), group).wait(); });
   require_refused("a negative colour", [&] { (void)group.split(-1, 0); });
   if (group.size() > 1) {
@@ -355,19 +381,30 @@ void check_bad_arguments(const Group& group) {
 
 // Each on a group of its own, because a mismatch breaks the group. Only where the backend compares.
 void check_mismatches(const Group& group) {
-  const bool compares = group.backend() == "thread" || group.backend() == "shm" || group.impl().membership().world->check;
+  const bool compares = group.backend() == "thread" || group.backend() == "shm" ||
+                        group.impl().membership().world->check;
   if (group.size() == 1 || !compares) return;
   const bool odd_one = group.rank() == group.size() - 1;
   const std::pair<const char*, std::function<void(const Group&)>> cases[] = {
-      {"different operations", [&](const Group& g) {
+      {"different operations",
+       [&](const Group& g) {
          at::Tensor data = at::zeros({8});
          (odd_one ? broadcast(data, g) : all_reduce(data, g)).wait();
        }},
-      {"different sizes", [&](const Group& g) { all_reduce(at::zeros({odd_one ? 8 : 9}), g).wait(); }},
-      {"different dtypes", [&](const Group& g) { all_reduce(at::zeros({8}, odd_one ? at::kInt : at::kFloat), g).wait(); }},
-      {"different reductions", [&](const Group& g) { all_reduce(at::zeros({8}), g, {.op = odd_one ? ReduceOp::min : ReduceOp::max}).wait(); }},
-      {"different roots", [&](const Group& g) { broadcast(at::zeros({8}), g, {.root = odd_one ? 1 : 0}).wait(); }},
-      {"different tags", [&](const Group& g) { all_reduce(at::zeros({8}), g, {.tag = odd_one ? "a" : "b"}).wait(); }},
+      {"different sizes",
+       [&](const Group& g) { all_reduce(at::zeros({odd_one ? 8 : 9}), g).wait(); }},
+      {"different dtypes",
+       [&](const Group& g) {
+         all_reduce(at::zeros({8}, odd_one ? at::kInt : at::kFloat), g).wait();
+       }},
+      {"different reductions",
+       [&](const Group& g) {
+         all_reduce(at::zeros({8}), g, {.op = odd_one ? ReduceOp::min : ReduceOp::max}).wait();
+       }},
+      {"different roots",
+       [&](const Group& g) { broadcast(at::zeros({8}), g, {.root = odd_one ? 1 : 0}).wait(); }},
+      {"different tags",
+       [&](const Group& g) { all_reduce(at::zeros({8}), g, {.tag = odd_one ? "a" : "b"}).wait(); }},
   };
   for (const auto& [what, body] : cases) {
     const Group victim = group.split(0, group.rank());
@@ -377,7 +414,8 @@ void check_mismatches(const Group& group) {
     } catch (const MismatchError& error) {
       message = error.what();
     }
-    require(message.find(format("rank {} called", group.size() - 1)) != std::string::npos && message.find("; rank") != std::string::npos,
+    require(message.find(format("rank {} called", group.size() - 1)) != std::string::npos &&
+                message.find("; rank") != std::string::npos,
             format("{}: no error that shows both sides, but '{}'", what, message));
     bool still_broken = false;
     try {
@@ -395,11 +433,13 @@ void check_large(const Group& group) {
   data[count - 1] = 3 * group.rank();
   all_reduce(data, group).wait();
   const int sum = group.size() * (group.size() + 1) / 2;
-  require(data.slice(0, 0, count - 1).min().item<int>() == sum && data.slice(0, 0, count - 1).max().item<int>() == sum &&
+  require(data.slice(0, 0, count - 1).min().item<int>() == sum &&
+              data.slice(0, 0, count - 1).max().item<int>() == sum &&
               data[count - 1].item<int>() == 3 * group.size() * (group.size() - 1) / 2,
           "a sum of more than 2^31 elements");
   broadcast(data.fill_(group.rank()), group, {.root = group.size() - 1}).wait();
-  require(data.min().item<int>() == group.size() - 1 && data.max().item<int>() == group.size() - 1, "a broadcast of more than 2^31 elements");
+  require(data.min().item<int>() == group.size() - 1 && data.max().item<int>() == group.size() - 1,
+          "a broadcast of more than 2^31 elements");
 }
 
 }  // namespace

@@ -27,13 +27,16 @@ class Alone final : public detail::GroupImpl {
   bool reaches(const void*, size_t) const override { return true; }
 };
 
-std::shared_ptr<detail::GroupImpl> alone(std::string name, int world_rank, std::shared_ptr<detail::World> world) {
-  return std::make_shared<Alone>(detail::Membership{std::move(name), 0, {world_rank}, std::move(world)}, "none");
+std::shared_ptr<detail::GroupImpl> alone(std::string name, int world_rank,
+                                         std::shared_ptr<detail::World> world) {
+  return std::make_shared<Alone>(
+      detail::Membership{std::move(name), 0, {world_rank}, std::move(world)}, "none");
 }
 
 }  // namespace
 
-Group::Group() : impl_(alone("self", 0, std::make_shared<detail::World>(detail::World{.hosts = {0}}))) {}
+Group::Group()
+    : impl_(alone("self", 0, std::make_shared<detail::World>(detail::World{.hosts = {0}}))) {}
 
 int Group::rank() const { return impl_->membership().rank; }
 int Group::size() const { return impl_->membership().size(); }
@@ -45,19 +48,22 @@ milliseconds Group::timeout() const { return impl_->membership().world->timeout;
 int Group::local_rank() const {
   const auto& [name, rank, members, world] = impl_->membership();
   const auto host = [&](int member) { return world->hosts[static_cast<size_t>(member)]; };
-  return static_cast<int>(std::count_if(members.begin(), members.begin() + rank,
-                                        [&](int member) { return host(member) == host(members[static_cast<size_t>(rank)]); }));
+  return static_cast<int>(std::count_if(members.begin(), members.begin() + rank, [&](int member) {
+    return host(member) == host(members[static_cast<size_t>(rank)]);
+  }));
 }
 
 int Group::local_size() const {
   const auto& [name, rank, members, world] = impl_->membership();
   const auto host = [&](int member) { return world->hosts[static_cast<size_t>(member)]; };
-  return static_cast<int>(std::count_if(members.begin(), members.end(),
-                                        [&](int member) { return host(member) == host(members[static_cast<size_t>(rank)]); }));
+  return static_cast<int>(std::count_if(members.begin(), members.end(), [&](int member) {
+    return host(member) == host(members[static_cast<size_t>(rank)]);
+  }));
 }
 
 Group Group::split(int colour, int key) const {
-  if (colour < 0) throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
+  if (colour < 0)
+    throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
   const detail::Membership& mine = impl_->membership();
   const std::string name = format("{}.{}/{}", mine.name, impl_->next_split(), colour);
   if (size() == 1) return Group(alone(name, mine.members[0], mine.world));
@@ -65,9 +71,13 @@ Group Group::split(int colour, int key) const {
   const auto n = static_cast<size_t>(size());
   const std::array<int64_t, 2> choice{colour, key};
   std::vector<std::array<int64_t, 2>> choices(n);
-  fabric::Operation gather{.kind = fabric::OpKind::all_gather, .dtype = DType::int64,
-                           .input = std::as_bytes(std::span(choice)), .output = std::as_writable_bytes(std::span(choices)),
-                           .recv_counts = std::vector<int64_t>(n, 2), .tag = "split", .timeout = mine.world->timeout,
+  fabric::Operation gather{.kind = fabric::OpKind::all_gather,
+                           .dtype = DType::int64,
+                           .input = std::as_bytes(std::span(choice)),
+                           .output = std::as_writable_bytes(std::span(choices)),
+                           .recv_counts = std::vector<int64_t>(n, 2),
+                           .tag = "split",
+                           .timeout = mine.world->timeout,
                            .count = static_cast<int64_t>(2 * n)};
   impl_->submit(gather, nullptr)->wait();
 
@@ -75,8 +85,9 @@ Group Group::split(int colour, int key) const {
   for (int peer = 0; peer < size(); ++peer) {
     if (choices[static_cast<size_t>(peer)][0] == colour) chosen.push_back(peer);
   }
-  std::stable_sort(chosen.begin(), chosen.end(),
-                   [&](int a, int b) { return choices[static_cast<size_t>(a)][1] < choices[static_cast<size_t>(b)][1]; });
+  std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) {
+    return choices[static_cast<size_t>(a)][1] < choices[static_cast<size_t>(b)][1];
+  });
   detail::Membership membership{name, 0, {}, mine.world};
   for (const int peer : chosen) {
     if (peer == rank()) membership.rank = membership.size();
@@ -89,10 +100,12 @@ Group Group::split(int colour, int key) const {
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group) {
   const at::IntArrayRef shape(sizes.data(), sizes.size());
   const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype));
-  const int64_t count = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  const int64_t count =
+      std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
   const auto memory = group.impl().allocate(static_cast<size_t>(count) * size_of(dtype));
   if (!memory) return at::empty(shape, options);
-  at::Tensor tensor = at::from_blob(memory.get(), shape, [memory](void*) {}, options);
+  at::Tensor tensor = at::from_blob(
+      memory.get(), shape, [memory](void*) {}, options);
   // Growing it would silently move it to ordinary memory.
   tensor.storage().unsafeGetStorageImpl()->set_resizable(false);
   return tensor;

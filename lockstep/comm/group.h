@@ -18,8 +18,9 @@ namespace detail {
 class GroupImpl;
 }
 
-// A value: copies share the group. All ranks of a group call its operations in the same order; operations of different
-// groups are independent. Default-constructed it is a group of one, on which every operation is a no-op.
+// A value: copies share the group. All ranks of a group call its operations in the same order;
+// operations of different groups are independent. Default-constructed it is a group of one, on
+// which every operation is a no-op.
 class Group {
  public:
   Group();
@@ -27,9 +28,9 @@ class Group {
 
   int rank() const;
   int size() const;
-  const std::string& name() const;         // "world", "world.0/1": unique in the job
-  std::string_view backend() const;        // "thread", "shm", "mpi", "gloo"
-  std::span<const int> members() const;    // world rank of every member
+  const std::string& name() const;       // "world", "world.0/1": unique in the job
+  std::string_view backend() const;      // "thread", "shm", "mpi", "gloo"
+  std::span<const int> members() const;  // world rank of every member
   // Place among, and number of, the members on this rank's host, from the real host layout.
   int local_rank() const;
   int local_size() const;
@@ -50,26 +51,32 @@ constexpr bool kCheckByDefault = false;
 constexpr bool kCheckByDefault = true;
 #endif
 
+// Whether this build, or a call of register_backend, has a backend of this name.
+bool has_backend(const std::string& name);
+
 struct InitOptions {
   // "auto": shm when all ranks are on one host, else mpi under an MPI launcher, else gloo.
   std::string backend = "auto";
   // Deadline of every wait that gives no other. LOCKSTEP_TIMEOUT (seconds) sets the default.
   milliseconds timeout = milliseconds{0};
-  // Compare the operations of all ranks before running them on mpi and gloo too (thread and shm always do).
-  // LOCKSTEP_CHECK=1 switches it on in a release build.
+  // Compare the operations of all ranks before running them on mpi and gloo too (thread and shm
+  // always do). LOCKSTEP_CHECK=1 switches it on in a release build.
   bool check = kCheckByDefault;
 };
 
-// Joins the job that this process was started in, and returns the group of all its ranks. Collective.
-// A process that no launcher started is a group of one.
+// Joins the job that this process was started in, and returns the group of all its ranks.
+// Collective. A process that no launcher started is a group of one.
 Group init(InitOptions options = {});
 Group init(const RankEnv& env, InitOptions options = {});
 
-// Runs `body` on `size` threads, each with its own rank of one group, and waits for them. The first failure is rethrown.
-void run_threads(int size, const std::function<void(Group)>& body, InitOptions options = {.backend = "thread"});
+// Runs `body` on `size` threads, each with its own rank of one group, and waits for them. The first
+// failure is rethrown.
+void run_threads(int size, const std::function<void(Group)>& body,
+                 InitOptions options = {.backend = "thread"});
 
-// Memory of the group: under shm every rank of the host maps it, and collectives on it need no staging. Collective by
-// contract: every rank allocates the same sizes in the same order. Uninitialised. Lives as long as its last tensor.
+// Memory of the group: under shm every rank of the host maps it, and collectives on it need no
+// staging. Collective by contract: every rank allocates the same sizes in the same order.
+// Uninitialised. Lives as long as its last tensor.
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group);
 // True if peers can reach this tensor's memory without staging.
 bool is_symmetric(const at::Tensor& tensor, const Group& group);

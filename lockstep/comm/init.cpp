@@ -1,4 +1,5 @@
-// How ranks come together: find the meeting point that the launcher left, learn who is on which host, choose a backend.
+// How ranks come together: find the meeting point that the launcher left, learn who is on which
+// host, choose a backend.
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,7 +26,8 @@ namespace {
 using detail::World;
 
 bool is_mpi_launcher(Launcher launcher) {
-  return launcher == Launcher::openmpi || launcher == Launcher::mpich || launcher == Launcher::mvapich || launcher == Launcher::pmix;
+  return launcher == Launcher::openmpi || launcher == Launcher::mpich ||
+         launcher == Launcher::mvapich || launcher == Launcher::pmix;
 }
 
 std::string host_name() {
@@ -47,10 +49,13 @@ InitOptions with_environment(InitOptions options) {
     options.timeout = kDefaultTimeout;
     if (const char* seconds = std::getenv("LOCKSTEP_TIMEOUT")) {
       options.timeout = milliseconds(static_cast<int64_t>(std::atof(seconds) * 1000));
-      if (options.timeout <= milliseconds{0}) throw ConfigError(format("LOCKSTEP_TIMEOUT={} must be a number of seconds above 0", seconds));
+      if (options.timeout <= milliseconds{0})
+        throw ConfigError(
+            format("LOCKSTEP_TIMEOUT={} must be a number of seconds above 0", seconds));
     }
   }
-  if (const char* check = std::getenv("LOCKSTEP_CHECK")) options.check = std::string_view(check) != "0";
+  if (const char* check = std::getenv("LOCKSTEP_CHECK"))
+    options.check = std::string_view(check) != "0";
   return options;
 }
 
@@ -66,13 +71,17 @@ Hosted host_rendezvous(const RankEnv& env, const std::string& bind_address) {
   hosted.server = std::make_shared<launch::RendezvousServer>(hosted.token, bind_address);
   hosted.address = hosted.server->address();
   const bool everywhere = hosted.address.starts_with("0.0.0.0:");
-  if (everywhere) hosted.address = (env.master_addr.empty() ? host_name() : env.master_addr) + hosted.address.substr(7);
+  if (everywhere)
+    hosted.address =
+        (env.master_addr.empty() ? host_name() : env.master_addr) + hosted.address.substr(7);
   return hosted;
 }
 
-// The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it is.
+// The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
+// is.
 template <class Share>
-void meet_through(World& world, const RankEnv& env, const Deadline& deadline, Share share_from_rank0) {
+void meet_through(World& world, const RankEnv& env, const Deadline& deadline,
+                  Share share_from_rank0) {
   const bool one_host = env.local_size.value_or(0) == env.world_size;
   Hosted hosted;
   if (env.rank == 0) hosted = host_rendezvous(env, one_host ? "127.0.0.1:0" : "0.0.0.0:0");
@@ -80,24 +89,31 @@ void meet_through(World& world, const RankEnv& env, const Deadline& deadline, Sh
   std::string address, token;
   words >> address >> token;
   world.server = hosted.server;
-  world.store = std::make_shared<launch::RendezvousClient>(address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
+  world.store = std::make_shared<launch::RendezvousClient>(
+      address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
 }
 
 // Nothing but an address that all ranks know: rank 0 listens there.
 void meet_at_address(World& world, const RankEnv& env, const Deadline& deadline) {
   if (env.master_addr.empty() || env.master_port == 0) {
-    throw ConfigError(format("[init] rank {} of {}: {} gives no meeting point; set MASTER_ADDR and MASTER_PORT, or use lockstep run",
-                             env.rank, env.world_size, name_of(env.launcher)));
+    throw ConfigError(
+        format("[init] rank {} of {}: {} gives no meeting point; set MASTER_ADDR and MASTER_PORT, "
+               "or use lockstep run",
+               env.rank, env.world_size, name_of(env.launcher)));
   }
   const std::string address = format("{}:{}", env.master_addr, env.master_port);
   std::string token = launch::token_from_environment();
   if (token.empty()) {
-    // No secret can be agreed on without a launcher that carries one; this keeps different jobs apart, no more.
+    // No secret can be agreed on without a launcher that carries one; this keeps different jobs
+    // apart, no more.
     token = "job:" + address;
-    if (env.rank == 0) log::debug("LOCKSTEP_TOKEN is not set: any process that reaches " + address + " can join the job");
+    if (env.rank == 0)
+      log::debug("LOCKSTEP_TOKEN is not set: any process that reaches " + address +
+                 " can join the job");
   }
   if (env.rank == 0) world.server = std::make_shared<launch::RendezvousServer>(token, address);
-  world.store = std::make_shared<launch::RendezvousClient>(address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
+  world.store = std::make_shared<launch::RendezvousClient>(
+      address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
 }
 
 void meet(World& world, const RankEnv& env, const Deadline& deadline) {
@@ -106,7 +122,9 @@ void meet(World& world, const RankEnv& env, const Deadline& deadline) {
   } else if (is_mpi_launcher(env.launcher)) {
     meet_through(world, env, deadline, mpi::share_from_rank0);
   } else if (torchrun_hosts_store()) {
-    meet_through(world, env, deadline, [&](const std::string& text) { return share_through_torchrun(env, text, deadline); });
+    meet_through(world, env, deadline, [&](const std::string& text) {
+      return share_through_torchrun(env, text, deadline);
+    });
   } else {
     meet_at_address(world, env, deadline);
   }
@@ -127,7 +145,9 @@ std::vector<int> learn_hosts(launch::Store& store, const RankEnv& env, const Dea
         for (int late = 0; late < env.world_size; ++late) {
           if (!store.find(format("host/{}", late))) missing.push_back(late);
         }
-        throw TimeoutError(format("[init] {} of {} ranks came; missing: {}", env.world_size - static_cast<int>(missing.size()), env.world_size, join(missing)));
+        throw TimeoutError(format("[init] {} of {} ranks came; missing: {}",
+                                  env.world_size - static_cast<int>(missing.size()), env.world_size,
+                                  join(missing)));
       }
       const auto found = std::find(known.begin(), known.end(), host);
       numbers.push_back(static_cast<int>(found - known.begin()));
@@ -136,7 +156,9 @@ std::vector<int> learn_hosts(launch::Store& store, const RankEnv& env, const Dea
     store.set("hosts", join(numbers, " "));
     return numbers;
   }
-  std::istringstream words(store.get("hosts", Deadline(deadline.left() + milliseconds{1000})));  // rank 0's message is the better one
+  std::istringstream words(store.get(
+      "hosts",
+      Deadline(deadline.left() + milliseconds{1000})));  // rank 0's message is the better one
   std::vector<int> numbers;
   for (int number = 0; words >> number;) numbers.push_back(number);
   return numbers;
@@ -144,8 +166,11 @@ std::vector<int> learn_hosts(launch::Store& store, const RankEnv& env, const Dea
 
 Group make_world(const RankEnv& env, std::shared_ptr<World> world, std::string backend) {
   if (backend == "auto") {
-    const bool one_host = std::all_of(world->hosts.begin(), world->hosts.end(), [](int host) { return host == 0; });
-    backend = one_host ? "shm" : is_mpi_launcher(env.launcher) && mpi::is_available() ? "mpi" : "gloo";
+    const bool one_host =
+        std::all_of(world->hosts.begin(), world->hosts.end(), [](int host) { return host == 0; });
+    backend = one_host                                               ? "shm"
+              : is_mpi_launcher(env.launcher) && mpi::is_available() ? "mpi"
+                                                                     : "gloo";
   }
   detail::Membership membership{"world", env.rank, {}, std::move(world)};
   for (int rank = 0; rank < env.world_size; ++rank) membership.members.push_back(rank);
@@ -159,7 +184,8 @@ Group init(InitOptions options) { return init(RankEnv::detect(), std::move(optio
 Group init(const RankEnv& env, InitOptions options) {
   options = with_environment(std::move(options));
   if (options.backend != "auto") detail::find_backend(options.backend);
-  if (options.backend == "thread") throw ConfigError("[init] backend 'thread' makes its ranks itself: use run_threads");
+  if (options.backend == "thread")
+    throw ConfigError("[init] backend 'thread' makes its ranks itself: use run_threads");
   log::set_rank(env.rank);
   trace::name_thread(env.rank, "compute");
   if (env.world_size == 1) return {};
@@ -175,7 +201,8 @@ Group init(const RankEnv& env, InitOptions options) {
 void run_threads(int size, const std::function<void(Group)>& body, InitOptions options) {
   if (size < 1) throw ConfigError(format("[run_threads] size is {}, must be at least 1", size));
   options = with_environment(std::move(options));
-  if (options.backend == "mpi") throw ConfigError("[run_threads] backend 'mpi' has processes as ranks: use mpirun and init");
+  if (options.backend == "mpi")
+    throw ConfigError("[run_threads] backend 'mpi' has processes as ranks: use mpirun and init");
   const auto store = std::make_shared<launch::LocalStore>();
   std::mutex mutex;
   std::exception_ptr first_failure;
@@ -191,7 +218,9 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
           world->timeout = options.timeout;
           world->check = options.check;
           const RankEnv env{.rank = rank, .world_size = size};
-          body(size == 1 ? Group() : make_world(env, std::move(world), options.backend == "auto" ? "thread" : options.backend));
+          body(size == 1 ? Group()
+                         : make_world(env, std::move(world),
+                                      options.backend == "auto" ? "thread" : options.backend));
         } catch (...) {
           const std::lock_guard lock(mutex);
           if (!first_failure) first_failure = std::current_exception();

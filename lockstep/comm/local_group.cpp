@@ -6,8 +6,10 @@
 namespace lockstep::comm::detail {
 namespace {
 
-fabric::Seat take_seat(const Membership& membership, std::shared_ptr<fabric::Board> board, std::shared_ptr<fabric::SharedHeap> heap) {
-  fabric::Seat seat(std::move(board), membership.rank, membership.name, std::move(heap), membership.world->peer_heaps);
+fabric::Seat take_seat(const Membership& membership, std::shared_ptr<fabric::Board> board,
+                       std::shared_ptr<fabric::SharedHeap> heap) {
+  fabric::Seat seat(std::move(board), membership.rank, membership.name, std::move(heap),
+                    membership.world->peer_heaps);
   seat.expect_joining();
   return seat;
 }
@@ -24,17 +26,22 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
                  } : std::function<void(const fabric::Ticket&)>()}) {}
 
-  std::shared_ptr<Pending> submit(fabric::Operation operation, std::shared_ptr<const void> memory) override {
-    return std::make_shared<LocalPending>(shared_from_this(), engine_.submit(std::move(operation), std::move(memory)));
+  std::shared_ptr<Pending> submit(fabric::Operation operation,
+                                  std::shared_ptr<const void> memory) override {
+    return std::make_shared<LocalPending>(shared_from_this(),
+                                          engine_.submit(std::move(operation), std::move(memory)));
   }
-  std::shared_ptr<std::byte> allocate(size_t bytes) override { return heap_ ? heap_->allocate(bytes) : nullptr; }
+  std::shared_ptr<std::byte> allocate(size_t bytes) override {
+    return heap_ ? heap_->allocate(bytes) : nullptr;
+  }
   bool reaches(const void* data, size_t bytes) const override {
     return !heap_ || heap_->find(data, bytes).kind != fabric::Location::unreachable;
   }
 
  private:
   struct LocalPending final : Pending {
-    LocalPending(std::shared_ptr<LocalGroup> g, std::shared_ptr<fabric::Ticket> t) : group(std::move(g)), ticket(std::move(t)) {}
+    LocalPending(std::shared_ptr<LocalGroup> g, std::shared_ptr<fabric::Ticket> t)
+        : group(std::move(g)), ticket(std::move(t)) {}
     void wait() override { group->engine_.wait(*ticket); }
     bool done() const override { return ticket->done.load(std::memory_order_acquire); }
 
@@ -49,11 +56,19 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
 
 }  // namespace
 
-std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
-                                            std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe) {
-  auto group = std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board), std::move(heap), std::move(probe));
+std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend,
+                                            std::shared_ptr<fabric::Board> board,
+                                            std::shared_ptr<fabric::SharedHeap> heap,
+                                            std::function<std::string(int)> probe) {
+  auto group = std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board),
+                                            std::move(heap), std::move(probe));
   // The board's memory ends with its maker; nobody may leave before all have opened it.
-  group->submit({.kind = fabric::OpKind::barrier, .tag = "join", .timeout = group->membership().world->timeout}, nullptr)->wait();
+  group
+      ->submit({.kind = fabric::OpKind::barrier,
+                .tag = "join",
+                .timeout = group->membership().world->timeout},
+               nullptr)
+      ->wait();
   return group;
 }
 

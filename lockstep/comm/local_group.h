@@ -8,9 +8,10 @@
 
 namespace lockstep::comm::detail {
 
-// Collective: returns when all members have come. `heap` is null where ranks are threads. `probe` says how a peer died, or
-// nothing.
-std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
+// Collective: returns when all members have come. `heap` is null where ranks are threads. `probe`
+// says how a peer died, or nothing.
+std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend,
+                                            std::shared_ptr<fabric::Board> board,
                                             std::shared_ptr<fabric::SharedHeap> heap,
                                             std::function<std::string(int rank)> probe);
 

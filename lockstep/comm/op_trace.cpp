@@ -5,20 +5,28 @@
 namespace lockstep::comm::detail {
 
 OperationTrace::OperationTrace(const Membership& membership)
-    : group_(membership.name), world_rank_(membership.members[static_cast<size_t>(membership.rank)]), size_(membership.size()) {}
+    : group_(membership.name),
+      world_rank_(membership.members[static_cast<size_t>(membership.rank)]),
+      size_(membership.size()) {}
 
-void OperationTrace::add(const fabric::Operation& operation, uint64_t sequence, Clock::time_point start, Clock::time_point end) {
+void OperationTrace::add(const fabric::Operation& operation, uint64_t sequence,
+                         Clock::time_point start, Clock::time_point end) {
   if (!trace::enabled()) return;
   using fabric::OpKind;
   const bool message = operation.kind == OpKind::send || operation.kind == OpKind::recv;
-  const auto key = message ? std::pair(operation.kind, operation.root) : std::pair(OpKind::barrier, -1);
-  const std::string row_name = message ? format("{} {} of {}", name_of(operation.kind), operation.root, group_) : format("comm {}", group_);
+  const auto key =
+      message ? std::pair(operation.kind, operation.root) : std::pair(OpKind::barrier, -1);
+  const std::string row_name =
+      message ? format("{} {} of {}", name_of(operation.kind), operation.root, group_)
+              : format("comm {}", group_);
   const std::lock_guard lock(mutex_);
   const auto row = rows_.try_emplace(key, world_rank_, row_name).first;
-  row->second.add("comm", name_of(operation.kind), start, end,
-                  format("\"group\":\"{}\",\"sequence\":{},\"dtype\":\"{}\",\"elements\":{},\"bytes\":{},\"ranks\":{},\"tag\":\"{}\"", group_,
-                         sequence, name_of(operation.dtype), operation.count, std::max(operation.input.size(), operation.output.size()),
-                         size_, operation.tag));
+  row->second.add(
+      "comm", name_of(operation.kind), start, end,
+      format("\"group\":\"{}\",\"sequence\":{},\"dtype\":\"{}\",\"elements\":{},\"bytes\":{},"
+             "\"ranks\":{},\"tag\":\"{}\"",
+             group_, sequence, name_of(operation.dtype), operation.count,
+             std::max(operation.input.size(), operation.output.size()), size_, operation.tag));
 }
 
 }  // namespace lockstep::comm::detail

@@ -1,4 +1,5 @@
-// How a group's operations appear in a trace: collectives on one row, sends and receives on one row for each peer.
+// How a group's operations appear in a trace: collectives on one row, sends and receives on one row
+// for each peer.
 #pragma once
 
 #include <map>
@@ -13,7 +14,8 @@ namespace lockstep::comm::detail {
 class OperationTrace {
  public:
   explicit OperationTrace(const Membership& membership);
-  void add(const fabric::Operation& operation, uint64_t sequence, Clock::time_point start, Clock::time_point end);
+  void add(const fabric::Operation& operation, uint64_t sequence, Clock::time_point start,
+           Clock::time_point end);
 
  private:
   std::string group_;

@@ -9,9 +9,9 @@ namespace lockstep::comm::detail {
 namespace {
 
 constexpr std::pair<at::ScalarType, DType> kTypes[] = {
-    {at::kDouble, DType::float64}, {at::kFloat, DType::float32}, {at::kHalf, DType::float16},
-    {at::kBFloat16, DType::bfloat16}, {at::kLong, DType::int64}, {at::kInt, DType::int32},
-    {at::kChar, DType::int8}, {at::kByte, DType::uint8}, {at::kBool, DType::boolean}};
+    {at::kDouble, DType::float64},    {at::kFloat, DType::float32}, {at::kHalf, DType::float16},
+    {at::kBFloat16, DType::bfloat16}, {at::kLong, DType::int64},    {at::kInt, DType::int32},
+    {at::kChar, DType::int8},         {at::kByte, DType::uint8},    {at::kBool, DType::boolean}};
 
 }  // namespace
 
@@ -19,8 +19,11 @@ DType dtype_of(const at::Tensor& tensor, std::string_view operation) {
   for (const auto& [scalar_type, dtype] : kTypes) {
     if (tensor.scalar_type() == scalar_type) return dtype;
   }
-  throw ConfigError(format("[{}] dtype {} does not travel; there are float64, float32, float16, bfloat16, int64, int32, int8, "
-                           "uint8 and bool", operation, c10::toString(tensor.scalar_type())));
+  throw ConfigError(
+      format("[{}] dtype {} does not travel; there are float64, float32, float16, bfloat16, int64, "
+             "int32, int8, "
+             "uint8 and bool",
+             operation, c10::toString(tensor.scalar_type())));
 }
 
 at::ScalarType to_scalar_type(DType dtype) {

@@ -15,7 +15,8 @@ bool torchrun_hosts_store() {
   return hosted != nullptr && std::string(hosted) == "True";
 }
 
-std::string share_through_torchrun(const RankEnv& env, const std::string& text, const Deadline& deadline) {
+std::string share_through_torchrun(const RankEnv& env, const std::string& text,
+                                   const Deadline& deadline) {
   try {
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(env.master_port);
@@ -28,8 +29,8 @@ std::string share_through_torchrun(const RankEnv& env, const std::string& text, 
     return {value.begin(), value.end()};
   } catch (const std::exception& error) {
     const std::string words = error.what();
-    throw CommError(format("[init] rank {}: no answer from torchrun's store at {}:{}: {}", env.rank, env.master_addr, env.master_port,
-                           words.substr(0, words.find('\n'))));
+    throw CommError(format("[init] rank {}: no answer from torchrun's store at {}:{}: {}", env.rank,
+                           env.master_addr, env.master_port, words.substr(0, words.find('\n'))));
   }
 }
 

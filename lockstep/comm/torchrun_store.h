@@ -8,10 +8,12 @@
 
 namespace lockstep::comm {
 
-// True in a worker whose agent keeps the store at MASTER_ADDR:MASTER_PORT, so that nobody else can listen there.
+// True in a worker whose agent keeps the store at MASTER_ADDR:MASTER_PORT, so that nobody else can
+// listen there.
 bool torchrun_hosts_store();
 
 // Rank 0's text, on every rank of the job.
-std::string share_through_torchrun(const RankEnv& env, const std::string& text, const Deadline& deadline);
+std::string share_through_torchrun(const RankEnv& env, const std::string& text,
+                                   const Deadline& deadline);
 
 }  // namespace lockstep::comm

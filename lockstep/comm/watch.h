@@ -1,9 +1,11 @@
-// Waiting with a deadline on engines that only say "done" or "not yet": names who is late, and who is lost.
+// Waiting with a deadline on engines that only say "done" or "not yet": names who is late, and who
+// is lost.
 #pragma once
 
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 
 #include "lockstep/comm/activity_reporter.h"
@@ -20,20 +22,23 @@ class Watch {
   uint64_t begin(const fabric::Operation& operation);
   void end(const fabric::Operation& operation, uint64_t sequence);
 
-  // Calls poll(at most so long) until it says true. Warns after two seconds; throws PeerLost when a member has died and
-  // TimeoutError at the operation's deadline, counted from `started`.
+  // Calls poll(at most so long) until it says true. Warns after two seconds; throws PeerLost when a
+  // member has died and TimeoutError at the operation's deadline, counted from `started`.
   void wait(const fabric::Operation& operation, uint64_t sequence, Clock::time_point started,
             const std::function<bool(milliseconds)>& poll) const;
 
-  // What an engine's own error means: PeerLost if a member is found to be missing, else CommError with its words.
-  // Tells the other members, who wait or will, that the group is broken and why; then throws the same here, now and at
-  // every later begin().
+  // What an engine's own error means: PeerLost if a member is found to be missing, else CommError
+  // with its words. Tells the other members, who wait or will, that the group is broken and why;
+  // then throws the same here, now and at every later begin().
   [[noreturn]] void fail(std::exception_ptr error);
-  // Compares what all ranks have called; `exchange` gathers one record of equal size from every rank.
+  // Compares what all ranks have called; `exchange` gathers one record of equal size from every
+  // rank.
   void check_agreement(const fabric::Operation& operation, uint64_t sequence,
-                       const std::function<void(std::span<const std::byte> mine, std::span<std::byte> all)>& exchange) const;
+                       const std::function<void(std::span<const std::byte> mine,
+                                                std::span<std::byte> all)>& exchange) const;
 
-  [[noreturn]] void explain(const fabric::Operation& operation, uint64_t sequence, const std::string& words) const;
+  [[noreturn]] void explain(const fabric::Operation& operation, uint64_t sequence,
+                            const std::string& words) const;
 
  private:
   struct Peer {
@@ -42,8 +47,10 @@ class Watch {
   };
   std::vector<Peer> behind(const fabric::Operation& operation, uint64_t sequence) const;
   void throw_if_lost(const fabric::Operation& operation, uint64_t sequence) const;
-  std::string describe_wait(const fabric::Operation& operation, uint64_t sequence, double seconds) const;
+  std::string describe_wait(const fabric::Operation& operation, uint64_t sequence,
+                            double seconds) const;
   std::string key(int rank) const;
+  std::optional<std::string> look_up(const std::string& key) const;
 
   std::string name_;
   int rank_;

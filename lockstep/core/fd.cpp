@@ -16,10 +16,12 @@ namespace {
 void wait_ready(int fd, short events, const Deadline& deadline) {
   pollfd item{fd, events, 0};
   while (true) {
-    const int ready = poll(&item, 1, static_cast<int>(std::min<long long>(deadline.left().count(), 60'000)));
+    const int ready =
+        poll(&item, 1, static_cast<int>(std::min<long long>(deadline.left().count(), 60'000)));
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) throw SystemError("poll", errno);
-    if (deadline.passed()) throw TimeoutError(format("no answer on descriptor {} before the deadline", fd));
+    if (deadline.passed())
+      throw TimeoutError(format("no answer on descriptor {} before the deadline", fd));
   }
 }
 
@@ -49,9 +51,11 @@ bool read_full(const Fd& fd, std::span<std::byte> bytes, const Deadline& deadlin
 void write_full(const Fd& fd, std::span<const std::byte> bytes, const Deadline& deadline) {
   size_t done = 0;
   while (done < bytes.size()) {
-    // MSG_NOSIGNAL: a closed peer is an error here, not a SIGPIPE. Pipes and files have no such flag.
+    // MSG_NOSIGNAL: a closed peer is an error here, not a SIGPIPE. Pipes and files have no such
+    // flag.
     ssize_t count = ::send(fd.get(), bytes.data() + done, bytes.size() - done, MSG_NOSIGNAL);
-    if (count < 0 && errno == ENOTSOCK) count = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
+    if (count < 0 && errno == ENOTSOCK)
+      count = ::write(fd.get(), bytes.data() + done, bytes.size() - done);
     if (count >= 0) {
       done += static_cast<size_t>(count);
     } else if (errno == EAGAIN) {

@@ -29,7 +29,8 @@ class Fd {
   int fd_ = -1;
 };
 
-// Both throw SystemError, and TimeoutError at the deadline. read_full returns false at a clean end of file.
+// Both throw SystemError, and TimeoutError at the deadline. read_full returns false at a clean end
+// of file.
 bool read_full(const Fd& fd, std::span<std::byte> bytes, const Deadline& deadline);
 void write_full(const Fd& fd, std::span<const std::byte> bytes, const Deadline& deadline);
 

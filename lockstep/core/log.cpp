@@ -1,4 +1,5 @@
-// The only file that includes spdlog: wheels of torch ship an fmt that breaks it, so it lives where torch is not seen.
+// The only file that includes spdlog: wheels of torch ship an fmt that breaks it, so it lives where
+// torch is not seen.
 #include "lockstep/core/log.h"
 
 #include <spdlog/sinks/stdout_sinks.h>
@@ -17,7 +18,8 @@ std::atomic<int> process_rank{-1};
 spdlog::logger& logger() {
   // Leaked on purpose: threads may log while the process exits.
   static auto* instance = [] {
-    auto* created = new spdlog::logger("lockstep", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    auto* created =
+        new spdlog::logger("lockstep", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     created->set_pattern("lockstep %l: %v");
     const char* level = std::getenv("LOCKSTEP_LOG");
     created->set_level(level != nullptr ? spdlog::level::from_str(level) : spdlog::level::info);

@@ -1,11 +1,13 @@
-// One logger: stderr, every line carries the rank, level from LOCKSTEP_LOG (trace debug info warn error off; default info).
+// One logger: stderr, every line carries the rank, level from LOCKSTEP_LOG (trace debug info warn
+// error off; default info).
 #pragma once
 
 #include <string_view>
 
 namespace lockstep::log {
 
-// Names this process in every following line ("rank 3"). Thread ranks share a process: their messages name the rank.
+// Names this process in every following line ("rank 3"). Thread ranks share a process: their
+// messages name the rank.
 void set_rank(int rank);
 
 void debug(std::string_view message);

@@ -45,8 +45,16 @@ class Reader {
     env.local_rank = number(names.local_rank);
     env.local_size = number(names.local_size);
     if (env.world_size < 1 || env.rank < 0 || env.rank >= env.world_size) {
-      throw ConfigError(format("environment: {}={} and {}={}; the rank must be at least 0 and below the world size",
-                               names.rank, env.rank, names.size, env.world_size));
+      throw ConfigError(format(
+          "environment: {}={} and {}={}; the rank must be at least 0 and below the world size",
+          names.rank, env.rank, names.size, env.world_size));
+    }
+    if (env.local_rank && env.local_size &&
+        (*env.local_rank < 0 || *env.local_rank >= *env.local_size)) {
+      throw ConfigError(
+          format("environment: {}={} and {}={}; the local rank must be at least 0 and below the "
+                 "local size",
+                 names.local_rank, *env.local_rank, names.local_size, *env.local_size));
     }
     return true;
   }
@@ -77,8 +85,10 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
   env.master_port = reader.number("MASTER_PORT").value_or(0);
   env.restart_count = reader.number("TORCHELASTIC_RESTART_COUNT").value_or(0);
 
-  const Launcher torch_style = reader.text("LOCKSTEP_RENDEZVOUS") ? Launcher::lockstep : Launcher::torchrun;
-  if (reader.read_set({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, torch_style, env)) return env;
+  const Launcher torch_style =
+      reader.text("LOCKSTEP_RENDEZVOUS") ? Launcher::lockstep : Launcher::torchrun;
+  if (reader.read_set({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, torch_style, env))
+    return env;
   if (reader.read_set({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                        "OMPI_COMM_WORLD_LOCAL_SIZE"},
                       Launcher::openmpi, env)) {
@@ -89,25 +99,32 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
                       Launcher::mvapich, env)) {
     return env;
   }
-  if (reader.read_set({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}, Launcher::mpich, env)) return env;
+  if (reader.read_set({"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                      Launcher::mpich, env))
+    return env;
 
-  const auto step_size = reader.text("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
+  const auto step_size =
+      reader.text("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   const auto slurm_host = [&] {
-    const auto list = reader.text("SLURM_STEP_NODELIST") ? reader.text("SLURM_STEP_NODELIST") : reader.text("SLURM_JOB_NODELIST");
+    const auto list = reader.text("SLURM_STEP_NODELIST") ? reader.text("SLURM_STEP_NODELIST")
+                                                         : reader.text("SLURM_JOB_NODELIST");
     return list ? first_slurm_host(*list) : std::string();
   };
-  if (reader.read_set({"PMIX_RANK", step_size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}, Launcher::pmix, env)) {
+  if (reader.read_set({"PMIX_RANK", step_size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+                      Launcher::pmix, env)) {
     if (env.master_addr.empty()) env.master_addr = slurm_host();
     return env;
   }
-  // Inside an sbatch script or an interactive shell without srun, SLURM_PROCID=0 and SLURM_NTASKS=N are set although
-  // only one process runs: believing them would wait for N ranks for ever.
+  // Inside an sbatch script or an interactive shell without srun, SLURM_PROCID=0 and SLURM_NTASKS=N
+  // are set although only one process runs: believing them would wait for N ranks for ever.
   const auto job = reader.text("SLURM_JOB_NAME").value_or("");
   const bool in_step = reader.text("SLURM_STEP_ID") || reader.text("SLURM_STEP_NUM_TASKS");
   if (in_step && job != "bash" && job != "interactive" &&
-      reader.read_set({"SLURM_PROCID", step_size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}, Launcher::slurm, env)) {
+      reader.read_set({"SLURM_PROCID", step_size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+                      Launcher::slurm, env)) {
     if (env.master_addr.empty()) env.master_addr = slurm_host();
-    if (env.master_port == 0) env.master_port = 15000 + reader.number("SLURM_JOB_ID").value_or(0) % 10000;
+    if (env.master_port == 0)
+      env.master_port = 15000 + reader.number("SLURM_JOB_ID").value_or(0) % 10000;
     return env;
   }
   env.launcher = Launcher::none;
@@ -115,7 +132,8 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
 }
 
 std::string first_slurm_host(std::string_view list) {
-  // Take the first element: commas inside brackets do not end it; then the first number of every bracket.
+  // Take the first element: commas inside brackets do not end it; then the first number of every
+  // bracket.
   std::string host;
   bool inside = false, take = true;
   for (const char c : list) {

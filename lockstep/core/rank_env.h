@@ -15,7 +15,8 @@ std::string_view name_of(Launcher launcher);
 struct RankEnv {
   int rank = 0;
   int world_size = 1;
-  // What the launcher says of this host. comm::init replaces both by the real host layout where they are missing.
+  // What the launcher says of this host. comm::init replaces both by the real host layout where
+  // they are missing.
   std::optional<int> local_rank = std::nullopt;
   std::optional<int> local_size = std::nullopt;
   Launcher launcher = Launcher::none;
@@ -23,8 +24,8 @@ struct RankEnv {
   int master_port = 0;
   int restart_count = 0;
 
-  // First complete set wins: RANK+WORLD_SIZE, OMPI_*, MV2_*/PMI_*, PMIX_RANK (+Slurm size), a Slurm step, one process.
-  // Throws ConfigError where the winning set contradicts itself.
+  // First complete set wins: RANK+WORLD_SIZE, OMPI_*, MV2_*/PMI_*, PMIX_RANK (+Slurm size), a Slurm
+  // step, one process. Throws ConfigError where the winning set contradicts itself.
   static RankEnv detect();
 
   // The same with another reader of variables, for tests.

@@ -37,13 +37,16 @@ uint64_t room_in_control_group() {
   for (std::string line; std::getline(groups, line);) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
+    const std::string controllers = line.substr(first + 1, second - first - 1),
+                      path = line.substr(second + 1);
     if (controllers.empty()) {  // version 2
       const std::string folder = "/sys/fs/cgroup" + path;
-      room = std::min(room, room_below(number_in(folder + "/memory.max"), number_in(folder + "/memory.current")));
+      room = std::min(room, room_below(number_in(folder + "/memory.max"),
+                                       number_in(folder + "/memory.current")));
     } else if (controllers.find("memory") != std::string::npos) {  // version 1
       const std::string folder = "/sys/fs/cgroup/memory" + path;
-      room = std::min(room, room_below(number_in(folder + "/memory.limit_in_bytes"), number_in(folder + "/memory.usage_in_bytes")));
+      room = std::min(room, room_below(number_in(folder + "/memory.limit_in_bytes"),
+                                       number_in(folder + "/memory.usage_in_bytes")));
     }
   }
   return room;

@@ -1,4 +1,5 @@
-// The only forward declarations of torch's classes: headers that name a tensor by reference include this.
+// The only forward declarations of torch's classes: headers that name a tensor by reference include
+// this.
 #pragma once
 
 namespace at {

@@ -1,5 +1,6 @@
-// Process-wide state, because a trace file is one per process. Events are formatted into a buffer that goes to the file
-// when it is large or the process exits; the format needs no closing bracket, so a killed process leaves a readable file.
+// Process-wide state, because a trace file is one per process. Events are formatted into a buffer
+// that goes to the file when it is large or the process exits; the format needs no closing bracket,
+// so a killed process leaves a readable file.
 #include "lockstep/core/trace.h"
 
 #include <unistd.h>
@@ -23,8 +24,9 @@ class File {
     std::error_code failure;
     std::filesystem::create_directories(folder, failure);
     const char* rank = std::getenv("RANK");
-    const std::string path = rank != nullptr ? format("{}/rank{}-pid{}.json", folder, rank, getpid())
-                                             : format("{}/pid{}.json", folder, getpid());
+    const std::string path = rank != nullptr
+                                 ? format("{}/rank{}-pid{}.json", folder, rank, getpid())
+                                 : format("{}/pid{}.json", folder, getpid());
     file_ = std::fopen(path.c_str(), "w");
     if (file_ == nullptr) {
       log::warn(format("LOCKSTEP_TRACE: cannot write {}; no trace is kept", path));
@@ -73,7 +75,9 @@ std::optional<Row>& thread_row() {
   return row;
 }
 
-double microseconds(Clock::duration duration) { return std::chrono::duration<double, std::micro>(duration).count(); }
+double microseconds(Clock::duration duration) {
+  return std::chrono::duration<double, std::micro>(duration).count();
+}
 
 }  // namespace
 
@@ -83,24 +87,31 @@ Row::Row(int rank, std::string_view name) : rank_(rank) {
   static std::atomic<int> next_id{1};
   id_ = next_id++;
   if (!enabled()) return;
-  file()->add(format("{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"rank {0}\"}}}},\n"
-                     "{{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":{0},\"args\":{{\"sort_index\":{0}}}}},\n"
-                     "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{0},\"tid\":{1},\"args\":{{\"name\":\"{2}\"}}}},\n",
-                     rank_, id_, name));
+  file()->add(format(
+      "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"rank {0}\"}}}},\n"
+      "{{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":{0},\"args\":{{\"sort_index\":{0}}}}}"
+      ",\n"
+      "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{0},\"tid\":{1},\"args\":{{\"name\":\"{2}\"}"
+      "}}},\n",
+      rank_, id_, name));
 }
 
-void Row::add(std::string_view category, std::string_view name, Clock::time_point start, Clock::time_point end,
-              std::string_view args) const {
+void Row::add(std::string_view category, std::string_view name, Clock::time_point start,
+              Clock::time_point end, std::string_view args) const {
   if (!enabled()) return;
-  file()->add(format("{{\"ph\":\"X\",\"cat\":\"{}\",\"name\":\"{}\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{{}}}}},\n",
-                     category, name, rank_, id_, microseconds(start.time_since_epoch()), microseconds(end - start), args));
+  file()->add(
+      format("{{\"ph\":\"X\",\"cat\":\"{}\",\"name\":\"{}\",\"pid\":{},\"tid\":{},\"ts\":{:.3f},"
+             "\"dur\":{:.3f},\"args\":{{{}}}}},\n",
+             category, name, rank_, id_, microseconds(start.time_since_epoch()),
+             microseconds(end - start), args));
 }
 
 void name_thread(int rank, std::string_view name) {
   if (enabled()) thread_row().emplace(rank, name);
 }
 
-Span::Span(std::string_view category, std::string_view name, std::string args) : active_(enabled()) {
+Span::Span(std::string_view category, std::string_view name, std::string args)
+    : active_(enabled()) {
   if (!active_) return;
   category_ = category;
   name_ = name;

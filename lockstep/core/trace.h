@@ -1,7 +1,9 @@
-// Chrome-trace spans, on when LOCKSTEP_TRACE names a folder: one file per process, open it in Perfetto.
+// Chrome-trace spans, on when LOCKSTEP_TRACE names a folder: one file per process, open it in
+// Perfetto.
 //
-// The trace's process is the rank. Spans of one row must nest, so each thread has a row of its own, and so has each queue
-// of operations. Times are of the monotonic clock, which the processes of one host share.
+// The trace's process is the rank. Spans of one row must nest, so each thread has a row of its own,
+// and so has each queue of operations. Times are of the monotonic clock, which the processes of one
+// host share.
 #pragma once
 
 #include <string>
@@ -18,14 +20,15 @@ class Row {
  public:
   Row(int rank, std::string_view name);
   // `args` is the inside of a JSON object, e.g. "\"bytes\":4096"; build it only if enabled().
-  void add(std::string_view category, std::string_view name, Clock::time_point start, Clock::time_point end,
-           std::string_view args = {}) const;
+  void add(std::string_view category, std::string_view name, Clock::time_point start,
+           Clock::time_point end, std::string_view args = {}) const;
 
  private:
   int rank_, id_;
 };
 
-// Says whose thread this is: its spans go to a row of that rank. Without it they go to RANK's, or to rank 0's.
+// Says whose thread this is: its spans go to a row of that rank. Without it they go to RANK's, or
+// to rank 0's.
 void name_thread(int rank, std::string_view name);
 
 // From construction to destruction, on this thread's row.

@@ -11,26 +11,32 @@ namespace {
 
 std::string describe_claim(const Claims& claims, int rank) {
   const Signature& signature = claims.signature(rank);
-  if (signature.kind != OpKind::all_gather && signature.kind != OpKind::reduce_scatter) return describe(signature);
-  const int64_t* counts = claims.counts(rank) + (signature.kind == OpKind::all_gather ? claims.size : 0);
-  return format("{} in blocks of {}", describe(signature), join(std::vector<int64_t>(counts, counts + claims.size)));
+  if (signature.kind != OpKind::all_gather && signature.kind != OpKind::reduce_scatter)
+    return describe(signature);
+  const int64_t* counts =
+      claims.counts(rank) + (signature.kind == OpKind::all_gather ? claims.size : 0);
+  return format("{} in blocks of {}", describe(signature),
+                join(std::vector<int64_t>(counts, counts + claims.size)));
 }
 
 [[noreturn]] void throw_sides(const Claims& claims) {
   std::vector<std::pair<std::string, std::vector<int>>> sides;  // what was called, by whom
   for (int rank = 0; rank < claims.size; ++rank) {
     const std::string text = describe_claim(claims, rank);
-    const auto side = std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return s.first == text; });
+    const auto side =
+        std::find_if(sides.begin(), sides.end(), [&](const auto& s) { return s.first == text; });
     if (side == sides.end()) {
       sides.push_back({text, {rank}});
     } else {
       side->second.push_back(rank);
     }
   }
-  std::string message = format("ranks of group '{}' do not agree on operation #{}:", claims.group, claims.sequence);
+  std::string message =
+      format("ranks of group '{}' do not agree on operation #{}:", claims.group, claims.sequence);
   const char* separator = " ";
   for (const auto& [text, ranks] : sides) {
-    message += format("{}rank{} {} called {}", separator, ranks.size() > 1 ? "s" : "", join(ranks), text);
+    message +=
+        format("{}rank{} {} called {}", separator, ranks.size() > 1 ? "s" : "", join(ranks), text);
     separator = "; ";
   }
   throw MismatchError(message);
@@ -48,8 +54,11 @@ void check_agreement(const Claims& claims) {
     for (int to = 0; to < claims.size; ++to) {
       const int64_t sent = claims.counts(from)[to], awaited = claims.counts(to)[claims.size + from];
       if (sent == awaited) continue;
-      throw MismatchError(format("ranks of group '{}' do not agree on operation #{}, {}: rank {} sends {} elements to rank {}, "
-                                 "which expects {}", claims.group, claims.sequence, describe(first), from, sent, to, awaited));
+      throw MismatchError(
+          format("ranks of group '{}' do not agree on operation #{}, {}: rank {} sends {} elements "
+                 "to rank {}, "
+                 "which expects {}",
+                 claims.group, claims.sequence, describe(first), from, sent, to, awaited));
     }
   }
 }

@@ -8,7 +8,8 @@
 
 namespace lockstep::fabric {
 
-// What every rank of a group says of one collective. Counts are the rank's send counts, then its receive counts.
+// What every rank of a group says of one collective. Counts are the rank's send counts, then its
+// receive counts.
 struct Claims {
   std::string group;
   uint64_t sequence;

@@ -12,7 +12,8 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Where things lie: the failure record, the slots, the channels, the counts, then page-aligned data of each rank.
+// Where things lie: the failure record, the slots, the channels, the counts, then page-aligned data
+// of each rank.
 struct Layout {
   explicit Layout(int size) {
     const auto n = static_cast<size_t>(size);
@@ -23,8 +24,10 @@ struct Layout {
     data = round_up(counts + 2 * n * count_stride, kPage);
     data_stride = 2 * kEagerBytes + 4 * kStagingBytes;
     mailboxes = data + n * data_stride;
-    // About 4 MB for all channels together: large groups that send large ordinary tensors get smaller pieces.
-    mailbox_piece = std::clamp<size_t>(std::bit_floor((size_t{4} << 20) / (2 * n * n)), kPage, 128 << 10);
+    // About 4 MB for all channels together: large groups that send large ordinary tensors get
+    // smaller pieces.
+    mailbox_piece =
+        std::clamp<size_t>(std::bit_floor((size_t{4} << 20) / (2 * n * n)), kPage, 128 << 10);
     total = mailboxes + 2 * n * n * mailbox_piece;
   }
   size_t slots, channels, counts, count_stride, data, data_stride, mailboxes, mailbox_piece, total;
@@ -36,8 +39,8 @@ Board::Board(Segment segment, int size) : segment_(std::move(segment)), size_(si
 
 std::shared_ptr<Board> Board::create(int size, bool shared) {
   const size_t bytes = Layout(size).total;
-  return std::shared_ptr<Board>(
-      new Board(shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes), size));
+  return std::shared_ptr<Board>(new Board(
+      shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes), size));
 }
 
 std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size) {
@@ -57,18 +60,21 @@ Failure& Board::failure() const { return *reinterpret_cast<Failure*>(segment_.da
 
 int64_t* Board::counts(int rank, uint64_t sequence) const {
   const Layout layout(size_);
-  return reinterpret_cast<int64_t*>(segment_.data() + layout.counts + (2 * static_cast<size_t>(rank) + sequence % 2) * layout.count_stride);
+  return reinterpret_cast<int64_t*>(segment_.data() + layout.counts +
+                                    (2 * static_cast<size_t>(rank) + sequence % 2) *
+                                        layout.count_stride);
 }
 
 std::byte* Board::eager(int rank, uint64_t sequence) const {
   const Layout layout(size_);
-  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride + sequence % 2 * kEagerBytes;
+  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride +
+         sequence % 2 * kEagerBytes;
 }
 
 std::byte* Board::staging(int rank, int piece) const {
   const Layout layout(size_);
-  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride + 2 * kEagerBytes +
-         static_cast<size_t>(piece) * kStagingBytes;
+  return segment_.data() + layout.data + static_cast<size_t>(rank) * layout.data_stride +
+         2 * kEagerBytes + static_cast<size_t>(piece) * kStagingBytes;
 }
 
 std::byte* Board::mailbox(int from, int to, uint64_t piece) const {
@@ -80,8 +86,8 @@ std::byte* Board::mailbox(int from, int to, uint64_t piece) const {
 size_t Board::mailbox_bytes() const { return Layout(size_).mailbox_piece; }
 
 void Board::ring(int rank) const {
-  // Pairs with Engine::sleep: it says that it sleeps, then looks again. Both sides sequentially consistent, so either the
-  // sleeper sees the change or we see the sleeper.
+  // Pairs with Engine::sleep: it says that it sleeps, then looks again. Both sides sequentially
+  // consistent, so either the sleeper sees the change or we see the sleeper.
   Slot& target = slot(rank);
   if (target.sleeping.load(std::memory_order_seq_cst) == 0) return;
   target.doorbell.fetch_add(1, std::memory_order_seq_cst);

@@ -1,8 +1,10 @@
-// The board: memory that all ranks of a group see, where each has a slot to post what it does and to leave data.
+// The board: memory that all ranks of a group see, where each has a slot to post what it does and
+// to leave data.
 //
 // Words used here and in the algorithms:
 //   slot       what one rank posts: which operation it is in, where its data lies, how far it is
-//   progress   a counter in each slot; a rank adds one for every phase it finishes. All ranks run the same phases in the
+//   progress   a counter in each slot; a rank adds one for every phase it finishes. All ranks run
+//   the same phases in the
 //              same order, so "every slot has reached p" is a barrier
 //   eager      a small buffer in each slot for data that travels with the posting itself
 //   staging    larger buffers for data that lies where peers cannot reach it, moved in pieces
@@ -24,7 +26,8 @@ namespace lockstep::fabric {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kEagerBytes = 16 << 10;
-constexpr size_t kStagingBytes = 512 << 10;  // one of four pieces a rank stages in; all ranks' fit a second-level cache
+constexpr size_t kStagingBytes =
+    512 << 10;  // one of four pieces a rank stages in; all ranks' fit a second-level cache
 
 enum class SlotState : uint32_t { empty, joined, left };
 
@@ -42,7 +45,9 @@ struct Activity {
   bool running = false;
   uint64_t sequence = 0;  // 0: nothing yet
 
-  uint64_t pack() const { return sequence << 16 | static_cast<uint64_t>(kind) << 8 | static_cast<uint64_t>(running); }
+  uint64_t pack() const {
+    return sequence << 16 | static_cast<uint64_t>(kind) << 8 | static_cast<uint64_t>(running);
+  }
   static Activity unpack(uint64_t word) {
     return {static_cast<OpKind>(word >> 8 & 0xff), (word & 0xff) != 0, word >> 16};
   }
@@ -88,11 +93,14 @@ class Board {
   Slot& slot(int rank) const;
   Channel& channel(int from, int to) const;
   Failure& failure() const;
-  // Sequence parity chooses between two copies: a rank can be one operation ahead of another, not two.
+  // Sequence parity chooses between two copies: a rank can be one operation ahead of another, not
+  // two.
   std::byte* eager(int rank, uint64_t sequence) const;
-  int64_t* counts(int rank, uint64_t sequence) const;  // size() send counts, then size() receive counts
-  std::byte* staging(int rank, int piece) const;       // four pieces
-  // Two pieces for the messages of a channel. On the board, so that a message outlives a sender that has left.
+  int64_t* counts(int rank,
+                  uint64_t sequence) const;       // size() send counts, then size() receive counts
+  std::byte* staging(int rank, int piece) const;  // four pieces
+  // Two pieces for the messages of a channel. On the board, so that a message outlives a sender
+  // that has left.
   std::byte* mailbox(int from, int to, uint64_t piece) const;
   size_t mailbox_bytes() const;  // of one piece
 

@@ -1,11 +1,12 @@
-// Every collective runs the same way. A rank enters (posts what it does) and waits until all have. If all inputs were
-// small they came with the posting, and each rank takes what it needs from the eager buffers: one phase. Otherwise, if
-// the memory that has to be shared is reachable, ranks read from and write to each other directly, and leave together:
-// two phases. Otherwise data goes through staging in pieces small enough to stay in cache, one phase a piece, each phase
+// Every collective runs the same way. A rank enters (posts what it does) and waits until all have.
+// If all inputs were small they came with the posting, and each rank takes what it needs from the
+// eager buffers: one phase. Otherwise, if the memory that has to be shared is reachable, ranks read
+// from and write to each other directly, and leave together: two phases. Otherwise data goes
+// through staging in pieces small enough to stay in cache, one phase a piece, each phase
 // overlapping what the next needs.
 //
-// A reduction is cut into slices, one for each rank; whoever owns a slice reduces it over all ranks in the fixed order of
-// fabric::reduce, so every rank sees the same bits.
+// A reduction is cut into slices, one for each rank; whoever owns a slice reduces it over all ranks
+// in the fixed order of fabric::reduce, so every rank sees the same bits.
 #include "lockstep/fabric/collectives.h"
 
 #include <algorithm>
@@ -31,7 +32,11 @@ struct Stages {
 class Movement {
  public:
   Movement(const Seat& seat, const Operation& operation)
-      : seat_(seat), op_(operation), size_(seat.size()), me_(seat.rank()), block_(static_cast<size_t>(operation.count) * size_of(operation.dtype)) {}
+      : seat_(seat),
+        op_(operation),
+        size_(seat.size()),
+        me_(seat.rank()),
+        block_(static_cast<size_t>(operation.count) * size_of(operation.dtype)) {}
 
   bool sends(int rank) const { return !rooted_at_source() || rank == op_.root; }
   bool receives(int rank) const { return op_.kind != OpKind::gather || rank == op_.root; }
@@ -41,36 +46,51 @@ class Movement {
   void pull(Source source) const {
     for (int step = 0; step < size_; ++step) {
       const int from = (me_ + step) % size_;  // each rank starts elsewhere, with itself
-      if (bytes(from, me_) > 0) copy_bytes(op_.output.data() + target(from, me_), source(from) + origin(from, me_), bytes(from, me_));
+      if (bytes(from, me_) > 0)
+        copy_result(op_.output.data() + target(from, me_), source(from) + origin(from, me_),
+                   bytes(from, me_));
     }
   }
   template <class Target>
   void push(Target output_of) const {
     for (int step = 0; step < size_; ++step) {
       const int to = (me_ + step) % size_;
-      if (bytes(me_, to) > 0) copy_bytes(output_of(to) + target(me_, to), op_.input.data() + origin(me_, to), bytes(me_, to));
+      if (bytes(me_, to) > 0)
+        copy_result(output_of(to) + target(me_, to), op_.input.data() + origin(me_, to),
+                   bytes(me_, to));
     }
   }
 
   Stages stages() const {
-    const size_t room = multicast() ? kHalfStaging : kHalfStaging / static_cast<size_t>(size_) / kCacheLine * kCacheLine;
+    const size_t room = multicast()
+                            ? kHalfStaging
+                            : kHalfStaging / static_cast<size_t>(size_) / kCacheLine * kCacheLine;
     size_t longest = 0;
     for (int from = 0; from < size_; ++from) {
       for (int to = 0; to < size_; ++to) longest = std::max(longest, bytes(from, to));
     }
     const auto pieces = static_cast<int64_t>((longest + room - 1) / room);
     return {pieces + 1, [this, room, pieces](int64_t i) {
-              if (i == 0) copy_bytes(op_.output.data() + target(me_, me_), op_.input.data() + origin(me_, me_), bytes(me_, me_));
+              if (i == 0)
+                copy_result(op_.output.data() + target(me_, me_),
+                           op_.input.data() + origin(me_, me_), bytes(me_, me_));
               if (i < pieces) fill(i, room);
               if (i > 0) drain(i - 1, room);
             }};
   }
 
  private:
-  bool rooted_at_source() const { return op_.kind == OpKind::broadcast || op_.kind == OpKind::scatter; }
-  bool multicast() const { return op_.kind == OpKind::broadcast || op_.kind == OpKind::all_gather || op_.kind == OpKind::gather; }
+  bool rooted_at_source() const {
+    return op_.kind == OpKind::broadcast || op_.kind == OpKind::scatter;
+  }
+  bool multicast() const {
+    return op_.kind == OpKind::broadcast || op_.kind == OpKind::all_gather ||
+           op_.kind == OpKind::gather;
+  }
   size_t elements(int64_t count) const { return static_cast<size_t>(count) * size_of(op_.dtype); }
-  const int64_t* send_counts(int rank) const { return seat_.board().counts(rank, seat_.sequence()); }
+  const int64_t* send_counts(int rank) const {
+    return seat_.board().counts(rank, seat_.sequence());
+  }
   const int64_t* recv_counts(int rank) const { return send_counts(rank) + size_; }
 
   size_t bytes(int from, int to) const {
@@ -82,13 +102,17 @@ class Movement {
   }
   size_t origin(int from, int to) const {  // in the sender's input
     if (op_.kind == OpKind::scatter) return static_cast<size_t>(to) * block_;
-    if (op_.kind == OpKind::all_to_all) return elements(std::accumulate(send_counts(from), send_counts(from) + to, int64_t{0}));
+    if (op_.kind == OpKind::all_to_all)
+      return elements(std::accumulate(send_counts(from), send_counts(from) + to, int64_t{0}));
     return 0;
   }
   size_t target(int from, int to) const {  // in the receiver's output
     if (op_.kind == OpKind::gather) return static_cast<size_t>(from) * block_;
-    if (op_.kind == OpKind::all_gather) return elements(std::accumulate(op_.recv_counts.begin(), op_.recv_counts.begin() + from, int64_t{0}));
-    if (op_.kind == OpKind::all_to_all) return elements(std::accumulate(recv_counts(to), recv_counts(to) + from, int64_t{0}));
+    if (op_.kind == OpKind::all_gather)
+      return elements(
+          std::accumulate(op_.recv_counts.begin(), op_.recv_counts.begin() + from, int64_t{0}));
+    if (op_.kind == OpKind::all_to_all)
+      return elements(std::accumulate(recv_counts(to), recv_counts(to) + from, int64_t{0}));
     return 0;
   }
 
@@ -97,7 +121,9 @@ class Movement {
     const size_t begin = static_cast<size_t>(i) * room;
     return begin < total ? std::min(room, total - begin) : 0;
   }
-  std::byte* half(int rank, int64_t i) const { return seat_.board().staging(rank, static_cast<int>(i % 2) * 2); }
+  std::byte* half(int rank, int64_t i) const {
+    return seat_.board().staging(rank, static_cast<int>(i % 2) * 2);
+  }
 
   void fill(int64_t i, size_t room) const {
     for (int to = 0; to < size_; ++to) {
@@ -112,7 +138,8 @@ class Movement {
     for (int step = 1; step < size_; ++step) {
       const int from = (me_ + step) % size_;
       const std::byte* place = half(from, i) + (multicast() ? 0 : static_cast<size_t>(me_) * room);
-      copy_bytes(op_.output.data() + target(from, me_) + static_cast<size_t>(i) * room, place, piece_bytes(bytes(from, me_), i, room));
+      copy_bytes(op_.output.data() + target(from, me_) + static_cast<size_t>(i) * room, place,
+                 piece_bytes(bytes(from, me_), i, room));
     }
   }
 
@@ -126,7 +153,11 @@ class Movement {
 class Reduction {
  public:
   Reduction(const Seat& seat, const Operation& operation)
-      : seat_(seat), op_(operation), size_(seat.size()), me_(seat.rank()), width_(size_of(operation.dtype)) {}
+      : seat_(seat),
+        op_(operation),
+        size_(seat.size()),
+        me_(seat.rank()),
+        width_(size_of(operation.dtype)) {}
 
   bool keeps_result() const { return op_.kind != OpKind::reduce || me_ == op_.root; }
 
@@ -135,7 +166,8 @@ class Reduction {
   void take(Source source) const {
     if (!keeps_result()) return;
     if (op_.kind == OpKind::reduce_scatter) {
-      reduce_range(block_start(me_), count(me_), source, {op_.output.data() - block_start(me_) * width_});
+      reduce_range(block_start(me_), count(me_), source,
+                   {op_.output.data() - block_start(me_) * width_});
     } else {
       reduce_range(0, static_cast<size_t>(op_.count), source, {op_.output.data()});
     }
@@ -151,43 +183,59 @@ class Reduction {
     reduce_range(begin, end - begin, source, outputs);
   }
 
-  Stages stages() const { return op_.kind == OpKind::reduce_scatter ? scatter_stages() : vector_stages(); }
+  Stages stages() const {
+    return op_.kind == OpKind::reduce_scatter ? scatter_stages() : vector_stages();
+  }
 
  private:
-  size_t count(int rank) const { return static_cast<size_t>(op_.send_counts[static_cast<size_t>(rank)]); }
-  size_t block_start(int rank) const {
-    return static_cast<size_t>(std::accumulate(op_.send_counts.begin(), op_.send_counts.begin() + rank, int64_t{0}));
+  size_t count(int rank) const {
+    return static_cast<size_t>(op_.send_counts[static_cast<size_t>(rank)]);
   }
-  // Elements [begin, end) of `total` that `rank` reduces; whole cache lines, so that no two ranks write one.
+  size_t block_start(int rank) const {
+    return static_cast<size_t>(
+        std::accumulate(op_.send_counts.begin(), op_.send_counts.begin() + rank, int64_t{0}));
+  }
+  // Elements [begin, end) of `total` that `rank` reduces; whole cache lines, so that no two ranks
+  // write one.
   std::pair<size_t, size_t> slice(int rank, size_t total) const {
     const size_t line = kCacheLine / width_;
-    const size_t share = (total + static_cast<size_t>(size_) * line - 1) / (static_cast<size_t>(size_) * line) * line;
+    const size_t share = (total + static_cast<size_t>(size_) * line - 1) /
+                         (static_cast<size_t>(size_) * line) * line;
     const size_t begin = std::min(total, static_cast<size_t>(rank) * share);
     return {begin, std::min(total, begin + share)};
   }
 
-  // Elements [first, first + count) of source(0), source(1) ... into the same elements of all outputs.
+  // Elements [first, first + count) of source(0), source(1) ... into the same elements of all
+  // outputs.
   template <class Source>
-  void reduce_range(size_t first, size_t count, Source source, std::vector<std::byte*> outputs) const {
+  void reduce_range(size_t first, size_t count, Source source,
+                    std::vector<std::byte*> outputs) const {
     std::vector<const std::byte*> inputs;
     for (int rank = 0; rank < size_; ++rank) inputs.push_back(source(rank) + first * width_);
     for (auto& output : outputs) output += first * width_;
     fabric::reduce(op_.dtype, op_.reduce, outputs, inputs, count);
   }
 
-  // Piece i of the vector: everybody stages the slices of others, the owner of a slice reduces it and puts the result
-  // up, everybody takes the results: three steps, all running in each phase on successive pieces.
+  // Piece i of the vector: everybody stages the slices of others, the owner of a slice reduces it
+  // and puts the result up, everybody takes the results: three steps, all running in each phase on
+  // successive pieces.
   Stages vector_stages() const {
     const size_t room = kStagingBytes / width_, total = static_cast<size_t>(op_.count);
     const auto pieces = static_cast<int64_t>((total + room - 1) / room);
     return {pieces + 2, [this, room, total, pieces](int64_t i) {
               if (i < pieces) fill(i, std::min(room, total - static_cast<size_t>(i) * room), room);
-              if (i > 0 && i <= pieces) combine(i - 1, std::min(room, total - static_cast<size_t>(i - 1) * room), room);
-              if (i > 1) drain(i - 2, std::min(room, total - static_cast<size_t>(i - 2) * room), room);
+              if (i > 0 && i <= pieces)
+                combine(i - 1, std::min(room, total - static_cast<size_t>(i - 1) * room), room);
+              if (i > 1)
+                drain(i - 2, std::min(room, total - static_cast<size_t>(i - 2) * room), room);
             }};
   }
-  std::byte* raw(int rank, int64_t i) const { return seat_.board().staging(rank, static_cast<int>(i % 2)); }
-  std::byte* result(int rank, int64_t i) const { return seat_.board().staging(rank, 2 + static_cast<int>(i % 2)); }
+  std::byte* raw(int rank, int64_t i) const {
+    return seat_.board().staging(rank, static_cast<int>(i % 2));
+  }
+  std::byte* result(int rank, int64_t i) const {
+    return seat_.board().staging(rank, 2 + static_cast<int>(i % 2));
+  }
 
   void fill(int64_t i, size_t count, size_t room) const {
     const std::byte* mine = op_.input.data() + static_cast<size_t>(i) * room * width_;
@@ -200,44 +248,56 @@ class Reduction {
     const size_t offset = static_cast<size_t>(i) * room * width_;
     std::vector<std::byte*> outputs{result(me_, i)};
     if (keeps_result()) outputs.push_back(op_.output.data() + offset);
-    reduce_range(begin, end - begin, [&](int rank) -> const std::byte* { return rank == me_ ? op_.input.data() + offset : raw(rank, i); }, outputs);
+    reduce_range(
+        begin, end - begin,
+        [&](int rank) -> const std::byte* {
+          return rank == me_ ? op_.input.data() + offset : raw(rank, i);
+        },
+        outputs);
   }
   void drain(int64_t i, size_t count, size_t room) const {
     if (!keeps_result()) return;
     for (int step = 1; step < size_; ++step) {
       const int owner = (me_ + step) % size_;
       const auto [begin, end] = slice(owner, count);
-      copy_bytes(op_.output.data() + (static_cast<size_t>(i) * room + begin) * width_, result(owner, i) + begin * width_, (end - begin) * width_);
+      copy_bytes(op_.output.data() + (static_cast<size_t>(i) * room + begin) * width_,
+                 result(owner, i) + begin * width_, (end - begin) * width_);
     }
   }
 
   // Everybody stages a part of each block, the block's owner reduces it.
   Stages scatter_stages() const {
-    const size_t room = kHalfStaging / static_cast<size_t>(size_) / kCacheLine * kCacheLine / width_;
+    const size_t room =
+        kHalfStaging / static_cast<size_t>(size_) / kCacheLine * kCacheLine / width_;
     size_t longest = 0;
     for (int rank = 0; rank < size_; ++rank) longest = std::max(longest, count(rank));
     const auto pieces = static_cast<int64_t>((longest + room - 1) / room);
-    return {pieces + 1, [this, room, pieces](int64_t i) {
-              const auto half = [this](int rank, int64_t piece) { return seat_.board().staging(rank, static_cast<int>(piece % 2) * 2); };
-              const auto part = [&](int rank, int64_t piece) {
-                const size_t begin = static_cast<size_t>(piece) * room;
-                return begin < count(rank) ? std::min(room, count(rank) - begin) : 0;
-              };
-              for (int to = 0; i < pieces && to < size_; ++to) {
-                if (to == me_) continue;
-                const size_t first = block_start(to) + static_cast<size_t>(i) * room;
-                copy_bytes(half(me_, i) + static_cast<size_t>(to) * room * width_, op_.input.data() + first * width_, part(to, i) * width_);
-              }
-              if (i == 0 || part(me_, i - 1) == 0) return;
-              const size_t first = static_cast<size_t>(i - 1) * room;
-              std::vector<const std::byte*> inputs;
-              for (int from = 0; from < size_; ++from) {
-                inputs.push_back(from == me_ ? op_.input.data() + (block_start(me_) + first) * width_
-                                             : half(from, i - 1) + static_cast<size_t>(me_) * room * width_);
-              }
-              std::byte* output = op_.output.data() + first * width_;
-              fabric::reduce(op_.dtype, op_.reduce, std::span(&output, 1), inputs, part(me_, i - 1));
-            }};
+    return {
+        pieces + 1, [this, room, pieces](int64_t i) {
+          const auto half = [this](int rank, int64_t piece) {
+            return seat_.board().staging(rank, static_cast<int>(piece % 2) * 2);
+          };
+          const auto part = [&](int rank, int64_t piece) {
+            const size_t begin = static_cast<size_t>(piece) * room;
+            return begin < count(rank) ? std::min(room, count(rank) - begin) : 0;
+          };
+          for (int to = 0; i < pieces && to < size_; ++to) {
+            if (to == me_) continue;
+            const size_t first = block_start(to) + static_cast<size_t>(i) * room;
+            copy_bytes(half(me_, i) + static_cast<size_t>(to) * room * width_,
+                       op_.input.data() + first * width_, part(to, i) * width_);
+          }
+          if (i == 0 || part(me_, i - 1) == 0) return;
+          const size_t first = static_cast<size_t>(i - 1) * room;
+          std::vector<const std::byte*> inputs;
+          for (int from = 0; from < size_; ++from) {
+            inputs.push_back(from == me_
+                                 ? op_.input.data() + (block_start(me_) + first) * width_
+                                 : half(from, i - 1) + static_cast<size_t>(me_) * room * width_);
+          }
+          std::byte* output = op_.output.data() + first * width_;
+          fabric::reduce(op_.dtype, op_.reduce, std::span(&output, 1), inputs, part(me_, i - 1));
+        }};
   }
 
   const Seat& seat_;
@@ -271,8 +331,12 @@ Task run_collective(Seat& seat, const Operation& operation) {
   const bool reduces = is_reduction(operation.kind);
   const Movement movement(seat, operation);
   const Reduction reduction(seat, operation);
-  const auto eager_input = [&seat](int rank) -> const std::byte* { return seat.board().eager(rank, seat.sequence()); };
-  const auto input_of = [&seat](int rank) -> const std::byte* { return seat.reach(rank, seat.posting(rank).input); };
+  const auto eager_input = [&seat](int rank) -> const std::byte* {
+    return seat.board().eager(rank, seat.sequence());
+  };
+  const auto input_of = [&seat](int rank) -> const std::byte* {
+    return seat.reach(rank, seat.posting(rank).input);
+  };
   const auto output_of = [&seat](int rank) { return seat.reach(rank, seat.posting(rank).output); };
 
   if (all_ranks(seat, [&](int rank) { return seat.posting(rank).eager; })) {
@@ -280,8 +344,12 @@ Task run_collective(Seat& seat, const Operation& operation) {
     co_return;
   }
 
-  const bool inputs = all_ranks(seat, [&](int rank) { return reachable(seat.posting(rank).input) || (!reduces && !movement.sends(rank)); });
-  const bool outputs = all_ranks(seat, [&](int rank) { return reachable(seat.posting(rank).output) || (!reduces && !movement.receives(rank)); });
+  const bool inputs = all_ranks(seat, [&](int rank) {
+    return reachable(seat.posting(rank).input) || (!reduces && !movement.sends(rank));
+  });
+  const bool outputs = all_ranks(seat, [&](int rank) {
+    return reachable(seat.posting(rank).output) || (!reduces && !movement.receives(rank));
+  });
   if (reduces ? inputs : inputs || outputs) {
     if (operation.kind == OpKind::reduce_scatter) {
       reduction.take(input_of);

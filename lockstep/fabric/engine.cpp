@@ -17,11 +17,12 @@ namespace {
 
 constexpr size_t kInlineBytes = 256 << 10;  // operations up to this size run on the caller's thread
 constexpr milliseconds kLookInterval{50};   // how often a sleeper looks after its peers
-// Polls before a waiting thread goes to sleep: some 50 us for one that has nothing else to do, less for the progress
-// thread, which takes a core from the computation.
+// Polls before a waiting thread goes to sleep: some 50 us for one that has nothing else to do, less
+// for the progress thread, which takes a core from the computation.
 constexpr int kWaiterSpins = 3000;
 constexpr int kProgressSpins = 200;
-constexpr int kYields = 20;  // instead, where ranks outnumber cores: the rank that is awaited may need this one
+constexpr int kYields =
+    20;  // instead, where ranks outnumber cores: the rank that is awaited may need this one
 
 void relax() {
 #if defined(__x86_64__)
@@ -31,29 +32,38 @@ void relax() {
 #endif
 }
 
-size_t bytes_of(const Operation& operation) { return std::max(operation.input.size(), operation.output.size()); }
+size_t bytes_of(const Operation& operation) {
+  return std::max(operation.input.size(), operation.output.size());
+}
 
 bool is_message(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
 
 std::exception_ptr to_exception(const Failure& failure) {
   switch (failure.kind) {
-    case Failure::mismatch: return std::make_exception_ptr(MismatchError(failure.message));
-    case Failure::timeout: return std::make_exception_ptr(TimeoutError(failure.message));
-    case Failure::peer_lost: return std::make_exception_ptr(PeerLost(failure.rank, failure.message));
-    default: return std::make_exception_ptr(CommError(failure.message));
+    case Failure::mismatch:
+      return std::make_exception_ptr(MismatchError(failure.message));
+    case Failure::timeout:
+      return std::make_exception_ptr(TimeoutError(failure.message));
+    case Failure::peer_lost:
+      return std::make_exception_ptr(PeerLost(failure.rank, failure.message));
+    default:
+      return std::make_exception_ptr(CommError(failure.message));
   }
 }
 
 std::string describe_activity(const Slot& slot) {
   const Activity activity = Activity::unpack(slot.activity.load(std::memory_order_relaxed));
   if (activity.sequence == 0) return "has not called any operation yet";
-  return format("{} {} #{}", activity.running ? "is in" : "has finished", name_of(activity.kind), activity.sequence);
+  return format("{} {} #{}", activity.running ? "is in" : "has finished", name_of(activity.kind),
+                activity.sequence);
 }
 
 }  // namespace
 
-Engine::Engine(Seat seat, EngineOptions options) : seat_(std::move(seat)), options_(std::move(options)) {
-  // Ranks that outnumber the cores must not spin: the one they wait for needs the core. They give it away instead.
+Engine::Engine(Seat seat, EngineOptions options)
+    : seat_(std::move(seat)), options_(std::move(options)) {
+  // Ranks that outnumber the cores must not spin: the one they wait for needs the core. They give
+  // it away instead.
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
   crowded_ = seat_.size() > cores;
   spin_limit_ = crowded_ ? kYields : kWaiterSpins;
@@ -71,7 +81,8 @@ Engine::~Engine() {
   mine.doorbell.fetch_add(1);
   futex_wake_all(mine.doorbell);
   progress_thread_ = {};
-  break_with(std::make_exception_ptr(CommError(format("group '{}' was destroyed while an operation was running", seat_.group_name()))));
+  break_with(std::make_exception_ptr(CommError(
+      format("group '{}' was destroyed while an operation was running", seat_.group_name()))));
   mine.state.store(SlotState::left, std::memory_order_seq_cst);
   board.ring_all();
 }
@@ -129,7 +140,8 @@ void Engine::wait(Ticket& ticket) {
 // With mutex_ held.
 void Engine::wake_progress_thread() {
   if (!progress_thread_.joinable()) {
-    progress_thread_ = std::jthread([this](std::stop_token stop) { progress_loop(std::move(stop)); });
+    progress_thread_ =
+        std::jthread([this](std::stop_token stop) { progress_loop(std::move(stop)); });
   }
   work_arrived_.notify_one();
 }
@@ -141,15 +153,19 @@ void Engine::progress_loop(std::stop_token stop) {
     if (stopping_ || stop.stop_requested()) return;
     driving_ = true;
     lock.unlock();
-    drive([this] { return stopping_ || (collectives_.empty() && channels_.empty() && !inbox_filled_); },
-          std::min(spin_limit_, kProgressSpins), true);
+    drive(
+        [this] {
+          return stopping_ || (collectives_.empty() && channels_.empty() && !inbox_filled_);
+        },
+        std::min(spin_limit_, kProgressSpins), true);
     lock.lock();
     driving_ = false;
     if (waiting_ > 0) work_done_.notify_all();
   }
 }
 
-// Moves operations on until `satisfied`, or until nothing moves for `spins` polls and sleeping is not allowed.
+// Moves operations on until `satisfied`, or until nothing moves for `spins` polls and sleeping is
+// not allowed.
 void Engine::drive(const std::function<bool()>& satisfied, int spins, bool may_sleep) {
   int idle = 0;
   while (!satisfied()) {
@@ -176,7 +192,8 @@ void Engine::start(Ticket& ticket) {
   if (is_message(operation.kind)) {
     ticket.sequence = ++next_sequence_[operation.kind];
     uint64_t& pieces = channel_pieces_[{operation.kind, operation.root}];
-    ticket.task = operation.kind == OpKind::send ? run_send(seat_, operation, pieces) : run_recv(seat_, operation, pieces);
+    ticket.task = operation.kind == OpKind::send ? run_send(seat_, operation, pieces)
+                                                 : run_recv(seat_, operation, pieces);
     seat_.show_activity(operation.kind, ticket.sequence, true);
   } else {
     ticket.sequence = seat_.sequence() + 1;
@@ -248,7 +265,8 @@ void Engine::finish(Queue& queue, std::exception_ptr error) {
   if (waiting_ > 0) work_done_.notify_all();
 }
 
-// The group is of no further use: tells the others why and ends everything here with the same error.
+// The group is of no further use: tells the others why and ends everything here with the same
+// error.
 void Engine::break_with(std::exception_ptr error) {
   const Board& board = seat_.board();
   if (!broken_) {
@@ -262,20 +280,28 @@ void Engine::break_with(std::exception_ptr error) {
     } catch (const MismatchError& mismatch) {
       board.fail(Failure::mismatch, seat_.rank(), mismatch.what());
     } catch (const std::exception& other) {
-      if (!stopping_) board.fail(Failure::other, seat_.rank(), format("rank {} of group '{}' failed: {}", seat_.rank(), seat_.group_name(), other.what()));
+      if (!stopping_)
+        board.fail(Failure::other, seat_.rank(),
+                   format("rank {} of group '{}' failed: {}", seat_.rank(), seat_.group_name(),
+                          other.what()));
     }
   }
   take_inbox();
   while (!collectives_.empty()) finish(collectives_, broken_);
   for (auto& [key, queue] : channels_) {
-    while (!queue.empty()) finish(queue, broken_);  // advance() removes the empty ones: it may be iterating now
+    while (!queue.empty())
+      finish(queue, broken_);  // advance() removes the empty ones: it may be iterating now
   }
 }
 
 bool Engine::anything_ready() {
-  const auto ready = [](Queue& queue) { return !queue.empty() && queue.front()->task.wait().ready(); };
-  if (inbox_filled_.load(std::memory_order_seq_cst) || stopping_ || ready(collectives_)) return true;
-  return std::any_of(channels_.begin(), channels_.end(), [&](auto& channel) { return ready(channel.second); });
+  const auto ready = [](Queue& queue) {
+    return !queue.empty() && queue.front()->task.wait().ready();
+  };
+  if (inbox_filled_.load(std::memory_order_seq_cst) || stopping_ || ready(collectives_))
+    return true;
+  return std::any_of(channels_.begin(), channels_.end(),
+                     [&](auto& channel) { return ready(channel.second); });
 }
 
 void Engine::sleep() {
@@ -313,25 +339,32 @@ void Engine::look_after(Ticket& ticket) {
     one.end = peer + 1;
     const Slot& slot = seat_.board().slot(peer);
     const bool left = slot.state.load(std::memory_order_acquire) == SlotState::left;
-    const std::string death = left ? "has left the group" : options_.probe ? options_.probe(peer) : std::string();
+    const std::string death = left             ? "has left the group"
+                              : options_.probe ? options_.probe(peer)
+                                               : std::string();
     if (one.ready()) continue;  // looked at after its state: what it did before it ended counts
     late.push_back(peer);
     if (!death.empty()) {
-      throw PeerLost(peer, format("[{}] rank {} of group '{}': rank {} (pid {}) {}, while operation #{} {} waits for it; rank {} {}",
-                                  name_of(ticket.operation.kind), seat_.rank(), seat_.group_name(), peer, slot.pid, death,
-                                  ticket.sequence, describe(ticket.operation), peer, describe_activity(slot)));
+      throw PeerLost(peer, format("[{}] rank {} of group '{}': rank {} (pid {}) {}, while "
+                                  "operation #{} {} waits for it; rank {} {}",
+                                  name_of(ticket.operation.kind), seat_.rank(), seat_.group_name(),
+                                  peer, slot.pid, death, ticket.sequence,
+                                  describe(ticket.operation), peer, describe_activity(slot)));
     }
   }
   if (late.empty()) return;
   const double waited = seconds_since(ticket.started);
   const auto message = [&] {
-    std::string text = format("[{}] rank {} of group '{}': operation #{} {} has waited {:.1f} s for rank{} {}",
-                              name_of(ticket.operation.kind), seat_.rank(), seat_.group_name(), ticket.sequence,
-                              describe(ticket.operation), waited, late.size() > 1 ? "s" : "", join(late));
-    for (const int peer : late) text += format("; rank {} {}", peer, describe_activity(seat_.board().slot(peer)));
+    std::string text =
+        format("[{}] rank {} of group '{}': operation #{} {} has waited {:.1f} s for rank{} {}",
+               name_of(ticket.operation.kind), seat_.rank(), seat_.group_name(), ticket.sequence,
+               describe(ticket.operation), waited, late.size() > 1 ? "s" : "", join(late));
+    for (const int peer : late)
+      text += format("; rank {} {}", peer, describe_activity(seat_.board().slot(peer)));
     return text;
   };
-  if (Clock::now() - ticket.started >= ticket.operation.timeout) throw TimeoutError(message() + "; that is the deadline");
+  if (Clock::now() - ticket.started >= ticket.operation.timeout)
+    throw TimeoutError(message() + "; that is the deadline");
   if (!ticket.warned && Clock::now() - ticket.started >= options_.warn_after) {
     ticket.warned = true;
     log::warn(message());

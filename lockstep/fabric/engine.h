@@ -1,8 +1,9 @@
 // Runs the operations of one rank of a group whose members share memory.
 //
-// Collectives run one after the other in the order they were submitted; messages of each channel likewise, independent
-// of the collectives and of other channels. Whoever needs a result drives: a small operation runs inside submit(), a
-// waiting thread moves things on itself, and a progress thread does so while nobody waits.
+// Collectives run one after the other in the order they were submitted; messages of each channel
+// likewise, independent of the collectives and of other channels. Whoever needs a result drives: a
+// small operation runs inside submit(), a waiting thread moves things on itself, and a progress
+// thread does so while nobody waits.
 #pragma once
 
 #include <atomic>
@@ -47,7 +48,8 @@ struct EngineOptions {
 class Engine {
  public:
   Engine(Seat seat, EngineOptions options);
-  // Leaves the group; operations that are still running fail, here and at the peers that wait for them.
+  // Leaves the group; operations that are still running fail, here and at the peers that wait for
+  // them.
   ~Engine();
 
   const Seat& seat() const { return seat_; }

@@ -14,10 +14,12 @@
 
 namespace lockstep::fabric {
 
-// Returns when woken, when the word is no longer `expected`, after `timeout`, or for no reason: check again.
+// Returns when woken, when the word is no longer `expected`, after `timeout`, or for no reason:
+// check again.
 inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, milliseconds timeout) {
   const timespec relative{timeout.count() / 1000, (timeout.count() % 1000) * 1'000'000};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &relative, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &relative, nullptr,
+          0);
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>& word) {

@@ -46,7 +46,10 @@ std::shared_ptr<std::byte> SharedHeap::allocate(size_t bytes) {
   uint32_t index = 0;
   while (index < kMaxBlocks && entries[index].id.load(std::memory_order_relaxed) != 0) ++index;
   if (index == kMaxBlocks) {
-    throw SystemError(format("this rank already holds {} blocks of symmetric memory, the most there can be", kMaxBlocks), ENFILE);
+    throw SystemError(
+        format("this rank already holds {} blocks of symmetric memory, the most there can be",
+               kMaxBlocks),
+        ENFILE);
   }
   entries[index].handle = segment.handle();
   entries[index].id.store(books_->next_id++, std::memory_order_release);
@@ -63,7 +66,8 @@ Location SharedHeap::find(const void* data, size_t bytes) const {
   const auto& [index, segment] = found->second;
   const auto offset = static_cast<size_t>(start - segment.data());
   if (offset + bytes > segment.size()) return {};
-  return {Location::block, index, entries_of(books_->table)[index].id.load(std::memory_order_relaxed), offset};
+  return {Location::block, index,
+          entries_of(books_->table)[index].id.load(std::memory_order_relaxed), offset};
 }
 
 std::byte* PeerHeaps::resolve(const SegmentHandle& table, const Location& location) {
@@ -74,8 +78,11 @@ std::byte* PeerHeaps::resolve(const SegmentHandle& table, const Location& locati
   Entry* entries = entries_of(peer.table);
   auto found = peer.mapped.find(location.entry);
   if (found == peer.mapped.end() || found->second.first != location.id) {
-    std::erase_if(peer.mapped, [&](const auto& item) { return entries[item.first].id.load(std::memory_order_acquire) != item.second.first; });
-    check(entries[location.entry].id.load(std::memory_order_acquire) == location.id, "an operation names freed symmetric memory");
+    std::erase_if(peer.mapped, [&](const auto& item) {
+      return entries[item.first].id.load(std::memory_order_acquire) != item.second.first;
+    });
+    check(entries[location.entry].id.load(std::memory_order_acquire) == location.id,
+          "an operation names freed symmetric memory");
     peer.mapped[location.entry] = {location.id, Segment::open(entries[location.entry].handle)};
     found = peer.mapped.find(location.entry);
   }

@@ -14,13 +14,14 @@ namespace lockstep::fabric {
 struct Location {
   enum Kind : uint32_t { unreachable, address, block };
   uint32_t kind = unreachable;
-  uint32_t entry = 0;   // block: index in the owner's table
-  uint64_t id = 0;      // block: tells a reused entry from the one that was meant
-  uint64_t offset = 0;  // block: bytes from its start; address: the address itself, for ranks of one process
+  uint32_t entry = 0;  // block: index in the owner's table
+  uint64_t id = 0;     // block: tells a reused entry from the one that was meant
+  uint64_t offset =
+      0;  // block: bytes from its start; address: the address itself, for ranks of one process
 };
 
-// The blocks of one rank. Each is a segment of its own; a table in shared memory tells peers how to open them.
-// Thread safe. Blocks outlive the heap object.
+// The blocks of one rank. Each is a segment of its own; a table in shared memory tells peers how to
+// open them. Thread safe. Blocks outlive the heap object.
 class SharedHeap {
  public:
   SharedHeap();
@@ -36,7 +37,8 @@ class SharedHeap {
   std::shared_ptr<Books> books_;
 };
 
-// Other ranks' blocks, mapped when first needed and unmapped once their owner has freed them. Thread safe.
+// Other ranks' blocks, mapped when first needed and unmapped once their owner has freed them.
+// Thread safe.
 class PeerHeaps {
  public:
   std::byte* resolve(const SegmentHandle& table, const Location& location);

@@ -5,8 +5,9 @@
 namespace lockstep::fabric {
 
 std::string_view name_of(OpKind kind) {
-  constexpr std::string_view names[] = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
-                                        "gather",     "scatter", "send",     "recv",       "barrier"};
+  constexpr std::string_view names[] = {"all_reduce",     "reduce",     "broadcast", "all_gather",
+                                        "reduce_scatter", "all_to_all", "gather",    "scatter",
+                                        "send",           "recv",       "barrier"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -18,8 +19,10 @@ std::string_view name_of(ReduceOp op) {
 std::string describe(const Signature& signature) {
   const OpKind kind = signature.kind;
   if (kind == OpKind::barrier) return "barrier()";
-  std::string text = kind == OpKind::all_to_all ? format("{}({}", name_of(kind), name_of(signature.dtype))
-                                                : format("{}({}[{}]", name_of(kind), name_of(signature.dtype), signature.count);
+  std::string text =
+      kind == OpKind::all_to_all
+          ? format("{}({}", name_of(kind), name_of(signature.dtype))
+          : format("{}({}[{}]", name_of(kind), name_of(signature.dtype), signature.count);
   if (kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter) {
     text += format(", {}", name_of(signature.reduce));
   }
@@ -42,12 +45,15 @@ Signature signature_of(const Operation& operation) {
   signature.root = operation.root;
   signature.count = operation.count;
   operation.tag.copy(signature.tag, sizeof(signature.tag) - 1);
-  // FNV-1a over the block sizes that must be the same everywhere; those of all_to_all differ by rank.
+  // FNV-1a over the block sizes that must be the same everywhere; those of all_to_all differ by
+  // rank.
   signature.counts_hash = 14695981039346656037ull;
-  const auto& counts = operation.kind == OpKind::all_gather ? operation.recv_counts : operation.send_counts;
+  const auto& counts =
+      operation.kind == OpKind::all_gather ? operation.recv_counts : operation.send_counts;
   if (operation.kind == OpKind::all_gather || operation.kind == OpKind::reduce_scatter) {
     for (const int64_t count : counts) {
-      signature.counts_hash = (signature.counts_hash ^ static_cast<uint64_t>(count)) * 1099511628211ull;
+      signature.counts_hash =
+          (signature.counts_hash ^ static_cast<uint64_t>(count)) * 1099511628211ull;
     }
   }
   return signature;

@@ -1,5 +1,5 @@
-// One collective or point-to-point operation, described without torch: what every backend executes and every
-// fingerprint is made of.
+// One collective or point-to-point operation, described without torch: what every backend executes
+// and every fingerprint is made of.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,17 @@
 namespace lockstep::fabric {
 
 enum class OpKind : uint8_t {
-  all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, send, recv, barrier
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  gather,
+  scatter,
+  send,
+  recv,
+  barrier
 };
 enum class ReduceOp : uint8_t { sum, avg, product, min, max };
 
@@ -28,9 +38,9 @@ struct Operation {
   DType dtype = DType::uint8;
   int root = -1;  // root of a rooted collective, peer of a send or recv
   // What each kind reads and writes, in elements (n ranks, block r belongs to rank r):
-  //   all_reduce      output (in place)            reduce          output (in place at the root, read elsewhere)
-  //   broadcast       output (read at the root)    all_gather      input -> n blocks of output (recv_counts)
-  //   reduce_scatter  n blocks of input (send_counts) -> output
+  //   all_reduce      output (in place)            reduce          output (in place at the root,
+  //   read elsewhere) broadcast       output (read at the root)    all_gather      input -> n
+  //   blocks of output (recv_counts) reduce_scatter  n blocks of input (send_counts) -> output
   //   all_to_all      n blocks of input (send_counts) -> n blocks of output (recv_counts)
   //   gather          input -> n equal blocks of output at the root
   //   scatter         n equal blocks of input at the root -> output
@@ -38,16 +48,19 @@ struct Operation {
   std::span<const std::byte> input = {};
   std::span<std::byte> output = {};
   std::vector<int64_t> send_counts = {}, recv_counts = {};
-  std::string tag = {};  // what the caller calls the data, e.g. a bucket's name; compared between ranks
+  std::string tag =
+      {};  // what the caller calls the data, e.g. a bucket's name; compared between ranks
   milliseconds timeout = kDefaultTimeout;
 
-  // The size that ranks must agree on, in elements: of the whole for all_gather, reduce_scatter and all_reduce, of one
-  // block for gather and scatter, of the message for send and recv, 0 for barrier and all_to_all (whose blocks are compared).
+  // The size that ranks must agree on, in elements: of the whole for all_gather, reduce_scatter and
+  // all_reduce, of one block for gather and scatter, of the message for send and recv, 0 for
+  // barrier and all_to_all (whose blocks are compared).
   int64_t count = 0;
 };
 
-// What ranks compare before data moves: the parts of an operation that must be the same on all of them (for a send and
-// its recv, all but kind and root). Plain bytes, so that it can lie in shared memory or travel.
+// What ranks compare before data moves: the parts of an operation that must be the same on all of
+// them (for a send and its recv, all but kind and root). Plain bytes, so that it can lie in shared
+// memory or travel.
 struct Signature {
   OpKind kind;
   ReduceOp reduce;

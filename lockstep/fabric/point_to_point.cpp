@@ -1,6 +1,7 @@
-// A message is a header (what it is, where it lies) and its data. Large data in memory that the receiver can reach is
-// read from there; the sender waits until that is done. All else goes through the channel's mailbox in pieces, two at a
-// time. Both ends count pieces: `sent` by the sender, `received` by the receiver.
+// A message is a header (what it is, where it lies) and its data. Large data in memory that the
+// receiver can reach is read from there; the sender waits until that is done. All else goes through
+// the channel's mailbox in pieces, two at a time. Both ends count pieces: `sent` by the sender,
+// `received` by the receiver.
 #include "lockstep/fabric/point_to_point.h"
 
 #include <algorithm>
@@ -12,7 +13,8 @@
 namespace lockstep::fabric {
 namespace {
 
-constexpr size_t kDirectBytes = 128 << 10;  // below, copying through the mailbox is cheaper than waiting for the receiver
+constexpr size_t kDirectBytes =
+    128 << 10;  // below, copying through the mailbox is cheaper than waiting for the receiver
 
 Wait reached(const std::atomic<uint64_t>& counter, int rank, uint64_t target) {
   // One counter, presented as that of `rank` so that a message about the wait can name it.
@@ -31,9 +33,11 @@ Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces) {
   const Board& board = seat.board();
   Channel& channel = board.channel(seat.rank(), peer);
   const auto data = operation.input;
-  const Location place = data.size() > kDirectBytes ? seat.locate(data.data(), data.size()) : Location{};
+  const Location place =
+      data.size() > kDirectBytes ? seat.locate(data.data(), data.size()) : Location{};
 
-  co_await reached(channel.received, peer, pieces);  // the message before this one has left the channel
+  co_await reached(channel.received, peer,
+                   pieces);  // the message before this one has left the channel
   channel.signature = signature_of(operation);
   channel.data = place;
   if (place.kind != Location::unreachable) {
@@ -65,11 +69,12 @@ Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
   actual.kind = expected.kind;
   actual.root = expected.root;
   if (actual != expected) {
-    throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", seat.group_name(), seat.rank(),
-                               describe(expected), peer, describe(channel.signature)));
+    throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
+                               seat.group_name(), seat.rank(), describe(expected), peer,
+                               describe(channel.signature)));
   }
   if (channel.data.kind != Location::unreachable) {
-    copy_bytes(data.data(), seat.reach(peer, channel.data), data.size());
+    copy_result(data.data(), seat.reach(peer, channel.data), data.size());
     ++pieces;
     count_up(channel.received, seat, peer);
     co_return;

@@ -7,8 +7,9 @@
 
 namespace lockstep::fabric {
 
-// `pieces` is how many have passed through the channel, counted alike at both ends. All arguments must outlive the task. A send is complete when its data can be overwritten, which may be before the
-// receiver has asked for it.
+// `pieces` is how many have passed through the channel, counted alike at both ends. All arguments
+// must outlive the task. A send is complete when its data can be overwritten, which may be before
+// the receiver has asked for it.
 Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces);
 Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces);
 

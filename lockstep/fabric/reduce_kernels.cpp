@@ -43,7 +43,9 @@ struct Element<Half> {
 template <>
 struct Element<BFloat16> {
   using Value = float;
-  static float load(BFloat16 stored) { return std::bit_cast<float>(static_cast<uint32_t>(stored.bits) << 16); }
+  static float load(BFloat16 stored) {
+    return std::bit_cast<float>(static_cast<uint32_t>(stored.bits) << 16);
+  }
   static BFloat16 store(float value) {
     // Round to nearest even; a NaN keeps its upper bits and stays a NaN.
     const auto bits = std::bit_cast<uint32_t>(value);
@@ -62,7 +64,8 @@ struct Element<Bool> {
 struct Sum {
   template <class V>
   static V apply(V a, V b) {
-    if constexpr (std::is_integral_v<V>) {  // wraps around, in unsigned arithmetic because signed overflow is undefined
+    if constexpr (std::is_integral_v<V>) {  // wraps around, in unsigned arithmetic because signed
+                                            // overflow is undefined
       using U = std::make_unsigned_t<V>;
       return static_cast<V>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
     } else {
@@ -84,19 +87,27 @@ struct Product {
 // A NaN on either side is the result, as in torch.
 struct Min {
   template <class V>
-  static V apply(V a, V b) { return a < b || a != a ? a : b; }
+  static V apply(V a, V b) {
+    return a < b || a != a ? a : b;
+  }
 };
 struct Max {
   template <class V>
-  static V apply(V a, V b) { return a > b || a != a ? a : b; }
+  static V apply(V a, V b) {
+    return a > b || a != a ? a : b;
+  }
 };
 struct Any {
   template <class V>
-  static V apply(V a, V b) { return a | b; }
+  static V apply(V a, V b) {
+    return a | b;
+  }
 };
 struct All {
   template <class V>
-  static V apply(V a, V b) { return a & b; }
+  static V apply(V a, V b) {
+    return a & b;
+  }
 };
 
 constexpr size_t kBlock = 512;  // elements held in the first-level cache while a tree is combined
@@ -108,7 +119,8 @@ class Tree {
 
  public:
   // Combines inputs [first, last) of one block into `out`.
-  static void combine(const std::byte* const* inputs, size_t first, size_t last, size_t offset, size_t count, V* out) {
+  static void combine(const std::byte* const* inputs, size_t first, size_t last, size_t offset,
+                      size_t count, V* out) {
     const size_t width = last - first;
     if (width == 1) {
       const T* a = at(inputs[first], offset);
@@ -126,18 +138,22 @@ class Tree {
   }
 
  private:
-  static const T* at(const std::byte* base, size_t offset) { return reinterpret_cast<const T*>(base) + offset; }
+  static const T* at(const std::byte* base, size_t offset) {
+    return reinterpret_cast<const T*>(base) + offset;
+  }
 };
 
 template <class T, class Op, bool kAverage>
-void run(std::byte* const* outputs, size_t num_outputs, const std::byte* const* inputs, size_t num_inputs, size_t count) {
+void run(std::byte* const* outputs, size_t num_outputs, const std::byte* const* inputs,
+         size_t num_inputs, size_t count) {
   using E = Element<T>;
   using V = typename E::Value;
   const auto finish = [num_inputs](V value) {
     if constexpr (kAverage) value = static_cast<V>(value / static_cast<V>(num_inputs));
     return E::store(value);
   };
-  if (num_inputs == 2 && num_outputs <= 2) {  // one pass, no block buffer; an output may be an input, index by index
+  if (num_inputs == 2 &&
+      num_outputs <= 2) {  // one pass, no block buffer; an output may be an input, index by index
     const T *a = reinterpret_cast<const T*>(inputs[0]), *b = reinterpret_cast<const T*>(inputs[1]);
     T* out = reinterpret_cast<T*>(outputs[0]);
     T* second = reinterpret_cast<T*>(outputs[num_outputs - 1]);
@@ -160,18 +176,24 @@ void run(std::byte* const* outputs, size_t num_outputs, const std::byte* const* 
     Tree<T, Op>::combine(inputs, 0, num_inputs, offset, size, values);
     T* first = reinterpret_cast<T*>(outputs[0]) + offset;
     for (size_t i = 0; i < size; ++i) first[i] = finish(values[i]);
-    for (size_t k = 1; k < num_outputs; ++k) std::memcpy(reinterpret_cast<T*>(outputs[k]) + offset, first, size * sizeof(T));
+    for (size_t k = 1; k < num_outputs; ++k)
+      std::memcpy(reinterpret_cast<T*>(outputs[k]) + offset, first, size * sizeof(T));
   }
 }
 
 template <class T>
 ReduceKernel find(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return run<T, Sum, false>;
-    case ReduceOp::avg: return run<T, Sum, true>;
-    case ReduceOp::product: return run<T, Product, false>;
-    case ReduceOp::min: return run<T, Min, false>;
-    case ReduceOp::max: return run<T, Max, false>;
+    case ReduceOp::sum:
+      return run<T, Sum, false>;
+    case ReduceOp::avg:
+      return run<T, Sum, true>;
+    case ReduceOp::product:
+      return run<T, Product, false>;
+    case ReduceOp::min:
+      return run<T, Min, false>;
+    case ReduceOp::max:
+      return run<T, Max, false>;
   }
   return nullptr;
 }
@@ -180,21 +202,32 @@ ReduceKernel find(ReduceOp op) {
 
 ReduceKernel find_kernel(DType dtype, ReduceOp op) {
   switch (dtype) {
-    case DType::float64: return find<double>(op);
-    case DType::float32: return find<float>(op);
-    case DType::float16: return find<Half>(op);
-    case DType::bfloat16: return find<BFloat16>(op);
-    case DType::int64: return find<int64_t>(op);
-    case DType::int32: return find<int32_t>(op);
-    case DType::int8: return find<int8_t>(op);
-    case DType::uint8: return find<uint8_t>(op);
+    case DType::float64:
+      return find<double>(op);
+    case DType::float32:
+      return find<float>(op);
+    case DType::float16:
+      return find<Half>(op);
+    case DType::bfloat16:
+      return find<BFloat16>(op);
+    case DType::int64:
+      return find<int64_t>(op);
+    case DType::int32:
+      return find<int32_t>(op);
+    case DType::int8:
+      return find<int8_t>(op);
+    case DType::uint8:
+      return find<uint8_t>(op);
     case DType::boolean:
       switch (op) {
         case ReduceOp::sum:
-        case ReduceOp::max: return run<Bool, Any, false>;
+        case ReduceOp::max:
+          return run<Bool, Any, false>;
         case ReduceOp::product:
-        case ReduceOp::min: return run<Bool, All, false>;
-        case ReduceOp::avg: return nullptr;
+        case ReduceOp::min:
+          return run<Bool, All, false>;
+        case ReduceOp::avg:
+          return nullptr;
       }
   }
   return nullptr;

@@ -1,4 +1,5 @@
-// The reduction loops, compiled once for each instruction set that matters (LOCKSTEP_ISA) and chosen at run time.
+// The reduction loops, compiled once for each instruction set that matters (LOCKSTEP_ISA) and
+// chosen at run time.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +9,8 @@
 
 namespace lockstep::fabric {
 
-using ReduceKernel = void (*)(std::byte* const* outputs, size_t num_outputs, const std::byte* const* inputs,
-                              size_t num_inputs, size_t count);
+using ReduceKernel = void (*)(std::byte* const* outputs, size_t num_outputs,
+                              const std::byte* const* inputs, size_t num_inputs, size_t count);
 
 namespace baseline {
 ReduceKernel find_kernel(DType dtype, ReduceOp op);

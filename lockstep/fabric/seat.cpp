@@ -8,8 +8,8 @@
 
 namespace lockstep::fabric {
 
-Seat::Seat(std::shared_ptr<Board> board, int rank, std::string group_name, std::shared_ptr<SharedHeap> heap,
-           std::shared_ptr<PeerHeaps> peer_heaps)
+Seat::Seat(std::shared_ptr<Board> board, int rank, std::string group_name,
+           std::shared_ptr<SharedHeap> heap, std::shared_ptr<PeerHeaps> peer_heaps)
     : board_(std::move(board)),
       rank_(rank),
       size_(board_->size()),
@@ -30,14 +30,18 @@ void Seat::enter(const Operation& operation) {
   mine.input = locate(operation.input.data(), operation.input.size());
   mine.output = locate(operation.output.data(), operation.output.size());
   // What peers can read where it is gains from being copied only while it is tiny.
-  mine.eager = operation.input.size() <= (mine.input.kind == Location::unreachable ? kEagerBytes : kEagerBytes / 8);
+  mine.eager = operation.input.size() <=
+               (mine.input.kind == Location::unreachable ? kEagerBytes : kEagerBytes / 8);
   if (mine.eager && !operation.input.empty()) {
     std::memcpy(board_->eager(rank_, sequence_), operation.input.data(), operation.input.size());
   }
   int64_t* counts = board_->counts(rank_, sequence_);
-  if (!operation.send_counts.empty()) std::memcpy(counts, operation.send_counts.data(), operation.send_counts.size() * sizeof(int64_t));
+  if (!operation.send_counts.empty())
+    std::memcpy(counts, operation.send_counts.data(),
+                operation.send_counts.size() * sizeof(int64_t));
   if (!operation.recv_counts.empty()) {
-    std::memcpy(counts + size_, operation.recv_counts.data(), operation.recv_counts.size() * sizeof(int64_t));
+    std::memcpy(counts + size_, operation.recv_counts.data(),
+                operation.recv_counts.size() * sizeof(int64_t));
   }
   show_activity(operation.kind, sequence_, true);
   post();
@@ -51,7 +55,8 @@ void Seat::post() {
 }
 
 Wait Seat::everyone() const {
-  return {reinterpret_cast<const std::byte*>(&board_->slot(0).progress), sizeof(Slot), 0, size_, progress_};
+  return {reinterpret_cast<const std::byte*>(&board_->slot(0).progress), sizeof(Slot), 0, size_,
+          progress_};
 }
 
 void Seat::compare() const {
@@ -59,12 +64,14 @@ void Seat::compare() const {
   bool equal = first.kind != OpKind::all_to_all;  // its blocks have to be looked at
   for (int peer = 1; peer < size_ && equal; ++peer) equal = posting(peer).signature == first;
   if (equal) return;
-  check_agreement({group_name_, sequence_, size_, [this](int rank) -> const Signature& { return posting(rank).signature; },
+  check_agreement({group_name_, sequence_, size_,
+                   [this](int rank) -> const Signature& { return posting(rank).signature; },
                    [this](int rank) { return board_->counts(rank, sequence_); }});
 }
 
 Location Seat::locate(const void* data, size_t bytes) const {
-  if (heap_ == nullptr || bytes == 0) return {Location::address, 0, 0, reinterpret_cast<uint64_t>(data)};
+  if (heap_ == nullptr || bytes == 0)
+    return {Location::address, 0, 0, reinterpret_cast<uint64_t>(data)};
   return heap_->find(data, bytes);
 }
 
@@ -74,7 +81,8 @@ std::byte* Seat::reach(int rank, const Location& location) const {
 }
 
 void Seat::show_activity(OpKind kind, uint64_t sequence, bool running) const {
-  board_->slot(rank_).activity.store(Activity{kind, running, sequence}.pack(), std::memory_order_relaxed);
+  board_->slot(rank_).activity.store(Activity{kind, running, sequence}.pack(),
+                                     std::memory_order_relaxed);
 }
 
 }  // namespace lockstep::fabric

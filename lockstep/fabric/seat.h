@@ -13,8 +13,8 @@ namespace lockstep::fabric {
 class Seat {
  public:
   // Without a heap, ranks are threads of one process and all memory is reachable.
-  Seat(std::shared_ptr<Board> board, int rank, std::string group_name, std::shared_ptr<SharedHeap> heap,
-       std::shared_ptr<PeerHeaps> peer_heaps);
+  Seat(std::shared_ptr<Board> board, int rank, std::string group_name,
+       std::shared_ptr<SharedHeap> heap, std::shared_ptr<PeerHeaps> peer_heaps);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -22,9 +22,11 @@ class Seat {
   Board& board() const { return *board_; }
   uint64_t sequence() const { return sequence_; }
 
-  // The next collective is one that users did not call: it gets the number 0, and theirs begin at 1.
+  // The next collective is one that users did not call: it gets the number 0, and theirs begin
+  // at 1.
   void expect_joining() { sequence_ = UINT64_MAX; }
-  // Enters the next collective: posts what it is and where its data lies, and finishes the first phase.
+  // Enters the next collective: posts what it is and where its data lies, and finishes the first
+  // phase.
   void enter(const Operation& operation);
   // Finishes a phase: what this rank wrote before is there for whoever waits for everyone().
   void post();

@@ -38,16 +38,20 @@ Segment::~Segment() {
 
 void Segment::map(int fd, size_t bytes, int flags) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (address == MAP_FAILED) throw SystemError(format("cannot map {} bytes of shared memory", bytes), errno);
+  if (address == MAP_FAILED)
+    throw SystemError(format("cannot map {} bytes of shared memory", bytes), errno);
   data_ = static_cast<std::byte*>(address);
   size_ = bytes;
-  madvise(address, bytes, MADV_HUGEPAGE);  // fewer TLB misses where the system allows it for shared memory
+  madvise(address, bytes,
+          MADV_HUGEPAGE);  // fewer TLB misses where the system allows it for shared memory
 }
 
 Segment Segment::create(size_t bytes, const char* name) {
-  // The kernel does not limit a memfd: asking it for too much ends with the out-of-memory killer, not with an error.
+  // The kernel does not limit a memfd: asking it for too much ends with the out-of-memory killer,
+  // not with an error.
   if (const uint64_t room = available_memory(); bytes > room) {
-    throw SystemError(format("cannot allocate {} bytes of shared memory, {} are available", bytes, room), ENOMEM);
+    throw SystemError(
+        format("cannot allocate {} bytes of shared memory, {} are available", bytes, room), ENOMEM);
   }
   Segment segment;
   segment.fd_ = Fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -56,8 +60,10 @@ Segment Segment::create(size_t bytes, const char* name) {
   // Allocating now makes "no room" an error here instead of a SIGBUS at the first touch.
   int failure = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   if (failure == 0) failure = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-  if (failure != 0) throw SystemError(format("cannot allocate {} bytes of shared memory", bytes), failure);
-  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) throw SystemError("cannot seal shared memory", errno);
+  if (failure != 0)
+    throw SystemError(format("cannot allocate {} bytes of shared memory", bytes), failure);
+  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    throw SystemError("cannot seal shared memory", errno);
   struct stat status {};
   if (fstat(fd, &status) != 0) throw SystemError("fstat of shared memory", errno);
   segment.handle_ = {getpid(), fd, status.st_ino, bytes};
@@ -75,11 +81,15 @@ Segment Segment::open(const SegmentHandle& handle) {
   const std::string path = format("/proc/{}/fd/{}", handle.pid, handle.fd);
   const Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd.valid()) {
-    throw SystemError(format("cannot open the shared memory of process {} ({}); ranks that share memory must run as one user "
-                             "in one process namespace", handle.pid, path), errno);
+    throw SystemError(format("cannot open the shared memory of process {} ({}); ranks that share "
+                             "memory must run as one user "
+                             "in one process namespace",
+                             handle.pid, path),
+                      errno);
   }
   struct stat status {};
-  if (fstat(fd.get(), &status) != 0 || status.st_ino != handle.inode || static_cast<uint64_t>(status.st_size) != handle.bytes) {
+  if (fstat(fd.get(), &status) != 0 || status.st_ino != handle.inode ||
+      static_cast<uint64_t>(status.st_size) != handle.bytes) {
     throw SystemError(format("{} is not the shared memory that was announced", path), ESTALE);
   }
   Segment segment;

@@ -1,4 +1,5 @@
-// A stretch of shared memory without a name: a sealed memfd that other processes open through its owner's /proc entry.
+// A stretch of shared memory without a name: a sealed memfd that other processes open through its
+// owner's /proc entry.
 #pragma once
 
 #include <sys/types.h>
@@ -11,7 +12,8 @@
 
 namespace lockstep::fabric {
 
-// Enough to find a segment from another process of the same user. The inode tells a reused descriptor from the real one.
+// Enough to find a segment from another process of the same user. The inode tells a reused
+// descriptor from the real one.
 struct SegmentHandle {
   int64_t pid = 0;
   int64_t fd = -1;
@@ -29,7 +31,8 @@ class Segment {
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
 
-  // Zeroed memory that is really there: throws when it cannot be allocated in full, so touching it never faults.
+  // Zeroed memory that is really there: throws when it cannot be allocated in full, so touching it
+  // never faults.
   static Segment create(size_t bytes, const char* name);
   // Memory of this process alone, for ranks that are threads.
   static Segment create_private(size_t bytes);

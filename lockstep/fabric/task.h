@@ -1,4 +1,5 @@
-// An algorithm over the board, written as straight code that pauses wherever it must wait for peers.
+// An algorithm over the board, written as straight code that pauses wherever it must wait for
+// peers.
 #pragma once
 
 #include <atomic>
@@ -10,7 +11,8 @@
 
 namespace lockstep::fabric {
 
-// "These counters have all reached `target`." They lie `stride` bytes apart, one for each rank from `next` to `end`.
+// "These counters have all reached `target`." They lie `stride` bytes apart, one for each rank from
+// `next` to `end`.
 struct Wait {
   const std::byte* counters = nullptr;
   size_t stride = 0;
@@ -19,7 +21,8 @@ struct Wait {
 
   bool ready() {
     while (next < end) {
-      const auto* counter = reinterpret_cast<const std::atomic<uint64_t>*>(counters + static_cast<size_t>(next) * stride);
+      const auto* counter = reinterpret_cast<const std::atomic<uint64_t>*>(
+          counters + static_cast<size_t>(next) * stride);
       if (counter->load(std::memory_order_acquire) < target) return false;
       ++next;
     }
@@ -33,7 +36,9 @@ class Task {
     Wait wait;
     std::exception_ptr failure;
 
-    Task get_return_object() { return Task(std::coroutine_handle<promise_type>::from_promise(*this)); }
+    Task get_return_object() {
+      return Task(std::coroutine_handle<promise_type>::from_promise(*this));
+    }
     std::suspend_always initial_suspend() noexcept { return {}; }
     std::suspend_always final_suspend() noexcept { return {}; }
     void return_void() {}
@@ -67,7 +72,8 @@ class Task {
   // Runs on to the next pause or the end; what it throws is thrown here.
   void resume() {
     handle_.resume();
-    if (handle_.done() && handle_.promise().failure) std::rethrow_exception(handle_.promise().failure);
+    if (handle_.done() && handle_.promise().failure)
+      std::rethrow_exception(handle_.promise().failure);
   }
 
  private:

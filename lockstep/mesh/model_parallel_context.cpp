@@ -34,7 +34,7 @@ Strategy parse_strategy(std::string_view name) {
 
 std::string ModelParallelConfig::backend_name() const {
   if (backend) return *backend;
-  return torch::cuda::is_available() ? "nccl" : "auto";
+  return torch::cuda::is_available() && comm::has_backend("nccl") ? "nccl" : "auto";
 }
 
 std::vector<Axis> ModelParallelConfig::mesh_axes() const {

@@ -1,4 +1,5 @@
-// What the conformance checks do not ask: a user's own backend, memory that lives on, tags and deadlines in messages.
+// What the conformance checks do not ask: a user's own backend, memory that lives on, tags and
+// deadlines in messages.
 #include "lockstep/comm/group.h"
 
 #include <ATen/ATen.h>
@@ -33,11 +34,13 @@ TEST(Group, AUsersBackendIsChosenByItsName) {
     ++made;
     return detail::find_backend("thread").create(std::move(membership));
   });
-  run_threads(2, [](const Group& group) {
-    at::Tensor data = at::ones({4});
-    all_reduce(data, group).wait();
-    EXPECT_EQ(data[0].item<float>(), 2);
-  }, {.backend = "counting"});
+  run_threads(2,
+              [](const Group& group) {
+                at::Tensor data = at::ones({4});
+                all_reduce(data, group).wait();
+                EXPECT_EQ(data[0].item<float>(), 2);
+              },
+              {.backend = "counting"});
   EXPECT_EQ(made, 2);
   EXPECT_THROW(register_backend("counting", {}), ConfigError);
   EXPECT_THROW(register_backend("shm", {}), ConfigError);
@@ -46,33 +49,38 @@ TEST(Group, AUsersBackendIsChosenByItsName) {
 
 TEST(SymmetricMemory, OutlivesItsGroupAndCannotGrow) {
   at::Tensor kept;
-  run_threads(2, [&](const Group& group) {
-    const std::vector<int64_t> shape{10, 3};
-    at::Tensor tensor = symmetric_empty(shape, DType::float32, group).fill_(7);
-    EXPECT_TRUE(is_symmetric(tensor, group));
-    EXPECT_TRUE(is_symmetric(tensor[4], group));
-    EXPECT_FALSE(is_symmetric(at::empty({3}), group));
-    EXPECT_THROW(tensor.detach().resize_({1000}), c10::Error);
-    const Group half = group.split(0, 0);  // memory of a group is memory of its parts
-    EXPECT_TRUE(is_symmetric(tensor, half));
-    all_reduce(tensor, half).wait();
-    if (group.rank() == 0) kept = tensor;
-  }, {.backend = "shm"});
+  run_threads(2,
+              [&](const Group& group) {
+                const std::vector<int64_t> shape{10, 3};
+                at::Tensor tensor = symmetric_empty(shape, DType::float32, group).fill_(7);
+                EXPECT_TRUE(is_symmetric(tensor, group));
+                EXPECT_TRUE(is_symmetric(tensor[4], group));
+                EXPECT_FALSE(is_symmetric(at::empty({3}), group));
+                EXPECT_THROW(tensor.detach().resize_({1000}), c10::Error);
+                const Group half = group.split(0, 0);  // memory of a group is memory of its parts
+                EXPECT_TRUE(is_symmetric(tensor, half));
+                all_reduce(tensor, half).wait();
+                if (group.rank() == 0) kept = tensor;
+              },
+              {.backend = "shm"});
   EXPECT_EQ(kept.min().item<float>(), 14);
   EXPECT_EQ(kept.max().item<float>(), 14);
 }
 
 TEST(SymmetricMemory, NoRoomIsAnError) {
   run_threads(1, [](const Group&) {}, {.backend = "shm"});
-  run_threads(2, [](const Group& group) {
-    const std::vector<int64_t> shape{int64_t{1} << 48};
-    try {
-      (void)symmetric_empty(shape, DType::uint8, group);
-      ADD_FAILURE() << "256 TiB were allocated";
-    } catch (const SystemError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("cannot allocate 281474976710656 bytes of shared memory"));
-    }
-  }, {.backend = "shm"});
+  run_threads(2,
+              [](const Group& group) {
+                const std::vector<int64_t> shape{int64_t{1} << 48};
+                try {
+                  (void)symmetric_empty(shape, DType::uint8, group);
+                  ADD_FAILURE() << "256 TiB were allocated";
+                } catch (const SystemError& error) {
+                  EXPECT_THAT(error.what(),
+                              HasSubstr("cannot allocate 281474976710656 bytes of shared memory"));
+                }
+              },
+              {.backend = "shm"});
 }
 
 TEST(Errors, AWaitEndsAtItsOwnDeadlineAndNamesTheTag) {
@@ -102,18 +110,22 @@ TEST(Errors, AWaitEndsAtItsOwnDeadlineAndNamesTheTag) {
 TEST(Errors, AThreadRankThatThrowsEndsTheOthers) {
   for (const char* backend : {"thread", "shm", "gloo"}) {
     std::atomic<int> lost{0};
-    EXPECT_THROW(run_threads(3, [&](const Group& group) {
-      at::Tensor data = at::ones({5});
-      all_reduce(data, group).wait();
-      if (group.rank() == 1) throw std::runtime_error("rank 1 has a problem");
-      try {
-        all_reduce(data, group).wait();
-      } catch (const PeerLost& error) {
-        EXPECT_EQ(error.rank(), 1) << error.what();
-        ++lost;
-        throw;
-      }
-    }, {.backend = backend}), std::runtime_error);
+    EXPECT_THROW(run_threads(3,
+                             [&](const Group& group) {
+                               at::Tensor data = at::ones({5});
+                               all_reduce(data, group).wait();
+                               if (group.rank() == 1)
+                                 throw std::runtime_error("rank 1 has a problem");
+                               try {
+                                 all_reduce(data, group).wait();
+                               } catch (const PeerLost& error) {
+                                 EXPECT_EQ(error.rank(), 1) << error.what();
+                                 ++lost;
+                                 throw;
+                               }
+                             },
+                             {.backend = backend}),
+                 std::runtime_error);
     EXPECT_EQ(lost, 2) << backend;
   }
 }

@@ -12,8 +12,9 @@ int main(int argc, char** argv) {
     const comm::Group world = comm::init({.backend = argc > 1 ? argv[1] : "auto"});
     at::Tensor sum = at::full({3}, world.rank() + 1, at::kLong);
     comm::all_reduce(sum, world).wait();
-    std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(), world.local_rank(), world.local_size(),
-                std::string(world.backend()).c_str(), sum[0].item<int64_t>());
+    std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
+                world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),
+                sum[0].item<int64_t>());
     return 0;
   } catch (const ConfigError& error) {
     std::fprintf(stderr, "config error: %s\n", error.what());

@@ -1,4 +1,5 @@
-// Programs started by our launcher, by torchrun, by mpirun, by Slurm's variables, or by nobody, all come together.
+// Programs started by our launcher, by torchrun, by mpirun, by Slurm's variables, or by nobody, all
+// come together.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -31,14 +32,17 @@ TEST(Init, OurLauncherAndEveryBackend) {
     EXPECT_EQ(result.code, 0) << result.err;
     for (int rank = 0; rank < 3; ++rank) {
       const std::string r = std::to_string(rank);
-      EXPECT_THAT(result.out, HasSubstr("rank " + r + " of 3, local " + r + " of 3, backend " + (backend == "auto" ? "shm" : backend) + ", sum 6"));
+      EXPECT_THAT(result.out, HasSubstr("rank " + r + " of 3, local " + r + " of 3, backend " +
+                                        (backend == "auto" ? "shm" : backend) + ", sum 6"));
     }
   }
 }
 
 TEST(Init, AutoOverTwoHostsIsGlooAndLocalRanksAreReal) {
   // Ranks 0 and 2 say that they are on one host, 1 and 3 on another.
-  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "4", "sh", "-c", "LOCKSTEP_HOST=host$((RANK % 2)) GLOO_SOCKET_IFNAME=lo exec " + kProgram});
+  const Result result =
+      run({LOCKSTEP_COMMAND, "run", "-n", "4", "sh", "-c",
+           "LOCKSTEP_HOST=host$((RANK % 2)) GLOO_SOCKET_IFNAME=lo exec " + kProgram});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 2 of 4, local 1 of 2, backend gloo, sum 10"));
   EXPECT_THAT(result.out, HasSubstr("rank 3 of 4, local 1 of 2, backend gloo, sum 10"));
@@ -46,17 +50,22 @@ TEST(Init, AutoOverTwoHostsIsGlooAndLocalRanksAreReal) {
 }
 
 TEST(Init, ShmOverTwoHostsIsRefused) {
-  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c", "LOCKSTEP_HOST=host$RANK exec " + kProgram + " shm"});
+  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c",
+                             "LOCKSTEP_HOST=host$RANK exec " + kProgram + " shm"});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("backend shm: the 2 ranks of group 'world' are on 2 hosts, must be on one"));
+  EXPECT_THAT(
+      result.err,
+      HasSubstr("backend shm: the 2 ranks of group 'world' are on 2 hosts, must be on one"));
 }
 
 #ifdef LOCKSTEP_MPIRUN
 TEST(Init, Mpirun) {
   for (const std::string backend : {"auto", "mpi", "gloo", "shm"}) {
-    const Result result = run({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", kProgram, backend});
+    const Result result = run(
+        {LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", kProgram, backend});
     EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("rank 1 of 3, local 1 of 3, backend " + (backend == "auto" ? "shm" : backend) + ", sum 6"));
+    EXPECT_THAT(result.out, HasSubstr("rank 1 of 3, local 1 of 3, backend " +
+                                      (backend == "auto" ? "shm" : backend) + ", sum 6"));
   }
 }
 
@@ -71,8 +80,9 @@ TEST(Init, MpiWithoutAnMpiLauncherSaysSo) {
 TEST(Init, Torchrun) {
   for (const std::string backend : {"shm", "gloo"}) {
     // Debian's torch 1.13 cannot read its own default of these two options under Python 3.11.
-    const Result result = run({LOCKSTEP_TORCHRUN_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--redirects", "1",
-                               "--tee", "1", "--no_python", kProgram, backend});
+    const Result result = run({LOCKSTEP_TORCHRUN_PYTHON, "-m", "torch.distributed.run",
+                               "--standalone", "--nproc_per_node", "2", "--redirects", "1", "--tee",
+                               "1", "--no_python", kProgram, backend});
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, backend " + backend + ", sum 3"));
   }
@@ -80,16 +90,19 @@ TEST(Init, Torchrun) {
 
 TEST(Init, PythonProgramsUnderOurLauncher) {
   const std::string program =
-      "import torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.full((3,), d.get_rank() + 1.0); d.all_reduce(t); "
+      "import torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.full((3,), "
+      "d.get_rank() + 1.0); d.all_reduce(t); "
       "print('python rank', d.get_rank(), 'sum', t[0].item())";
-  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", LOCKSTEP_TORCHRUN_PYTHON, "-c", program});
+  const Result result =
+      run({LOCKSTEP_COMMAND, "run", "-n", "2", LOCKSTEP_TORCHRUN_PYTHON, "-c", program});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("python rank 1 sum 3.0"));
 }
 #endif
 
 // Two processes with the given variables each.
-std::pair<Result, Result> run_pair(const std::vector<std::string>& first, const std::vector<std::string>& second) {
+std::pair<Result, Result> run_pair(const std::vector<std::string>& first,
+                                   const std::vector<std::string>& second) {
   Subprocess a({kProgram}, first), b({kProgram}, second);
   Result result_b = b.wait(milliseconds{60'000});
   return {a.wait(milliseconds{60'000}), result_b};
@@ -103,14 +116,17 @@ std::string some_port() {
 
 TEST(Init, VariablesSetByHand) {
   const std::string port = "MASTER_PORT=" + some_port();
-  const auto [a, b] = run_pair({"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port});
+  const auto [a, b] = run_pair({"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port},
+                               {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port});
   EXPECT_EQ(a.code, 0) << a.err;
   EXPECT_THAT(b.out, HasSubstr("rank 1 of 2, local 1 of 2, backend shm, sum 3")) << b.err;
 }
 
 TEST(Init, SlurmStep) {
   const std::string port = "MASTER_PORT=" + some_port();
-  const std::vector<std::string> step{"SLURM_JOB_ID=77", "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NODELIST=localhost", port};
+  const std::vector<std::string> step{"SLURM_JOB_ID=77", "SLURM_STEP_ID=0",
+                                      "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NODELIST=localhost",
+                                      port};
   auto first = step, second = step;
   first.insert(first.end(), {"SLURM_PROCID=0", "SLURM_LOCALID=0"});
   second.insert(second.end(), {"SLURM_PROCID=1", "SLURM_LOCALID=1"});
@@ -120,17 +136,23 @@ TEST(Init, SlurmStep) {
 }
 
 TEST(Init, AMissingRankIsNamedAtTheDeadline) {
-  const Result result = run({kProgram}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});
+  const Result result = run({kProgram}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
+                                         "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});
   EXPECT_EQ(result.code, 1);
   EXPECT_THAT(result.err, HasSubstr("[init] 1 of 3 ranks came; missing: 1, 2"));
 }
 
 TEST(Init, BadInput) {
-  EXPECT_THAT(run({kProgram, "carrier-pigeon"}).err, HasSubstr("backend 'carrier-pigeon' is not known; there are auto, thread, shm, mpi, gloo"));
-  EXPECT_THAT(run({kProgram}, {"RANK=3", "WORLD_SIZE=2"}).err, HasSubstr("RANK=3 and WORLD_SIZE=2"));
-  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2"}).err, HasSubstr("set MASTER_ADDR and MASTER_PORT"));
+  EXPECT_THAT(
+      run({kProgram, "carrier-pigeon"}).err,
+      HasSubstr("backend 'carrier-pigeon' is not known; there are auto, thread, shm, mpi, gloo"));
+  EXPECT_THAT(run({kProgram}, {"RANK=3", "WORLD_SIZE=2"}).err,
+              HasSubstr("RANK=3 and WORLD_SIZE=2"));
+  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2"}).err,
+              HasSubstr("set MASTER_ADDR and MASTER_PORT"));
   EXPECT_THAT(run({kProgram, "thread"}).err, HasSubstr("use run_threads"));
-  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2", "LOCKSTEP_TIMEOUT=soon"}).err, HasSubstr("LOCKSTEP_TIMEOUT=soon must be a number"));
+  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2", "LOCKSTEP_TIMEOUT=soon"}).err,
+              HasSubstr("LOCKSTEP_TIMEOUT=soon must be a number"));
 }
 
 }  // namespace

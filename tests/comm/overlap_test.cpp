@@ -1,5 +1,5 @@
-// An operation runs while its caller computes: shown by the trace, not by a clock. Under each backend that has a thread of
-// its own for it.
+// An operation runs while its caller computes: shown by the trace, not by a clock. Under each
+// backend that has a thread of its own for it.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -34,7 +34,8 @@ std::vector<Span> spans(const json& events, int rank, const std::string& name) {
 
 json read_trace(const std::string& folder) {
   std::string text;
-  for (const auto& file : std::filesystem::directory_iterator(folder)) text += test::read_file(file.path());
+  for (const auto& file : std::filesystem::directory_iterator(folder))
+    text += test::read_file(file.path());
   // The format leaves the array open and ends every event with a comma.
   text = text.substr(0, text.rfind(',')) + "]";
   return json::parse(text);
@@ -43,20 +44,24 @@ json read_trace(const std::string& folder) {
 // Its own process sets LOCKSTEP_TRACE before anything reads it: see main below.
 TEST(Overlap, CommunicationRunsBesideComputation) {
   for (const std::string backend : {"thread", "shm", "gloo"}) {
-    run_threads(2, [&](const Group& group) {
-      at::Tensor gradient = at::ones({4'000'000});
-      Work work = all_reduce(gradient, group, {.tag = backend});
-      {
-        // Computes until the operation is done: it cannot wait for it, so somebody else must have moved the data.
-        const trace::Span span("compute", "compute " + backend);
-        at::Tensor weights = at::ones({64, 64});
-        const Deadline deadline(milliseconds{60'000});
-        while (!work.done() && !deadline.passed()) weights = weights.matmul(weights).clamp(-1, 1);
-      }
-      EXPECT_TRUE(work.done()) << backend;
-      work.wait();
-      EXPECT_EQ(gradient[1].item<float>(), 2);
-    }, {.backend = backend});
+    run_threads(2,
+                [&](const Group& group) {
+                  at::Tensor gradient = at::ones({4'000'000});
+                  Work work = all_reduce(gradient, group, {.tag = backend});
+                  {
+                    // Computes until the operation is done: it cannot wait for it, so somebody else
+                    // must have moved the data.
+                    const trace::Span span("compute", "compute " + backend);
+                    at::Tensor weights = at::ones({64, 64});
+                    const Deadline deadline(milliseconds{60'000});
+                    while (!work.done() && !deadline.passed())
+                      weights = weights.matmul(weights).clamp(-1, 1);
+                  }
+                  EXPECT_TRUE(work.done()) << backend;
+                  work.wait();
+                  EXPECT_EQ(gradient[1].item<float>(), 2);
+                },
+                {.backend = backend});
   }
   trace::flush();
   const json events = read_trace(std::getenv("LOCKSTEP_TRACE"));
@@ -66,11 +71,15 @@ TEST(Overlap, CommunicationRunsBesideComputation) {
       ASSERT_EQ(compute.size(), 1u);
       bool inside = false;
       for (const json& event : events) {
-        if (event["ph"] != "X" || event["name"] != "all_reduce" || event["pid"] != rank || event["args"]["tag"] != backend) continue;
+        if (event["ph"] != "X" || event["name"] != "all_reduce" || event["pid"] != rank ||
+            event["args"]["tag"] != backend)
+          continue;
         const double start = event["ts"], end = start + event["dur"].get<double>();
-        inside = inside || (std::max(start, compute[0].start) < std::min(end, compute[0].end) && event["args"]["bytes"] == 16'000'000);
+        inside = inside || (std::max(start, compute[0].start) < std::min(end, compute[0].end) &&
+                            event["args"]["bytes"] == 16'000'000);
       }
-      EXPECT_TRUE(inside) << backend << " rank " << rank << ": no all_reduce inside the computation";
+      EXPECT_TRUE(inside) << backend << " rank " << rank
+                          << ": no all_reduce inside the computation";
     }
   }
 }

@@ -36,8 +36,9 @@ std::vector<Case> cases() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(, ThreadRanks, ::testing::ValuesIn(cases()),
-                         [](const auto& info) { return info.param.backend + std::to_string(info.param.ranks); });
+INSTANTIATE_TEST_SUITE_P(, ThreadRanks, ::testing::ValuesIn(cases()), [](const auto& info) {
+  return info.param.backend + std::to_string(info.param.ranks);
+});
 
 }  // namespace
 }  // namespace lockstep::comm

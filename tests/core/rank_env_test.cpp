@@ -199,6 +199,9 @@ TEST(RankEnv, ContradictionsAreErrors) {
                                                HasSubstr("below the world size"))));
   EXPECT_THROW(detect(with(kTorchrun, "RANK", "-1")), ConfigError);
   EXPECT_THROW(detect(with(kTorchrun, "WORLD_SIZE", "0")), ConfigError);
+  EXPECT_THAT([] { detect(with(kTorchrun, "LOCAL_RANK", "4")); },
+              ThrowsMessage<ConfigError>(
+                  AllOf(HasSubstr("LOCAL_RANK=4"), HasSubstr("LOCAL_WORLD_SIZE=4"))));
   EXPECT_THAT([] { detect(with(kOpenMpi, "OMPI_COMM_WORLD_RANK", "4")); },
               ThrowsMessage<ConfigError>(HasSubstr("OMPI_COMM_WORLD_RANK=4")));
   EXPECT_THROW(detect(with(kSlurm, "SLURM_PROCID", "4")), ConfigError);

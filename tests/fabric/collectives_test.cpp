@@ -1,5 +1,6 @@
-// The collectives of threads and shared memory, on their own: all sizes around the limits where the way data travels
-// changes (eager, staged, direct), checked element by element. Runs under the thread sanitizer too.
+// The collectives of threads and shared memory, on their own: all sizes around the limits where the
+// way data travels changes (eager, staged, direct), checked element by element. Runs under the
+// thread sanitizer too.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -15,7 +16,9 @@ namespace {
 using ::testing::HasSubstr;
 
 // The value that rank r puts at place i; small whole numbers, so that sums are exact in any order.
-float value(int rank, size_t i) { return static_cast<float>((static_cast<size_t>(rank) * 7 + i * 3) % 101); }
+float value(int rank, size_t i) {
+  return static_cast<float>((static_cast<size_t>(rank) * 7 + i * 3) % 101);
+}
 
 // A buffer in ordinary or in symmetric memory.
 class Buffer {
@@ -48,7 +51,8 @@ struct Case {
 class Collectives : public ::testing::TestWithParam<Case> {
  protected:
   void run(const std::function<void(Member&)>& body) {
-    for (const auto& error : run_ranks(GetParam().memory, GetParam().ranks, body)) EXPECT_EQ(what(error), "");
+    for (const auto& error : run_ranks(GetParam().memory, GetParam().ranks, body))
+      EXPECT_EQ(what(error), "");
   }
   Buffer buffer(Member& member, size_t count) { return {member, count, GetParam().symmetric}; }
   // One piece of staging holds 65536 floats, an eager buffer 4096.
@@ -67,11 +71,16 @@ TEST_P(Collectives, AllReduceAndReduce) {
       for (int root = -1; root < me.size; root += 2) {
         Buffer data = buffer(me, count);
         for (size_t i = 0; i < count; ++i) data.values()[i] = value(me.rank, i);
-        me.run({.kind = root < 0 ? OpKind::all_reduce : OpKind::reduce, .dtype = DType::float32, .root = root,
-                .input = data.bytes(), .output = data.bytes(), .count = static_cast<int64_t>(count)});
+        me.run({.kind = root < 0 ? OpKind::all_reduce : OpKind::reduce,
+                .dtype = DType::float32,
+                .root = root,
+                .input = data.bytes(),
+                .output = data.bytes(),
+                .count = static_cast<int64_t>(count)});
         const bool result_here = root < 0 || root == me.rank;
         for (size_t i = 0; i < count; ++i) {
-          ASSERT_EQ(data.values()[i], result_here ? sum_of(me.size, i) : value(me.rank, i)) << count << " at " << i;
+          ASSERT_EQ(data.values()[i], result_here ? sum_of(me.size, i) : value(me.rank, i))
+              << count << " at " << i;
         }
       }
     }
@@ -84,7 +93,11 @@ TEST_P(Collectives, Broadcast) {
       const int root = static_cast<int>(count) % me.size;
       Buffer data = buffer(me, count);
       for (size_t i = 0; i < count; ++i) data.values()[i] = value(me.rank, i);
-      Operation op{.kind = OpKind::broadcast, .dtype = DType::float32, .root = root, .output = data.bytes(), .count = static_cast<int64_t>(count)};
+      Operation op{.kind = OpKind::broadcast,
+                   .dtype = DType::float32,
+                   .root = root,
+                   .output = data.bytes(),
+                   .count = static_cast<int64_t>(count)};
       if (me.rank == root) op.input = data.bytes();
       me.run(op);
       for (size_t i = 0; i < count; ++i) ASSERT_EQ(data.values()[i], value(root, i));
@@ -96,21 +109,33 @@ TEST_P(Collectives, UnevenAllGatherAndReduceScatter) {
   run([&](Member& me) {
     for (const size_t count : counts_) {
       std::vector<int64_t> blocks;
-      for (int rank = 0; rank < me.size; ++rank) blocks.push_back(rank % 3 == 1 ? 0 : static_cast<int64_t>(count) + rank);
-      const auto total = static_cast<size_t>(std::accumulate(blocks.begin(), blocks.end(), int64_t{0}));
+      for (int rank = 0; rank < me.size; ++rank)
+        blocks.push_back(rank % 3 == 1 ? 0 : static_cast<int64_t>(count) + rank);
+      const auto total =
+          static_cast<size_t>(std::accumulate(blocks.begin(), blocks.end(), int64_t{0}));
       const auto mine = static_cast<size_t>(blocks[static_cast<size_t>(me.rank)]);
-      const auto start = static_cast<size_t>(std::accumulate(blocks.begin(), blocks.begin() + me.rank, int64_t{0}));
+      const auto start = static_cast<size_t>(
+          std::accumulate(blocks.begin(), blocks.begin() + me.rank, int64_t{0}));
       Buffer part = buffer(me, mine), whole = buffer(me, total);
       for (size_t i = 0; i < mine; ++i) part.values()[i] = value(me.rank, i);
-      me.run({.kind = OpKind::all_gather, .dtype = DType::float32, .input = part.bytes(), .output = whole.bytes(),
-              .recv_counts = blocks, .count = static_cast<int64_t>(total)});
+      me.run({.kind = OpKind::all_gather,
+              .dtype = DType::float32,
+              .input = part.bytes(),
+              .output = whole.bytes(),
+              .recv_counts = blocks,
+              .count = static_cast<int64_t>(total)});
       size_t at = 0;
       for (int rank = 0; rank < me.size; ++rank) {
-        for (int64_t i = 0; i < blocks[static_cast<size_t>(rank)]; ++i) ASSERT_EQ(whole.values()[at++], value(rank, static_cast<size_t>(i)));
+        for (int64_t i = 0; i < blocks[static_cast<size_t>(rank)]; ++i)
+          ASSERT_EQ(whole.values()[at++], value(rank, static_cast<size_t>(i)));
       }
       for (size_t i = 0; i < total; ++i) whole.values()[i] = value(me.rank, i);
-      me.run({.kind = OpKind::reduce_scatter, .dtype = DType::float32, .input = whole.bytes(), .output = part.bytes(),
-              .send_counts = blocks, .count = static_cast<int64_t>(total)});
+      me.run({.kind = OpKind::reduce_scatter,
+              .dtype = DType::float32,
+              .input = whole.bytes(),
+              .output = part.bytes(),
+              .send_counts = blocks,
+              .count = static_cast<int64_t>(total)});
       for (size_t i = 0; i < mine; ++i) ASSERT_EQ(part.values()[i], sum_of(me.size, start + i));
     }
   });
@@ -126,33 +151,51 @@ TEST_P(Collectives, AllToAllGatherScatter) {
         sends.push_back(static_cast<int64_t>(count) + me.rank + 2 * peer);
         receives.push_back(static_cast<int64_t>(count) + peer + 2 * me.rank);
       }
-      Buffer out = buffer(me, static_cast<size_t>(std::accumulate(sends.begin(), sends.end(), int64_t{0})));
-      Buffer in = buffer(me, static_cast<size_t>(std::accumulate(receives.begin(), receives.end(), int64_t{0})));
+      Buffer out =
+          buffer(me, static_cast<size_t>(std::accumulate(sends.begin(), sends.end(), int64_t{0})));
+      Buffer in = buffer(
+          me, static_cast<size_t>(std::accumulate(receives.begin(), receives.end(), int64_t{0})));
       size_t at = 0;
       for (int to = 0; to < me.size; ++to) {
-        for (int64_t i = 0; i < sends[static_cast<size_t>(to)]; ++i) out.values()[at++] = value(me.rank * 13 + to, static_cast<size_t>(i));
+        for (int64_t i = 0; i < sends[static_cast<size_t>(to)]; ++i)
+          out.values()[at++] = value(me.rank * 13 + to, static_cast<size_t>(i));
       }
-      me.run({.kind = OpKind::all_to_all, .dtype = DType::float32, .input = out.bytes(), .output = in.bytes(),
-              .send_counts = sends, .recv_counts = receives});
+      me.run({.kind = OpKind::all_to_all,
+              .dtype = DType::float32,
+              .input = out.bytes(),
+              .output = in.bytes(),
+              .send_counts = sends,
+              .recv_counts = receives});
       at = 0;
       for (int from = 0; from < me.size; ++from) {
-        for (int64_t i = 0; i < receives[static_cast<size_t>(from)]; ++i) ASSERT_EQ(in.values()[at++], value(from * 13 + me.rank, static_cast<size_t>(i)));
+        for (int64_t i = 0; i < receives[static_cast<size_t>(from)]; ++i)
+          ASSERT_EQ(in.values()[at++], value(from * 13 + me.rank, static_cast<size_t>(i)));
       }
 
       const int root = me.size - 1;
       Buffer part = buffer(me, count), whole = buffer(me, count * n);
       for (size_t i = 0; i < count; ++i) part.values()[i] = value(me.rank, i);
-      Operation gather{.kind = OpKind::gather, .dtype = DType::float32, .root = root, .input = part.bytes(), .count = static_cast<int64_t>(count)};
+      Operation gather{.kind = OpKind::gather,
+                       .dtype = DType::float32,
+                       .root = root,
+                       .input = part.bytes(),
+                       .count = static_cast<int64_t>(count)};
       if (me.rank == root) gather.output = whole.bytes();
       me.run(gather);
       if (me.rank == root) {
-        for (size_t i = 0; i < count * n; ++i) ASSERT_EQ(whole.values()[i], value(static_cast<int>(i / count), i % count));
+        for (size_t i = 0; i < count * n; ++i)
+          ASSERT_EQ(whole.values()[i], value(static_cast<int>(i / count), i % count));
         for (size_t i = 0; i < count * n; ++i) whole.values()[i] = value(3, i);
       }
-      Operation scatter{.kind = OpKind::scatter, .dtype = DType::float32, .root = root, .output = part.bytes(), .count = static_cast<int64_t>(count)};
+      Operation scatter{.kind = OpKind::scatter,
+                        .dtype = DType::float32,
+                        .root = root,
+                        .output = part.bytes(),
+                        .count = static_cast<int64_t>(count)};
       if (me.rank == root) scatter.input = whole.bytes();
       me.run(scatter);
-      for (size_t i = 0; i < count; ++i) ASSERT_EQ(part.values()[i], value(3, static_cast<size_t>(me.rank) * count + i));
+      for (size_t i = 0; i < count; ++i)
+        ASSERT_EQ(part.values()[i], value(3, static_cast<size_t>(me.rank) * count + i));
     }
   });
 }
@@ -169,21 +212,31 @@ TEST_P(Collectives, MessagesBothWaysAtOnceAndInOrder) {
     // All sends first: none may need the receiver's help to let the receives begin.
     for (size_t k = 0; k < counts_.size(); ++k) {
       for (size_t i = 0; i < counts_[k]; ++i) sent[k].values()[i] = value(me.rank, i + k);
-      tickets.push_back(me.engine.submit({.kind = OpKind::send, .dtype = DType::float32, .root = next, .input = sent[k].bytes(),
-                                          .count = static_cast<int64_t>(counts_[k])}, nullptr));
+      tickets.push_back(me.engine.submit({.kind = OpKind::send,
+                                          .dtype = DType::float32,
+                                          .root = next,
+                                          .input = sent[k].bytes(),
+                                          .count = static_cast<int64_t>(counts_[k])},
+                                         nullptr));
     }
     for (size_t k = 0; k < counts_.size(); ++k) {
-      tickets.push_back(me.engine.submit({.kind = OpKind::recv, .dtype = DType::float32, .root = previous, .output = received[k].bytes(),
-                                          .count = static_cast<int64_t>(counts_[k])}, nullptr));
+      tickets.push_back(me.engine.submit({.kind = OpKind::recv,
+                                          .dtype = DType::float32,
+                                          .root = previous,
+                                          .output = received[k].bytes(),
+                                          .count = static_cast<int64_t>(counts_[k])},
+                                         nullptr));
     }
     for (auto& ticket : tickets) me.engine.wait(*ticket);
     for (size_t k = 0; k < counts_.size(); ++k) {
-      for (size_t i = 0; i < counts_[k]; ++i) ASSERT_EQ(received[k].values()[i], value(previous, i + k));
+      for (size_t i = 0; i < counts_[k]; ++i)
+        ASSERT_EQ(received[k].values()[i], value(previous, i + k));
     }
   });
 }
 
-// Many operations in flight, waited for in the reverse order, beside messages: nothing is lost, nothing overtakes.
+// Many operations in flight, waited for in the reverse order, beside messages: nothing is lost,
+// nothing overtakes.
 TEST_P(Collectives, ManyInFlight) {
   run([&](Member& me) {
     std::vector<Buffer> data;
@@ -191,8 +244,12 @@ TEST_P(Collectives, ManyInFlight) {
     for (size_t k = 0; k < 40; ++k) data.push_back(buffer(me, k % 3 == 0 ? 70'000 : 10 + k));
     for (size_t k = 0; k < data.size(); ++k) {
       for (float& v : data[k].values()) v = value(me.rank, k);
-      tickets.push_back(me.engine.submit({.kind = OpKind::all_reduce, .dtype = DType::float32, .input = data[k].bytes(), .output = data[k].bytes(),
-                                          .count = static_cast<int64_t>(data[k].values().size())}, nullptr));
+      tickets.push_back(me.engine.submit({.kind = OpKind::all_reduce,
+                                          .dtype = DType::float32,
+                                          .input = data[k].bytes(),
+                                          .output = data[k].bytes(),
+                                          .count = static_cast<int64_t>(data[k].values().size())},
+                                         nullptr));
     }
     for (size_t k = data.size(); k-- > 0;) {
       me.engine.wait(*tickets[k]);
@@ -213,13 +270,20 @@ std::vector<Case> cases() {
 
 INSTANTIATE_TEST_SUITE_P(, Collectives, ::testing::ValuesIn(cases()), [](const auto& info) {
   const Case& c = info.param;
-  return std::string(c.memory == Memory::threads ? "threads" : c.symmetric ? "symmetric" : "staged") + std::to_string(c.ranks);
+  return std::string(c.memory == Memory::threads ? "threads"
+                     : c.symmetric               ? "symmetric"
+                                                 : "staged") +
+         std::to_string(c.ranks);
 });
 
 class Faults : public ::testing::TestWithParam<Memory> {};
 
 Operation all_reduce(std::vector<float>& data) {
-  return {.kind = OpKind::all_reduce, .dtype = DType::float32, .input = bytes(data), .output = bytes(data), .count = static_cast<int64_t>(data.size())};
+  return {.kind = OpKind::all_reduce,
+          .dtype = DType::float32,
+          .input = bytes(data),
+          .output = bytes(data),
+          .count = static_cast<int64_t>(data.size())};
 }
 
 TEST_P(Faults, DifferentOperationsFailEverywhereAndShowBothSides) {
@@ -229,14 +293,17 @@ TEST_P(Faults, DifferentOperationsFailEverywhereAndShowBothSides) {
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(is<MismatchError>(error));
-    EXPECT_THAT(what(error), HasSubstr("ranks 0, 2 called all_reduce(float32[4], sum); rank 1 called all_reduce(float32[5], sum)"));
+    EXPECT_THAT(what(error), HasSubstr("ranks 0, 2 called all_reduce(float32[4], sum); rank 1 "
+                                       "called all_reduce(float32[5], sum)"));
   }
 }
 
 TEST_P(Faults, TagRootDtypeAndReductionAreCompared) {
   const std::vector<std::function<void(Operation&)>> changes{
-      [](Operation& op) { op.tag = "bucket1"; }, [](Operation& op) { op.root = 1; }, [](Operation& op) { op.dtype = DType::int32; },
-      [](Operation& op) { op.reduce = ReduceOp::max; }, [](Operation& op) { op.kind = OpKind::all_reduce; }};
+      [](Operation& op) { op.tag = "bucket1"; }, [](Operation& op) { op.root = 1; },
+      [](Operation& op) { op.dtype = DType::int32; },
+      [](Operation& op) { op.reduce = ReduceOp::max; },
+      [](Operation& op) { op.kind = OpKind::all_reduce; }};
   for (const auto& change : changes) {
     const auto errors = run_ranks(GetParam(), 2, [&](Member& me) {
       std::vector<float> data(4);
@@ -254,26 +321,43 @@ TEST_P(Faults, TagRootDtypeAndReductionAreCompared) {
 TEST_P(Faults, AllToAllBlocksMustMatch) {
   const auto errors = run_ranks(GetParam(), 2, [](Member& me) {
     std::vector<float> in(4), out(4);
-    Operation op{.kind = OpKind::all_to_all, .dtype = DType::float32, .input = bytes(in), .output = bytes(out), .send_counts = {2, 2}, .recv_counts = {2, 2}};
+    Operation op{.kind = OpKind::all_to_all,
+                 .dtype = DType::float32,
+                 .input = bytes(in),
+                 .output = bytes(out),
+                 .send_counts = {2, 2},
+                 .recv_counts = {2, 2}};
     if (me.rank == 1) op.send_counts = {3, 1};
     me.run(op);
   });
-  for (const auto& error : errors) EXPECT_THAT(what(error), HasSubstr("rank 1 sends 3 elements to rank 0, which expects 2"));
+  for (const auto& error : errors)
+    EXPECT_THAT(what(error), HasSubstr("rank 1 sends 3 elements to rank 0, which expects 2"));
 }
 
 TEST_P(Faults, MessagesOfDifferentSizesFailAtBothEnds) {
   const auto errors = run_ranks(GetParam(), 2, [](Member& me) {
     std::vector<float> data(me.rank == 0 ? 4 : 8);
     if (me.rank == 0) {
-      me.run({.kind = OpKind::send, .dtype = DType::float32, .root = 1, .input = bytes(data), .count = 4});
+      me.run({.kind = OpKind::send,
+              .dtype = DType::float32,
+              .root = 1,
+              .input = bytes(data),
+              .count = 4});
     } else {
-      me.run({.kind = OpKind::recv, .dtype = DType::float32, .root = 0, .output = bytes(data), .count = 8});
+      me.run({.kind = OpKind::recv,
+              .dtype = DType::float32,
+              .root = 0,
+              .output = bytes(data),
+              .count = 8});
     }
     me.run({.kind = OpKind::barrier});
   });
   for (const auto& error : errors) {
     EXPECT_TRUE(is<MismatchError>(error)) << what(error);
-    EXPECT_THAT(what(error), HasSubstr("rank 1 called recv(float32[8], from 0), but rank 0 called send(float32[4], to 1)"));
+    EXPECT_THAT(
+        what(error),
+        HasSubstr(
+            "rank 1 called recv(float32[8], from 0), but rank 0 called send(float32[4], to 1)"));
   }
 }
 
@@ -287,49 +371,59 @@ TEST_P(Faults, ARankThatLeavesIsNamedWithItsLastOperation) {
   for (const int rank : {0, 1}) {
     EXPECT_TRUE(is<PeerLost>(errors[static_cast<size_t>(rank)]));
     EXPECT_THAT(what(errors[static_cast<size_t>(rank)]), HasSubstr("rank 2"));
-    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]), HasSubstr("has left the group, while operation #2 all_reduce(float32[100000], sum)"));
-    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]), HasSubstr("rank 2 has finished barrier #1"));
+    EXPECT_THAT(
+        what(errors[static_cast<size_t>(rank)]),
+        HasSubstr("has left the group, while operation #2 all_reduce(float32[100000], sum)"));
+    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]),
+                HasSubstr("rank 2 has finished barrier #1"));
   }
 }
 
 TEST_P(Faults, ALateRankIsATimeoutForEverybodyThatWaits) {
   std::atomic<int> given_up{0};
-  const auto errors = run_ranks(GetParam(), 3, [&](Member& me) {
-    me.run({.kind = OpKind::barrier});
-    std::vector<float> data(10);
-    Operation op = all_reduce(data);
-    op.timeout = milliseconds{200};
-    if (me.rank == 1) {
-      while (given_up < 2) std::this_thread::yield();  // alive, but never comes
-      return;
-    }
-    try {
-      me.run(op);
-    } catch (...) {
-      ++given_up;
-      throw;
-    }
-  }, {.warn_after = milliseconds{50}});
+  const auto errors = run_ranks(GetParam(), 3,
+                                [&](Member& me) {
+                                  me.run({.kind = OpKind::barrier});
+                                  std::vector<float> data(10);
+                                  Operation op = all_reduce(data);
+                                  op.timeout = milliseconds{200};
+                                  if (me.rank == 1) {
+                                    while (given_up < 2)
+                                      std::this_thread::yield();  // alive, but never comes
+                                    return;
+                                  }
+                                  try {
+                                    me.run(op);
+                                  } catch (...) {
+                                    ++given_up;
+                                    throw;
+                                  }
+                                },
+                                {.warn_after = milliseconds{50}});
   for (const int rank : {0, 2}) {
     EXPECT_TRUE(is<TimeoutError>(errors[static_cast<size_t>(rank)]));
-    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]), HasSubstr("for rank 1; rank 1 has finished barrier #1; that is the deadline"));
+    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]),
+                HasSubstr("for rank 1; rank 1 has finished barrier #1; that is the deadline"));
   }
 }
 
 TEST_P(Faults, AProbeThatKnowsOfADeathEndsTheWait) {
   std::atomic<int> survivors{0};
-  const auto errors = run_ranks(GetParam(), 2, [&](Member& me) {
-    if (me.rank == 1) {
-      while (survivors == 0) std::this_thread::yield();
-      return;
-    }
-    try {
-      me.run({.kind = OpKind::barrier});
-    } catch (...) {
-      ++survivors;
-      throw;
-    }
-  }, {.probe = [](int rank) { return rank == 1 ? std::string("was killed") : std::string(); }});
+  const auto errors = run_ranks(
+      GetParam(), 2,
+      [&](Member& me) {
+        if (me.rank == 1) {
+          while (survivors == 0) std::this_thread::yield();
+          return;
+        }
+        try {
+          me.run({.kind = OpKind::barrier});
+        } catch (...) {
+          ++survivors;
+          throw;
+        }
+      },
+      {.probe = [](int rank) { return rank == 1 ? std::string("was killed") : std::string(); }});
   EXPECT_TRUE(is<PeerLost>(errors[0]));
   EXPECT_THAT(what(errors[0]), HasSubstr("was killed"));
 }
@@ -343,7 +437,9 @@ TEST_P(Faults, ABrokenGroupStaysBroken) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values(Memory::threads, Memory::shared),
-                         [](const auto& info) { return info.param == Memory::threads ? "threads" : "shared"; });
+                         [](const auto& info) {
+                           return info.param == Memory::threads ? "threads" : "shared";
+                         });
 
 TEST(Heap, PeersFollowFreedAndReusedBlocks) {
   SharedHeap heap;

@@ -17,7 +17,8 @@ template <class T>
 std::vector<T> reduced(DType dtype, ReduceOp op, const std::vector<std::vector<T>>& inputs) {
   std::vector<T> output(inputs[0].size());
   std::vector<const std::byte*> sources;
-  for (const auto& input : inputs) sources.push_back(reinterpret_cast<const std::byte*>(input.data()));
+  for (const auto& input : inputs)
+    sources.push_back(reinterpret_cast<const std::byte*>(input.data()));
   std::byte* target = reinterpret_cast<std::byte*>(output.data());
   reduce(dtype, op, std::span(&target, 1), sources, output.size());
   return output;
@@ -59,7 +60,8 @@ TEST(Reduce, WritesEveryOutputAlsoWhereOneIsAnInput) {
       inputs.push_back(outputs.back());
     }
     reduce(DType::float32, ReduceOp::sum, outputs, inputs, 1000);
-    for (const auto& v : values) EXPECT_EQ(v, std::vector<float>(1000, 1.5f * static_cast<float>(ranks)));
+    for (const auto& v : values)
+      EXPECT_EQ(v, std::vector<float>(1000, 1.5f * static_cast<float>(ranks)));
   }
 }
 
@@ -70,9 +72,10 @@ uint16_t to_bfloat16(float value) {
 }
 
 TEST(Reduce, SixteenBitFloatsAreSummedInFloat32AndRoundedOnce) {
-  // 256 + 1 + 1 + 1 is 259 in float32 and rounds to 260 in bfloat16 (steps of 2, ties to even); adding one at a time
-  // in bfloat16 would stay at 256.
-  const std::vector<std::vector<uint16_t>> inputs{{to_bfloat16(256)}, {to_bfloat16(1)}, {to_bfloat16(1)}, {to_bfloat16(1)}};
+  // 256 + 1 + 1 + 1 is 259 in float32 and rounds to 260 in bfloat16 (steps of 2, ties to even);
+  // adding one at a time in bfloat16 would stay at 256.
+  const std::vector<std::vector<uint16_t>> inputs{
+      {to_bfloat16(256)}, {to_bfloat16(1)}, {to_bfloat16(1)}, {to_bfloat16(1)}};
   EXPECT_EQ(reduced(DType::bfloat16, ReduceOp::sum, inputs)[0], to_bfloat16(260));
   // float16 2048 + 1 + 1 + 1 = 2051 -> 2052; one at a time 2048.
   const std::vector<std::vector<uint16_t>> halves{{0x6800}, {0x3c00}, {0x3c00}, {0x3c00}};
@@ -81,17 +84,20 @@ TEST(Reduce, SixteenBitFloatsAreSummedInFloat32AndRoundedOnce) {
 
 TEST(Reduce, BFloat16RoundsToNearestEvenAndKeepsNan) {
   const auto sum = [](float a, float b) {
-    return reduced<uint16_t>(DType::bfloat16, ReduceOp::sum, {{to_bfloat16(a)}, {to_bfloat16(b)}})[0];
+    return reduced<uint16_t>(DType::bfloat16, ReduceOp::sum,
+                             {{to_bfloat16(a)}, {to_bfloat16(b)}})[0];
   };
   EXPECT_EQ(sum(256, 1), to_bfloat16(256));  // 257 lies between 256 and 258: even wins
   EXPECT_EQ(sum(258, 1), to_bfloat16(260));
-  const uint16_t nan = sum(std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity());
+  const uint16_t nan =
+      sum(std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity());
   EXPECT_EQ(nan & 0x7f80, 0x7f80);
   EXPECT_NE(nan & 0x7f, 0);
 }
 
 TEST(Reduce, WholeNumbersWrapAndAverageDropsTheRemainder) {
-  EXPECT_EQ(reduced<int8_t>(DType::int8, ReduceOp::sum, {{100}, {100}})[0], static_cast<int8_t>(200));
+  EXPECT_EQ(reduced<int8_t>(DType::int8, ReduceOp::sum, {{100}, {100}})[0],
+            static_cast<int8_t>(200));
   EXPECT_EQ(reduced<int32_t>(DType::int32, ReduceOp::avg, {{-3}, {-4}})[0], -3);
   EXPECT_EQ(reduced<int64_t>(DType::int64, ReduceOp::product, {{3}, {-5}, {7}})[0], -105);
   EXPECT_EQ(reduced<uint8_t>(DType::uint8, ReduceOp::max, {{3}, {200}, {7}})[0], 200);
@@ -106,8 +112,10 @@ TEST(Reduce, MinAndMaxKeepNan) {
 }
 
 TEST(Reduce, BoolMeansAnyAndAll) {
-  EXPECT_EQ(reduced<uint8_t>(DType::boolean, ReduceOp::sum, {{0, 1, 1}, {0, 0, 1}}), (std::vector<uint8_t>{0, 1, 1}));
-  EXPECT_EQ(reduced<uint8_t>(DType::boolean, ReduceOp::product, {{0, 1, 1}, {0, 0, 1}}), (std::vector<uint8_t>{0, 0, 1}));
+  EXPECT_EQ(reduced<uint8_t>(DType::boolean, ReduceOp::sum, {{0, 1, 1}, {0, 0, 1}}),
+            (std::vector<uint8_t>{0, 1, 1}));
+  EXPECT_EQ(reduced<uint8_t>(DType::boolean, ReduceOp::product, {{0, 1, 1}, {0, 0, 1}}),
+            (std::vector<uint8_t>{0, 0, 1}));
   EXPECT_THROW(check_reducible(DType::boolean, ReduceOp::avg), ConfigError);
 }
 

@@ -1,5 +1,5 @@
-// Ranks for fabric tests: threads of one process, on a private board (as the thread backend has) or on a shared one with
-// a heap for each (as the shm backend has).
+// Ranks for fabric tests: threads of one process, on a private board (as the thread backend has) or
+// on a shared one with a heap for each (as the shm backend has).
 #pragma once
 
 #include <exception>
@@ -24,7 +24,8 @@ struct Member {
 };
 
 // Runs `body` for each rank; returns what each threw, or null.
-inline std::vector<std::exception_ptr> run_ranks(Memory memory, int size, const std::function<void(Member&)>& body,
+inline std::vector<std::exception_ptr> run_ranks(Memory memory, int size,
+                                                 const std::function<void(Member&)>& body,
                                                  const EngineOptions& options = {}) {
   const bool shared = memory == Memory::shared;
   const std::shared_ptr<Board> board = Board::create(size, shared);
@@ -34,7 +35,8 @@ inline std::vector<std::exception_ptr> run_ranks(Memory memory, int size, const 
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
         try {
-          const auto view = shared ? Board::open(board->handle(), size) : board;  // its own mapping, as in a process
+          const auto view = shared ? Board::open(board->handle(), size)
+                                   : board;  // its own mapping, as in a process
           const auto heap = shared ? std::make_shared<SharedHeap>() : nullptr;
           const auto peers = shared ? std::make_shared<PeerHeaps>() : nullptr;
           Engine engine(Seat(view, rank, "test", heap, peers), options);

@@ -1,6 +1,7 @@
-// A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS. After two rounds of work together the victim dies
-// (die), dies with a message under way (die_in_message), stops itself (stop), never comes (late), or leaves (leave). The
-// others say what they caught and how long after the victim's last sign of life.
+// A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS. After two rounds of work
+// together the victim dies (die), dies with a message under way (die_in_message), stops itself
+// (stop), never comes (late), or leaves (leave). The others say what they caught and how long after
+// the victim's last sign of life.
 #include <ATen/ATen.h>
 #include <unistd.h>
 
@@ -17,7 +18,9 @@ using namespace lockstep;
 
 namespace {
 
-double now_ms() { return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count(); }
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count();
+}
 
 void report(const char* type, int lost, const char* message, double since) {
   std::printf("caught %s lost=%d after_ms=%.0f %s\n", type, lost, now_ms() - since, message);
@@ -30,7 +33,8 @@ int main(int argc, char** argv) {
   if (argc < 5) return 2;
   const std::string backend = argv[1], mode = argv[2];
   const int victim = std::atoi(argv[3]);
-  const comm::Group world = comm::init({.backend = backend, .timeout = milliseconds{std::atoi(argv[4])}});
+  const comm::Group world =
+      comm::init({.backend = backend, .timeout = milliseconds{std::atoi(argv[4])}});
   at::Tensor data = at::ones({100'000});
   for (int round = 0; round < 2; ++round) comm::all_reduce(data, world).wait();
   // The victim's last sign of life, on everybody's clock: one host, one monotonic clock.

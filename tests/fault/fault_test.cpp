@@ -1,4 +1,5 @@
-// Ranks that are processes, one of which dies, stops, or does not come: what the others get, and that the job ends.
+// Ranks that are processes, one of which dies, stops, or does not come: what the others get, and
+// that the job ends.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -29,8 +30,10 @@ double after_ms(const std::string& line) {
 class Faults : public ::testing::TestWithParam<std::string> {
  protected:
   // Grace: the launcher leaves the survivors time to say what they caught.
-  Result run(int ranks, const std::string& mode, int victim, int timeout_ms, const std::string& grace = "20000") {
-    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace, std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", GetParam(), mode,
+  Result run(int ranks, const std::string& mode, int victim, int timeout_ms,
+             const std::string& grace = "20000") {
+    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace,
+                             std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", GetParam(), mode,
                              std::to_string(victim), std::to_string(timeout_ms)});
   }
   void expect_everybody_lost(const Result& result, int survivors, int victim) {
@@ -39,7 +42,8 @@ class Faults : public ::testing::TestWithParam<std::string> {
     for (const std::string& line : caught) {
       EXPECT_THAT(line, HasSubstr("caught PeerLost lost=" + std::to_string(victim)));
       EXPECT_THAT(line, HasSubstr("all_reduce(float32[100000], sum)"));
-      // The deadline of the operation is 60 s; that it was not needed shows that the death was seen.
+      // The deadline of the operation is 60 s; that it was not needed shows that the death was
+      // seen.
       EXPECT_LT(after_ms(line), 20'000) << line;
       std::cout << line << "\n";
     }
@@ -47,7 +51,9 @@ class Faults : public ::testing::TestWithParam<std::string> {
   }
 };
 
-TEST_P(Faults, AKilledRankIsNamedByEverySurvivor) { expect_everybody_lost(run(4, "die", 2, 60'000), 3, 2); }
+TEST_P(Faults, AKilledRankIsNamedByEverySurvivor) {
+  expect_everybody_lost(run(4, "die", 2, 60'000), 3, 2);
+}
 
 TEST_P(Faults, SoIsTheFirstOne) { expect_everybody_lost(run(3, "die", 0, 60'000), 2, 0); }
 
@@ -62,7 +68,8 @@ TEST_P(Faults, ASenderThatDiesEndsTheReceive) {
 
 TEST_P(Faults, ALateRankIsReportedThenATimeout) {
   const Result result = run(3, "late", 1, 3'500, "2000");
-  const auto caught = lines_with(result.out, "caught"), warned = lines_with(result.err, "has waited 2.");
+  const auto caught = lines_with(result.out, "caught"),
+             warned = lines_with(result.err, "has waited 2.");
   ASSERT_EQ(caught.size(), 2) << result.out << result.err;
   for (const std::string& line : caught) {
     EXPECT_THAT(line, HasSubstr("caught TimeoutError"));
@@ -91,11 +98,36 @@ TEST_P(Faults, ARankThatLeavesEndsTheWait) {
   EXPECT_THAT(caught[0], HasSubstr("caught PeerLost lost=1"));
 }
 
-INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"),
+                         [](const auto& info) { return info.param; });
+
+#ifdef LOCKSTEP_MPIRUN
+Result run_mpi(const std::string& mode, const std::string& timeout_ms) {
+  Subprocess process({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3",
+                      std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", "mpi", mode, "1",
+                      timeout_ms});
+  return process.wait(milliseconds{60'000});
+}
+
+TEST(Mpi, ALateRankIsReportedThenATimeout) {
+  const Result result = run_mpi("late", "3500");
+  // mpirun ends the job with the first rank that gives up, so at least one is heard.
+  const auto caught = lines_with(result.out, "caught TimeoutError");
+  ASSERT_GE(caught.size(), 1) << result.out << result.err;
+  EXPECT_THAT(caught[0],
+              HasSubstr("for rank 1; rank 1 reported last that it has finished broadcast #3"));
+  EXPECT_GE(lines_with(result.err, "has waited 2.").size(), 1) << result.err;
+  EXPECT_NE(result.code, 0);
+}
+
+TEST(Mpi, ADeadRankEndsTheJob) { EXPECT_NE(run_mpi("die", "60000").code, 0); }
+#endif
 
 TEST(Launcher, ADeadRankEndsTheJobWithoutHelp) {
   // Default grace: the survivors' own error and the launcher's are both within a second.
-  const Result result = lockstep_command({"run", "-n", "3", std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", "shm", "die", "1", "60000"});
+  const Result result =
+      lockstep_command({"run", "-n", "3", std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", "shm",
+                        "die", "1", "60000"});
   EXPECT_EQ(result.code, 128 + 9);
   EXPECT_THAT(result.last_line(), HasSubstr("rank 1"));
   EXPECT_THAT(result.last_line(), HasSubstr("SIGKILL"));

@@ -9,7 +9,7 @@
 #include <map>
 #include <sstream>
 
-#include "subprocess.h"
+#include "tests/support/subprocess.h"
 
 namespace lockstep::test {
 namespace {

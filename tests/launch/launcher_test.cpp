@@ -13,7 +13,7 @@
 #include "lockstep/launch/affinity.h"
 #include "lockstep/launch/rendezvous.h"
 #include "lockstep/launch/socket.h"
-#include "subprocess.h"
+#include "tests/support/subprocess.h"
 
 namespace lockstep::test {
 namespace {

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "lockstep/launch/socket.h"
-#include "subprocess.h"
+#include "tests/support/subprocess.h"
 
 namespace lockstep::test {
 namespace {

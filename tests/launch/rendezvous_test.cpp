@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/launch/socket.h"
 #include "lockstep/launch/wire.h"
-#include "subprocess.h"
+#include "tests/support/subprocess.h"
 
 namespace lockstep::launch {
 namespace {

@@ -1,5 +1,6 @@
-// c10d's Gloo group runs an operation on threads of its own and calls back when it is done. What it lacks is composed:
-// uneven all_gather is a broadcast of each block, reduce_scatter an all_to_all and a local reduction in the fixed order.
+// c10d's Gloo group runs an operation on threads of its own and calls back when it is done. What it
+// lacks is composed: uneven all_gather is a broadcast of each block, reduce_scatter an all_to_all
+// and a local reduction in the fixed order.
 #include "lockstep/comm/gloo/gloo.h"
 
 #include <ATen/ops/from_blob.h>
@@ -32,19 +33,25 @@ using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 at::Tensor bytes_tensor(std::span<const std::byte> bytes) {
   // from_blob refuses null; an empty message needs some address.
   static std::byte nothing;
-  return at::from_blob(bytes.empty() ? &nothing : const_cast<std::byte*>(bytes.data()), {static_cast<int64_t>(bytes.size())}, at::kByte);
+  return at::from_blob(bytes.empty() ? &nothing : const_cast<std::byte*>(bytes.data()),
+                       {static_cast<int64_t>(bytes.size())}, at::kByte);
 }
 
 at::Tensor typed_tensor(std::span<std::byte> bytes, DType dtype) {
-  return at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size() / size_of(dtype))}, at::TensorOptions().dtype(detail::to_scalar_type(dtype)));
+  return at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size() / size_of(dtype))},
+                       at::TensorOptions().dtype(detail::to_scalar_type(dtype)));
 }
 
 c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {
   switch (op) {
-    case fabric::ReduceOp::product: return c10d::ReduceOp::PRODUCT;
-    case fabric::ReduceOp::min: return c10d::ReduceOp::MIN;
-    case fabric::ReduceOp::max: return c10d::ReduceOp::MAX;
-    default: return c10d::ReduceOp::SUM;
+    case fabric::ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+    case fabric::ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case fabric::ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    default:
+      return c10d::ReduceOp::SUM;
   }
 }
 
@@ -87,17 +94,25 @@ class Completion {
 class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from_this<GlooGroup> {
  public:
   explicit GlooGroup(detail::Membership membership)
-      : GroupImpl(std::move(membership), "gloo"), watch_(this->membership()), trace_(this->membership()), size_(this->membership().size()), rank_(this->membership().rank) {
+      : GroupImpl(std::move(membership), "gloo"),
+        watch_(this->membership()),
+        trace_(this->membership()),
+        size_(this->membership().size()),
+        rank_(this->membership().rank) {
     const detail::World& world = *this->membership().world;
     auto options = c10d::ProcessGroupGloo::Options::create(world.timeout);
     std::set<int> hosts;
-    for (const int member : this->membership().members) hosts.insert(world.hosts[static_cast<size_t>(member)]);
+    for (const int member : this->membership().members)
+      hosts.insert(world.hosts[static_cast<size_t>(member)]);
     const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-    options->devices.push_back(interface != nullptr ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-                               : hosts.size() == 1  ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
-                                                    : c10d::ProcessGroupGloo::createDefaultDevice());
+    options->devices.push_back(
+        interface != nullptr ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
+        : hosts.size() == 1  ? c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                             : c10d::ProcessGroupGloo::createDefaultDevice());
     group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(
-        c10::make_intrusive<StoreAdapter>(world.store, "gloo/" + this->membership().name + "/", world.timeout), rank_, size_, options);
+        c10::make_intrusive<StoreAdapter>(world.store, "gloo/" + this->membership().name + "/",
+                                          world.timeout),
+        rank_, size_, options);
   }
 
   ~GlooGroup() override {
@@ -105,7 +120,8 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
     if (broken_) std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
   }
 
-  std::shared_ptr<detail::Pending> submit(Operation operation, std::shared_ptr<const void> memory) override;
+  std::shared_ptr<detail::Pending> submit(Operation operation,
+                                          std::shared_ptr<const void> memory) override;
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
 
@@ -121,10 +137,13 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
   Started start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_all_to_all(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_all_gather(const Operation& operation, std::shared_ptr<const void> memory);
-  std::shared_ptr<Completion> start_message(const Operation& operation, std::shared_ptr<const void> memory, bool check);
+  std::shared_ptr<Completion> start_message(const Operation& operation,
+                                            std::shared_ptr<const void> memory, bool check);
   void wait_now(const Operation& operation, uint64_t sequence, std::vector<WorkHandle> works);
   std::shared_ptr<Completion> completion_of(const std::vector<WorkHandle>& works);
-  milliseconds gloo_timeout(const Operation& operation) const { return operation.timeout + milliseconds{500}; }
+  milliseconds gloo_timeout(const Operation& operation) const {
+    return operation.timeout + milliseconds{500};
+  }
 
   detail::Watch watch_;
   detail::OperationTrace trace_;
@@ -137,15 +156,22 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
 
 class GlooGroup::GlooPending final : public detail::Pending {
  public:
-  GlooPending(std::shared_ptr<GlooGroup> group, Operation operation, uint64_t sequence, Clock::time_point started,
-              std::shared_ptr<Completion> completion, std::shared_ptr<const void> memory, std::function<void()> finish)
-      : group_(std::move(group)), operation_(std::move(operation)), sequence_(sequence), started_(started), completion_(std::move(completion)),
-        memory_(std::move(memory)), finish_(std::move(finish)) {}
+  GlooPending(std::shared_ptr<GlooGroup> group, Operation operation, uint64_t sequence,
+              Clock::time_point started, std::shared_ptr<Completion> completion,
+              std::shared_ptr<const void> memory, std::function<void()> finish)
+      : group_(std::move(group)),
+        operation_(std::move(operation)),
+        sequence_(sequence),
+        started_(started),
+        completion_(std::move(completion)),
+        memory_(std::move(memory)),
+        finish_(std::move(finish)) {}
 
   void wait() override {
     if (ended_) return;
     try {
-      group_->watch_.wait(operation_, sequence_, started_, [this](milliseconds time) { return completion_->wait_for(time); });
+      group_->watch_.wait(operation_, sequence_, started_,
+                          [this](milliseconds time) { return completion_->wait_for(time); });
       if (const auto error = completion_->error()) {
         try {
           std::rethrow_exception(error);
@@ -191,26 +217,35 @@ std::shared_ptr<Completion> GlooGroup::completion_of(const std::vector<WorkHandl
   return completion;
 }
 
-void GlooGroup::wait_now(const Operation& operation, uint64_t sequence, std::vector<WorkHandle> works) {
-  GlooPending(shared_from_this(), operation, sequence, Clock::now(), completion_of(works), nullptr, nullptr).wait();
+void GlooGroup::wait_now(const Operation& operation, uint64_t sequence,
+                         std::vector<WorkHandle> works) {
+  GlooPending(shared_from_this(), operation, sequence, Clock::now(), completion_of(works), nullptr,
+              nullptr)
+      .wait();
 }
 
-std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation, std::shared_ptr<const void> memory) {
+std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation,
+                                                   std::shared_ptr<const void> memory) {
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
   const bool check = membership().world->check;
   if (operation.kind == OpKind::send || operation.kind == OpKind::recv) {
     auto completion = start_message(operation, memory, check);
-    return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence, started, std::move(completion), std::move(memory), nullptr);
+    return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence,
+                                         started, std::move(completion), std::move(memory),
+                                         nullptr);
   }
   if (check) {
     try {
-      watch_.check_agreement(operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-        std::vector<at::Tensor> inputs{bytes_tensor(mine)};
-        std::vector<std::vector<at::Tensor>> outputs(1);
-        for (int rank = 0; rank < size_; ++rank) outputs[0].push_back(bytes_tensor(all.subspan(static_cast<size_t>(rank) * mine.size(), mine.size())));
-        wait_now(operation, sequence, {group_->allgather(outputs, inputs)});
-      });
+      watch_.check_agreement(
+          operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+            std::vector<at::Tensor> inputs{bytes_tensor(mine)};
+            std::vector<std::vector<at::Tensor>> outputs(1);
+            for (int rank = 0; rank < size_; ++rank)
+              outputs[0].push_back(
+                  bytes_tensor(all.subspan(static_cast<size_t>(rank) * mine.size(), mine.size())));
+            wait_now(operation, sequence, {group_->allgather(outputs, inputs)});
+          });
     } catch (const MismatchError&) {
       broken_ = true;
       watch_.fail(std::current_exception());
@@ -220,26 +255,32 @@ std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation, std::sha
   try {
     begun = start(operation, std::move(memory));
   } catch (const c10::Error& error) {
-    throw CommError(format("[{}] rank {}: gloo refused {}: {}", fabric::name_of(operation.kind), rank_, fabric::describe(operation), error.what_without_backtrace()));
+    throw CommError(format("[{}] rank {}: gloo refused {}: {}", fabric::name_of(operation.kind),
+                           rank_, fabric::describe(operation), error.what_without_backtrace()));
   }
   auto completion = completion_of(begun.works);
-  return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence, started, std::move(completion),
-                                       std::move(begun.memory), std::move(begun.finish));
+  return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence, started,
+                                       std::move(completion), std::move(begun.memory),
+                                       std::move(begun.finish));
 }
 
-GlooGroup::Started GlooGroup::start(const Operation& operation, std::shared_ptr<const void> memory) {
+GlooGroup::Started GlooGroup::start(const Operation& operation,
+                                    std::shared_ptr<const void> memory) {
   const milliseconds timeout = gloo_timeout(operation);
   switch (operation.kind) {
     case OpKind::all_reduce:
     case OpKind::reduce: {
       if (operation.output.empty()) return {{}, std::move(memory), {}};
       Adapted adapted = detail::adapt_reduction(operation, std::move(memory), rank_, size_);
-      std::vector<at::Tensor> tensors{typed_tensor(adapted.operation.output, adapted.operation.dtype)};
+      std::vector<at::Tensor> tensors{
+          typed_tensor(adapted.operation.output, adapted.operation.dtype)};
       if (operation.kind == OpKind::all_reduce) {
         c10d::AllreduceOptions options;
         options.reduceOp = to_c10d(adapted.operation.reduce);
         options.timeout = timeout;
-        return {{group_->allreduce(tensors, options)}, std::move(adapted.memory), std::move(adapted.finish)};
+        return {{group_->allreduce(tensors, options)},
+                std::move(adapted.memory),
+                std::move(adapted.finish)};
       }
       // Gloo uses the tensors of the others as work space; ours stay as they are.
       if (rank_ != operation.root) tensors[0] = tensors[0].clone();
@@ -247,7 +288,8 @@ GlooGroup::Started GlooGroup::start(const Operation& operation, std::shared_ptr<
       options.reduceOp = to_c10d(adapted.operation.reduce);
       options.rootRank = operation.root;
       options.timeout = timeout;
-      return {{group_->reduce(tensors, options)}, std::move(adapted.memory), std::move(adapted.finish)};
+      return {
+          {group_->reduce(tensors, options)}, std::move(adapted.memory), std::move(adapted.finish)};
     }
     case OpKind::broadcast: {
       if (operation.output.empty()) return {{}, std::move(memory), {}};
@@ -257,9 +299,12 @@ GlooGroup::Started GlooGroup::start(const Operation& operation, std::shared_ptr<
       options.timeout = timeout;
       return {{group_->broadcast(tensors, options)}, std::move(memory), {}};
     }
-    case OpKind::all_gather: return start_all_gather(operation, std::move(memory));
-    case OpKind::reduce_scatter: return start_reduce_scatter(operation, std::move(memory));
-    case OpKind::all_to_all: return start_all_to_all(operation, std::move(memory));
+    case OpKind::all_gather:
+      return start_all_gather(operation, std::move(memory));
+    case OpKind::reduce_scatter:
+      return start_reduce_scatter(operation, std::move(memory));
+    case OpKind::all_to_all:
+      return start_all_to_all(operation, std::move(memory));
     case OpKind::gather:
     case OpKind::scatter: {
       if (operation.count == 0) return {{}, std::move(memory), {}};
@@ -268,9 +313,11 @@ GlooGroup::Started GlooGroup::start(const Operation& operation, std::shared_ptr<
       std::vector<std::vector<at::Tensor>> all;
       std::vector<at::Tensor> mine{bytes_tensor(gathers ? operation.input : operation.output)};
       if (rank_ == operation.root) {
-        const std::span<const std::byte> whole = gathers ? std::span<const std::byte>(operation.output) : operation.input;
+        const std::span<const std::byte> whole =
+            gathers ? std::span<const std::byte>(operation.output) : operation.input;
         all.emplace_back();
-        for (int rank = 0; rank < size_; ++rank) all[0].push_back(bytes_tensor(whole.subspan(static_cast<size_t>(rank) * block, block)));
+        for (int rank = 0; rank < size_; ++rank)
+          all[0].push_back(bytes_tensor(whole.subspan(static_cast<size_t>(rank) * block, block)));
       }
       if (gathers) {
         c10d::GatherOptions options;
@@ -291,7 +338,8 @@ GlooGroup::Started GlooGroup::start(const Operation& operation, std::shared_ptr<
   }
 }
 
-GlooGroup::Started GlooGroup::start_all_gather(const Operation& operation, std::shared_ptr<const void> memory) {
+GlooGroup::Started GlooGroup::start_all_gather(const Operation& operation,
+                                               std::shared_ptr<const void> memory) {
   const size_t width = size_of(operation.dtype);
   std::vector<std::span<std::byte>> blocks;
   size_t at = 0;
@@ -299,7 +347,9 @@ GlooGroup::Started GlooGroup::start_all_gather(const Operation& operation, std::
     blocks.push_back(operation.output.subspan(at, static_cast<size_t>(count) * width));
     at += blocks.back().size();
   }
-  const bool even = std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) { return block.size() == blocks[0].size(); });
+  const bool even = std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) {
+    return block.size() == blocks[0].size();
+  });
   if (even) {
     if (blocks[0].empty()) return {{}, std::move(memory), {}};
     std::vector<std::vector<at::Tensor>> outputs(1);
@@ -310,7 +360,8 @@ GlooGroup::Started GlooGroup::start_all_gather(const Operation& operation, std::
     return {{group_->allgather(outputs, inputs, options)}, std::move(memory), {}};
   }
   auto& mine = blocks[static_cast<size_t>(rank_)];
-  if (mine.data() != operation.input.data()) std::copy(operation.input.begin(), operation.input.end(), mine.begin());
+  if (mine.data() != operation.input.data())
+    std::copy(operation.input.begin(), operation.input.end(), mine.begin());
   Started started{{}, std::move(memory), {}};
   for (int rank = 0; rank < size_; ++rank) {
     if (blocks[static_cast<size_t>(rank)].empty()) continue;
@@ -323,19 +374,22 @@ GlooGroup::Started GlooGroup::start_all_gather(const Operation& operation, std::
   return started;
 }
 
-GlooGroup::Started GlooGroup::start_all_to_all(const Operation& operation, std::shared_ptr<const void> memory) {
+GlooGroup::Started GlooGroup::start_all_to_all(const Operation& operation,
+                                               std::shared_ptr<const void> memory) {
   const auto bytes = [&](std::vector<int64_t> counts) {
     for (auto& count : counts) count *= static_cast<int64_t>(size_of(operation.dtype));
     return counts;
   };
   at::Tensor output = bytes_tensor(operation.output), input = bytes_tensor(operation.input);
-  std::vector<int64_t> receives = bytes(operation.recv_counts), sends = bytes(operation.send_counts);
+  std::vector<int64_t> receives = bytes(operation.recv_counts),
+                       sends = bytes(operation.send_counts);
   c10d::AllToAllOptions options;
   options.timeout = gloo_timeout(operation);
   return {{group_->alltoall_base(output, input, receives, sends, options)}, std::move(memory), {}};
 }
 
-GlooGroup::Started GlooGroup::start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory) {
+GlooGroup::Started GlooGroup::start_reduce_scatter(const Operation& operation,
+                                                   std::shared_ptr<const void> memory) {
   if (operation.input.empty()) return {{}, std::move(memory), {}};
   const int64_t mine = operation.send_counts[static_cast<size_t>(rank_)];
   const size_t block = static_cast<size_t>(mine) * size_of(operation.dtype);
@@ -345,18 +399,22 @@ GlooGroup::Started GlooGroup::start_reduce_scatter(const Operation& operation, s
   exchange.output = *parts;
   exchange.recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), mine);
   Started started = start_all_to_all(exchange, std::move(memory));
-  started.finish = [parts, block, mine, size = size_, output = operation.output, dtype = operation.dtype, reduce = operation.reduce] {
+  started.finish = [parts, block, mine, size = size_, output = operation.output,
+                    dtype = operation.dtype, reduce = operation.reduce] {
     std::vector<const std::byte*> inputs;
-    for (int rank = 0; rank < size; ++rank) inputs.push_back(parts->data() + static_cast<size_t>(rank) * block);
+    for (int rank = 0; rank < size; ++rank)
+      inputs.push_back(parts->data() + static_cast<size_t>(rank) * block);
     std::byte* target = output.data();
     fabric::reduce(dtype, reduce, std::span(&target, 1), inputs, static_cast<size_t>(mine));
   };
   return started;
 }
 
-// Every message has tags of its own, so that a header can be looked at before the data is asked for. The works of sends and
-// receives can only be waited for, so a thread does that.
-std::shared_ptr<Completion> GlooGroup::start_message(const Operation& operation, std::shared_ptr<const void> memory, bool check) {
+// Every message has tags of its own, so that a header can be looked at before the data is asked
+// for. The works of sends and receives can only be waited for, so a thread does that.
+std::shared_ptr<Completion> GlooGroup::start_message(const Operation& operation,
+                                                     std::shared_ptr<const void> memory,
+                                                     bool check) {
   const bool sends = operation.kind == OpKind::send;
   const int peer = operation.root;
   int tag = 0;
@@ -374,8 +432,12 @@ std::shared_ptr<Completion> GlooGroup::start_message(const Operation& operation,
   WorkHandle header_work, data_work;
   const fabric::Signature expected = *header;
   if (check) header_work = transfer(bytes_tensor(header_bytes), tag);
-  if (sends || !check) data_work = transfer(bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)), tag + 1);
-  std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected, completion, memory, tag, sends, peer, output = operation.output]() mutable {
+  if (sends || !check)
+    data_work = transfer(
+        bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
+        tag + 1);
+  std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
+               completion, memory, tag, sends, peer, output = operation.output]() mutable {
     std::exception_ptr error;
     try {
       if (header_work) header_work->wait();
@@ -384,7 +446,8 @@ std::shared_ptr<Completion> GlooGroup::start_message(const Operation& operation,
         actual.kind = expected.kind;
         actual.root = expected.root;
         if (actual != expected) {
-          throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", self->membership().name, self->rank_,
+          throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
+                                     self->membership().name, self->rank_,
                                      fabric::describe(expected), peer, fabric::describe(*header)));
         }
         data_work = transfer(bytes_tensor(output), tag + 1);
@@ -409,7 +472,8 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
     throw;
   } catch (const std::exception& error) {
     const std::string words = error.what();
-    throw CommError("[init] gloo could not connect the group: " + words.substr(0, words.find('\n')));
+    throw CommError("[init] gloo could not connect the group: " +
+                    words.substr(0, words.find('\n')));
   }
 }
 

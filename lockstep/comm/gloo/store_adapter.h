@@ -17,7 +17,9 @@ class StoreAdapter final : public c10d::Store {
       : c10d::Store(timeout), store_(std::move(store)), prefix_(std::move(prefix)) {}
 
   // An override from 2.10 on; earlier releases do not have it.
-  c10::intrusive_ptr<c10d::Store> clone() { return c10::make_intrusive<StoreAdapter>(store_, prefix_, timeout_); }
+  c10::intrusive_ptr<c10d::Store> clone() {
+    return c10::make_intrusive<StoreAdapter>(store_, prefix_, timeout_);
+  }
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     store_->set(prefix_ + key, {value.begin(), value.end()});
@@ -26,7 +28,9 @@ class StoreAdapter final : public c10d::Store {
     const std::string value = store_->get(prefix_ + key, Deadline(timeout_));
     return {value.begin(), value.end()};
   }
-  int64_t add(const std::string& key, int64_t value) override { return store_->add(prefix_ + key, value); }
+  int64_t add(const std::string& key, int64_t value) override {
+    return store_->add(prefix_ + key, value);
+  }
   bool deleteKey(const std::string& key) override { return store_->remove(prefix_ + key); }
   bool check(const std::vector<std::string>& keys) override {
     for (const auto& key : keys) {
@@ -36,7 +40,8 @@ class StoreAdapter final : public c10d::Store {
   }
   int64_t getNumKeys() override { return -1; }  // "not known", as c10d's file store may answer
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override {
     const Deadline deadline(timeout);
     for (const auto& key : keys) store_->get(prefix_ + key, deadline);
   }

@@ -19,7 +19,8 @@ constexpr size_t kPieceBytes = size_t{1} << 30;  // MPI counts in int
 int to_int(size_t value) { return static_cast<int>(value); }
 
 // Counts and starts of the blocks, in elements of `width` bytes.
-void lay_out(const std::vector<int64_t>& blocks, size_t width, std::vector<int>& counts, std::vector<int>& starts) {
+void lay_out(const std::vector<int64_t>& blocks, size_t width, std::vector<int>& counts,
+             std::vector<int>& starts) {
   size_t at = 0;
   for (const int64_t block : blocks) {
     counts.push_back(to_int(static_cast<size_t>(block) * width));
@@ -29,7 +30,9 @@ void lay_out(const std::vector<int64_t>& blocks, size_t width, std::vector<int>&
 }
 
 // All counts and starts of the call fit an int.
-bool fits(const Operation& operation) { return std::max(operation.input.size(), operation.output.size()) <= INT_MAX; }
+bool fits(const Operation& operation) {
+  return std::max(operation.input.size(), operation.output.size()) <= INT_MAX;
+}
 
 const void* in_place_or(const Operation& operation) {
   return operation.input.data() == operation.output.data() ? MPI_IN_PLACE : operation.input.data();
@@ -39,21 +42,31 @@ const void* in_place_or(const Operation& operation) {
 
 MPI_Datatype to_mpi(DType dtype) {
   switch (dtype) {
-    case DType::float64: return MPI_DOUBLE;
-    case DType::float32: return MPI_FLOAT;
-    case DType::int64: return MPI_INT64_T;
-    case DType::int32: return MPI_INT32_T;
-    case DType::int8: return MPI_INT8_T;
-    default: return MPI_UINT8_T;
+    case DType::float64:
+      return MPI_DOUBLE;
+    case DType::float32:
+      return MPI_FLOAT;
+    case DType::int64:
+      return MPI_INT64_T;
+    case DType::int32:
+      return MPI_INT32_T;
+    case DType::int8:
+      return MPI_INT8_T;
+    default:
+      return MPI_UINT8_T;
   }
 }
 
 MPI_Op to_mpi(fabric::ReduceOp op) {
   switch (op) {
-    case fabric::ReduceOp::product: return MPI_PROD;
-    case fabric::ReduceOp::min: return MPI_MIN;
-    case fabric::ReduceOp::max: return MPI_MAX;
-    default: return MPI_SUM;
+    case fabric::ReduceOp::product:
+      return MPI_PROD;
+    case fabric::ReduceOp::min:
+      return MPI_MIN;
+    case fabric::ReduceOp::max:
+      return MPI_MAX;
+    default:
+      return MPI_SUM;
   }
 }
 
@@ -66,7 +79,8 @@ Communicator::Communicator(MPI_Comm comm) : comm_(comm) {
 Communicator::Communicator(const std::vector<int>& members, int tag) {
   MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
   check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
-  check_mpi(MPI_Group_incl(world, to_int(members.size()), members.data(), &group), "MPI_Group_incl");
+  check_mpi(MPI_Group_incl(world, to_int(members.size()), members.data(), &group),
+            "MPI_Group_incl");
   check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, group, tag, &comm_), "MPI_Comm_create_group");
   MPI_Group_free(&group);
   MPI_Group_free(&world);
@@ -94,28 +108,46 @@ void Communicator::begin(const Operation& op, Running& running) const {
   std::byte* out = op.output.data();
   switch (op.kind) {
     case OpKind::all_reduce:
-      return check_mpi(MPI_Iallreduce(in_place_or(op), out, count, to_mpi(op.dtype), to_mpi(op.reduce), comm_, request), "MPI_Iallreduce");
+      return check_mpi(MPI_Iallreduce(in_place_or(op), out, count, to_mpi(op.dtype),
+                                      to_mpi(op.reduce), comm_, request),
+                       "MPI_Iallreduce");
     case OpKind::reduce:
-      return check_mpi(MPI_Ireduce(rank_ == op.root ? in_place_or(op) : in, out, count, to_mpi(op.dtype), to_mpi(op.reduce), op.root, comm_, request), "MPI_Ireduce");
-    case OpKind::broadcast: return check_mpi(MPI_Ibcast(out, bytes, MPI_BYTE, op.root, comm_, request), "MPI_Ibcast");
+      return check_mpi(MPI_Ireduce(rank_ == op.root ? in_place_or(op) : in, out, count,
+                                   to_mpi(op.dtype), to_mpi(op.reduce), op.root, comm_, request),
+                       "MPI_Ireduce");
+    case OpKind::broadcast:
+      return check_mpi(MPI_Ibcast(out, bytes, MPI_BYTE, op.root, comm_, request), "MPI_Ibcast");
     case OpKind::all_gather: {
       lay_out(op.recv_counts, width, running.recv_counts, running.recv_starts);
       const bool in_place = in == out + running.recv_starts[static_cast<size_t>(rank_)];
-      return check_mpi(MPI_Iallgatherv(in_place ? MPI_IN_PLACE : static_cast<const void*>(in), to_int(op.input.size()), MPI_BYTE, out,
-                                       running.recv_counts.data(), running.recv_starts.data(), MPI_BYTE, comm_, request), "MPI_Iallgatherv");
+      return check_mpi(
+          MPI_Iallgatherv(in_place ? MPI_IN_PLACE : static_cast<const void*>(in),
+                          to_int(op.input.size()), MPI_BYTE, out, running.recv_counts.data(),
+                          running.recv_starts.data(), MPI_BYTE, comm_, request),
+          "MPI_Iallgatherv");
     }
     case OpKind::reduce_scatter:
       lay_out(op.send_counts, 1, running.send_counts, running.send_starts);
-      return check_mpi(MPI_Ireduce_scatter(in, out, running.send_counts.data(), to_mpi(op.dtype), to_mpi(op.reduce), comm_, request), "MPI_Ireduce_scatter");
+      return check_mpi(MPI_Ireduce_scatter(in, out, running.send_counts.data(), to_mpi(op.dtype),
+                                           to_mpi(op.reduce), comm_, request),
+                       "MPI_Ireduce_scatter");
     case OpKind::all_to_all:
       lay_out(op.send_counts, width, running.send_counts, running.send_starts);
       lay_out(op.recv_counts, width, running.recv_counts, running.recv_starts);
-      return check_mpi(MPI_Ialltoallv(in, running.send_counts.data(), running.send_starts.data(), MPI_BYTE, out, running.recv_counts.data(),
-                                      running.recv_starts.data(), MPI_BYTE, comm_, request), "MPI_Ialltoallv");
+      return check_mpi(MPI_Ialltoallv(in, running.send_counts.data(), running.send_starts.data(),
+                                      MPI_BYTE, out, running.recv_counts.data(),
+                                      running.recv_starts.data(), MPI_BYTE, comm_, request),
+                       "MPI_Ialltoallv");
     case OpKind::gather:
-      return check_mpi(MPI_Igather(in, to_int(op.input.size()), MPI_BYTE, out, to_int(op.input.size()), MPI_BYTE, op.root, comm_, request), "MPI_Igather");
-    case OpKind::scatter: return check_mpi(MPI_Iscatter(in, bytes, MPI_BYTE, out, bytes, MPI_BYTE, op.root, comm_, request), "MPI_Iscatter");
-    default: return check_mpi(MPI_Ibarrier(comm_, request), "MPI_Ibarrier");
+      return check_mpi(MPI_Igather(in, to_int(op.input.size()), MPI_BYTE, out,
+                                   to_int(op.input.size()), MPI_BYTE, op.root, comm_, request),
+                       "MPI_Igather");
+    case OpKind::scatter:
+      return check_mpi(
+          MPI_Iscatter(in, bytes, MPI_BYTE, out, bytes, MPI_BYTE, op.root, comm_, request),
+          "MPI_Iscatter");
+    default:
+      return check_mpi(MPI_Ibarrier(comm_, request), "MPI_Ibarrier");
   }
 }
 
@@ -127,11 +159,17 @@ void Communicator::run(const Operation& op) const {
     const bool in_place = in == out;
     for (size_t at = 0; at < op.output.size(); at += kPieceBytes) {
       const size_t bytes = std::min(kPieceBytes, op.output.size() - at);
-      const void* source = in_place && (op.kind == OpKind::all_reduce || rank_ == op.root) ? MPI_IN_PLACE : static_cast<const void*>(in + at);
+      const void* source = in_place && (op.kind == OpKind::all_reduce || rank_ == op.root)
+                               ? MPI_IN_PLACE
+                               : static_cast<const void*>(in + at);
       if (op.kind == OpKind::all_reduce) {
-        check_mpi(MPI_Allreduce(source, out + at, to_int(bytes / width), to_mpi(op.dtype), to_mpi(op.reduce), comm_), "MPI_Allreduce");
+        check_mpi(MPI_Allreduce(source, out + at, to_int(bytes / width), to_mpi(op.dtype),
+                                to_mpi(op.reduce), comm_),
+                  "MPI_Allreduce");
       } else if (op.kind == OpKind::reduce) {
-        check_mpi(MPI_Reduce(source, out + at, to_int(bytes / width), to_mpi(op.dtype), to_mpi(op.reduce), op.root, comm_), "MPI_Reduce");
+        check_mpi(MPI_Reduce(source, out + at, to_int(bytes / width), to_mpi(op.dtype),
+                             to_mpi(op.reduce), op.root, comm_),
+                  "MPI_Reduce");
       } else {
         check_mpi(MPI_Bcast(out + at, to_int(bytes), MPI_BYTE, op.root, comm_), "MPI_Bcast");
       }
@@ -145,20 +183,35 @@ void Communicator::run(const Operation& op) const {
       lay_out(op.recv_counts, width, recv_counts, recv_starts);
       const bool in_place = in == out + recv_starts[static_cast<size_t>(rank_)];
       const void* source = in_place ? MPI_IN_PLACE : static_cast<const void*>(in);
-      const bool even = std::all_of(recv_counts.begin(), recv_counts.end(), [&](int c) { return c == recv_counts[0]; });
-      if (even) return check_mpi(MPI_Allgather(source, recv_counts[0], MPI_BYTE, out, recv_counts[0], MPI_BYTE, comm_), "MPI_Allgather");
-      return check_mpi(MPI_Allgatherv(source, to_int(op.input.size()), MPI_BYTE, out, recv_counts.data(), recv_starts.data(), MPI_BYTE, comm_), "MPI_Allgatherv");
+      const bool even = std::all_of(recv_counts.begin(), recv_counts.end(),
+                                    [&](int c) { return c == recv_counts[0]; });
+      if (even)
+        return check_mpi(
+            MPI_Allgather(source, recv_counts[0], MPI_BYTE, out, recv_counts[0], MPI_BYTE, comm_),
+            "MPI_Allgather");
+      return check_mpi(MPI_Allgatherv(source, to_int(op.input.size()), MPI_BYTE, out,
+                                      recv_counts.data(), recv_starts.data(), MPI_BYTE, comm_),
+                       "MPI_Allgatherv");
     }
     case OpKind::reduce_scatter:
       lay_out(op.send_counts, 1, send_counts, send_starts);
-      return check_mpi(MPI_Reduce_scatter(in, out, send_counts.data(), to_mpi(op.dtype), to_mpi(op.reduce), comm_), "MPI_Reduce_scatter");
+      return check_mpi(MPI_Reduce_scatter(in, out, send_counts.data(), to_mpi(op.dtype),
+                                          to_mpi(op.reduce), comm_),
+                       "MPI_Reduce_scatter");
     case OpKind::all_to_all:
       lay_out(op.send_counts, width, send_counts, send_starts);
       lay_out(op.recv_counts, width, recv_counts, recv_starts);
-      return check_mpi(MPI_Alltoallv(in, send_counts.data(), send_starts.data(), MPI_BYTE, out, recv_counts.data(), recv_starts.data(), MPI_BYTE, comm_), "MPI_Alltoallv");
+      return check_mpi(MPI_Alltoallv(in, send_counts.data(), send_starts.data(), MPI_BYTE, out,
+                                     recv_counts.data(), recv_starts.data(), MPI_BYTE, comm_),
+                       "MPI_Alltoallv");
     case OpKind::gather:
-      return check_mpi(MPI_Gather(in, to_int(op.input.size()), MPI_BYTE, out, to_int(op.input.size()), MPI_BYTE, op.root, comm_), "MPI_Gather");
-    default: return check_mpi(MPI_Scatter(in, to_int(op.output.size()), MPI_BYTE, out, to_int(op.output.size()), MPI_BYTE, op.root, comm_), "MPI_Scatter");
+      return check_mpi(MPI_Gather(in, to_int(op.input.size()), MPI_BYTE, out,
+                                  to_int(op.input.size()), MPI_BYTE, op.root, comm_),
+                       "MPI_Gather");
+    default:
+      return check_mpi(MPI_Scatter(in, to_int(op.output.size()), MPI_BYTE, out,
+                                   to_int(op.output.size()), MPI_BYTE, op.root, comm_),
+                       "MPI_Scatter");
   }
 }
 
@@ -209,8 +262,10 @@ void Communicator::exchange(const Operation& op) const {
     const size_t to = (me + n - step) % n;
     begin_send(sends[to], static_cast<int>(to), 1, requests);
   }
-  if (!sends[me].empty() && sends[me].data() != receives[me].data()) std::memmove(receives[me].data(), sends[me].data(), sends[me].size());
-  check_mpi(MPI_Waitall(to_int(requests.size()), requests.data(), MPI_STATUSES_IGNORE), "MPI_Waitall");
+  if (!sends[me].empty() && sends[me].data() != receives[me].data())
+    std::memmove(receives[me].data(), sends[me].data(), sends[me].size());
+  check_mpi(MPI_Waitall(to_int(requests.size()), requests.data(), MPI_STATUSES_IGNORE),
+            "MPI_Waitall");
   if (reduces) {
     std::vector<const std::byte*> inputs;
     for (const auto& block : receives) inputs.push_back(block.data());
@@ -219,20 +274,26 @@ void Communicator::exchange(const Operation& op) const {
   }
 }
 
-void Communicator::begin_send(std::span<const std::byte> data, int peer, int tag, std::vector<MPI_Request>& requests) const {
+void Communicator::begin_send(std::span<const std::byte> data, int peer, int tag,
+                              std::vector<MPI_Request>& requests) const {
   size_t at = 0;
   do {
     const size_t bytes = std::min(kPieceBytes, data.size() - at);
-    check_mpi(MPI_Isend(data.data() + at, to_int(bytes), MPI_BYTE, peer, tag, comm_, &requests.emplace_back()), "MPI_Isend");
+    check_mpi(MPI_Isend(data.data() + at, to_int(bytes), MPI_BYTE, peer, tag, comm_,
+                        &requests.emplace_back()),
+              "MPI_Isend");
     at += bytes;
   } while (at < data.size());
 }
 
-void Communicator::begin_recv(std::span<std::byte> data, int peer, int tag, std::vector<MPI_Request>& requests) const {
+void Communicator::begin_recv(std::span<std::byte> data, int peer, int tag,
+                              std::vector<MPI_Request>& requests) const {
   size_t at = 0;
   do {
     const size_t bytes = std::min(kPieceBytes, data.size() - at);
-    check_mpi(MPI_Irecv(data.data() + at, to_int(bytes), MPI_BYTE, peer, tag, comm_, &requests.emplace_back()), "MPI_Irecv");
+    check_mpi(MPI_Irecv(data.data() + at, to_int(bytes), MPI_BYTE, peer, tag, comm_,
+                        &requests.emplace_back()),
+              "MPI_Irecv");
     at += bytes;
   } while (at < data.size());
 }

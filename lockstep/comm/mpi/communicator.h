@@ -29,12 +29,15 @@ class Communicator {
     std::vector<int> send_counts, send_starts, recv_counts, recv_starts;
   };
   void begin(const fabric::Operation& operation, Running& running) const;
-  // Runs a collective to its end. MPI's blocking calls move large data up to twice as fast as its non-blocking ones.
+  // Runs a collective to its end. MPI's blocking calls move large data up to twice as fast as its
+  // non-blocking ones.
   void run(const fabric::Operation& operation) const;
 
   // Messages of any size, cut into pieces that MPI can count.
-  void begin_send(std::span<const std::byte> data, int peer, int tag, std::vector<MPI_Request>& requests) const;
-  void begin_recv(std::span<std::byte> data, int peer, int tag, std::vector<MPI_Request>& requests) const;
+  void begin_send(std::span<const std::byte> data, int peer, int tag,
+                  std::vector<MPI_Request>& requests) const;
+  void begin_recv(std::span<std::byte> data, int peer, int tag,
+                  std::vector<MPI_Request>& requests) const;
 
  private:
   explicit Communicator(MPI_Comm comm);

@@ -1,6 +1,6 @@
-// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits. Large collectives are its
-// blocking calls, which are faster, on a thread of their own. The two kinds use different communicators: each sees its
-// calls in the same order on every rank.
+// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits. Large
+// collectives are its blocking calls, which are faster, on a thread of their own. The two kinds use
+// different communicators: each sees its calls in the same order on every rank.
 #include "lockstep/comm/mpi/mpi.h"
 
 #include <sched.h>
@@ -31,7 +31,7 @@ constexpr int kTags = 1 << 14;  // MPI promises tags up to 32767
 struct Progress {
   std::mutex mutex;
   std::condition_variable changed;
-  Communicator::Running running;  // empty for a large collective
+  Communicator::Running running;              // empty for a large collective
   std::unique_ptr<fabric::Signature> header;  // of a message, where messages are checked
   bool done = false;
   std::exception_ptr error;
@@ -48,7 +48,9 @@ struct Progress {
     if (done) return;
     int complete = 0;
     try {
-      check_mpi(MPI_Testall(static_cast<int>(running.requests.size()), running.requests.data(), &complete, MPI_STATUSES_IGNORE), "MPI_Testall");
+      check_mpi(MPI_Testall(static_cast<int>(running.requests.size()), running.requests.data(),
+                            &complete, MPI_STATUSES_IGNORE),
+                "MPI_Testall");
       if (complete != 0) end(nullptr);
     } catch (...) {
       end(std::current_exception());
@@ -62,7 +64,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
       : GroupImpl(std::move(membership), "mpi"),
         watch_(this->membership()),
         trace_(this->membership()),
-        small_(this->membership().members, static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
+        small_(this->membership().members,
+               static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
         large_(small_.duplicate()),
         messages_(small_.duplicate()) {}
 
@@ -80,7 +83,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
     }
   }
 
-  std::shared_ptr<detail::Pending> submit(Operation operation, std::shared_ptr<const void> memory) override;
+  std::shared_ptr<detail::Pending> submit(Operation operation,
+                                          std::shared_ptr<const void> memory) override;
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
 
@@ -94,7 +98,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::shared_ptr<Progress> begin_message(const Operation& operation);
   void check(const Operation& operation, uint64_t sequence);
   void check_header(const Operation& operation, const fabric::Signature& header) const;
-  void wait(const Operation& operation, uint64_t sequence, Clock::time_point started, Progress& progress);
+  void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
+            Progress& progress);
   void work(std::stop_token stop);
 
   detail::Watch watch_;
@@ -108,16 +113,23 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::mutex mutex_;
   std::condition_variable_any arrived_;
   std::deque<Large> queue_;
-  std::vector<std::weak_ptr<Progress>> in_flight_;  // messages that may need a push while their owners compute
+  std::vector<std::weak_ptr<Progress>>
+      in_flight_;  // messages that may need a push while their owners compute
   std::jthread thread_;
 };
 
 class MpiGroup::MpiPending final : public detail::Pending {
  public:
-  MpiPending(std::shared_ptr<MpiGroup> group, Operation operation, uint64_t sequence, Clock::time_point started,
-             std::shared_ptr<Progress> progress, std::shared_ptr<const void> memory, std::function<void()> finish)
-      : group_(std::move(group)), operation_(std::move(operation)), sequence_(sequence), started_(started), progress_(std::move(progress)),
-        memory_(std::move(memory)), finish_(std::move(finish)) {}
+  MpiPending(std::shared_ptr<MpiGroup> group, Operation operation, uint64_t sequence,
+             Clock::time_point started, std::shared_ptr<Progress> progress,
+             std::shared_ptr<const void> memory, std::function<void()> finish)
+      : group_(std::move(group)),
+        operation_(std::move(operation)),
+        sequence_(sequence),
+        started_(started),
+        progress_(std::move(progress)),
+        memory_(std::move(memory)),
+        finish_(std::move(finish)) {}
 
   void wait() override {
     if (ended_) return;
@@ -156,13 +168,15 @@ void relax(int& round) {
   }
 }
 
-void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started, Progress& progress) {
+void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
+                    Progress& progress) {
   try {
     int round = 0;
     watch_.wait(operation, sequence, started, [&](milliseconds time) {
       const auto until = Clock::now() + time;
       std::unique_lock lock(progress.mutex);
-      if (progress.running.requests.empty()) return progress.changed.wait_until(lock, until, [&] { return progress.done; });
+      if (progress.running.requests.empty())
+        return progress.changed.wait_until(lock, until, [&] { return progress.done; });
       while (true) {
         progress.test();
         if (progress.done) return true;
@@ -172,7 +186,8 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
         lock.lock();
       }
     });
-    if (progress.header && operation.kind == OpKind::recv) check_header(operation, *progress.header);
+    if (progress.header && operation.kind == OpKind::recv)
+      check_header(operation, *progress.header);
     if (progress.error) {
       try {
         std::rethrow_exception(progress.error);
@@ -188,13 +203,18 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
 }
 
 void MpiGroup::check(const Operation& operation, uint64_t sequence) {
-  watch_.check_agreement(operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-    Progress progress;
-    Operation gather{.kind = OpKind::all_gather, .input = mine, .output = all,
-                     .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()), static_cast<int64_t>(mine.size()))};
-    small_.begin(gather, progress.running);
-    wait(operation, sequence, Clock::now(), progress);
-  });
+  watch_.check_agreement(
+      operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+        Progress progress;
+        Operation gather{
+            .kind = OpKind::all_gather,
+            .input = mine,
+            .output = all,
+            .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()),
+                                                static_cast<int64_t>(mine.size()))};
+        small_.begin(gather, progress.running);
+        wait(operation, sequence, Clock::now(), progress);
+      });
 }
 
 // With checking on, a header travels beside the data, under a tag of its own.
@@ -202,8 +222,11 @@ std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
   auto progress = std::make_shared<Progress>();
   auto& requests = progress->running.requests;
   const int peer = operation.root, tag = message_numbers_[{operation.kind, peer}]++ % kTags;
-  if (membership().world->check) progress->header = std::make_unique<fabric::Signature>(fabric::signature_of(operation));
-  const auto header = progress->header ? std::as_writable_bytes(std::span(progress->header.get(), 1)) : std::span<std::byte>();
+  if (membership().world->check)
+    progress->header = std::make_unique<fabric::Signature>(fabric::signature_of(operation));
+  const auto header = progress->header
+                          ? std::as_writable_bytes(std::span(progress->header.get(), 1))
+                          : std::span<std::byte>();
   if (operation.kind == OpKind::send) {
     if (progress->header) messages_->begin_send(header, peer, kTags + tag, requests);
     messages_->begin_send(operation.input, peer, tag, requests);
@@ -220,11 +243,13 @@ void MpiGroup::check_header(const Operation& operation, const fabric::Signature&
   sent.kind = expected.kind;
   sent.root = expected.root;
   if (sent == expected) return;
-  throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", membership().name, membership().rank,
-                             fabric::describe(expected), operation.root, fabric::describe(header)));
+  throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
+                             membership().name, membership().rank, fabric::describe(expected),
+                             operation.root, fabric::describe(header)));
 }
 
-std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation, std::shared_ptr<const void> memory) {
+std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
+                                                  std::shared_ptr<const void> memory) {
   const std::lock_guard lock(submit_mutex_);
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
@@ -238,14 +263,18 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation, std::shar
   }
   std::function<void()> finish;
   Operation adapted = operation;
-  if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce || operation.kind == OpKind::reduce_scatter) {
-    detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory), membership().rank, membership().size());
+  if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
+      operation.kind == OpKind::reduce_scatter) {
+    detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory),
+                                                   membership().rank, membership().size());
     adapted = std::move(form.operation);
     memory = std::move(form.memory);
     finish = std::move(form.finish);
   }
-  // Every rank must take the same of the two ways: the choice looks only at what all ranks agree on.
-  const bool small = operation.kind != OpKind::all_to_all && static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
+  // Every rank must take the same of the two ways: the choice looks only at what all ranks agree
+  // on.
+  const bool small = operation.kind != OpKind::all_to_all &&
+                     static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
   auto progress = message ? begin_message(operation) : std::make_shared<Progress>();
   if (!message && small) small_.begin(adapted, progress->running);
   const bool large = progress->running.requests.empty();
@@ -256,10 +285,12 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation, std::shar
     } else {
       in_flight_.push_back(progress);
     }
-    if (!thread_.joinable()) thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
+    if (!thread_.joinable())
+      thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
     arrived_.notify_one();
   }
-  return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started, std::move(progress), std::move(memory), std::move(finish));
+  return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started,
+                                      std::move(progress), std::move(memory), std::move(finish));
 }
 
 void MpiGroup::work(std::stop_token stop) {
@@ -311,8 +342,10 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
   int size = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   if (static_cast<int>(membership.world->hosts.size()) != size) {
-    throw ConfigError(format("backend mpi: the job has {} ranks but MPI's world has {}; start the program with mpirun or srun",
-                             membership.world->hosts.size(), size));
+    throw ConfigError(
+        format("backend mpi: the job has {} ranks but MPI's world has {}; start the program with "
+               "mpirun or srun",
+               membership.world->hosts.size(), size));
   }
   return std::make_shared<MpiGroup>(std::move(membership));
 }

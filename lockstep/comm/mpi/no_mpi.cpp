@@ -7,11 +7,15 @@ namespace lockstep::comm::mpi {
 
 bool is_available() { return false; }
 
-std::shared_ptr<detail::GroupImpl> create(detail::Membership) { throw ConfigError("backend 'mpi' is not part of this build"); }
+std::shared_ptr<detail::GroupImpl> create(detail::Membership) {
+  throw ConfigError("backend 'mpi' is not part of this build");
+}
 
 std::string share_from_rank0(const std::string&) {
-  throw ConfigError("this process was started by an MPI launcher, but MPI is not part of this build; use lockstep run, or set "
-                    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT");
+  throw ConfigError(
+      "this process was started by an MPI launcher, but MPI is not part of this build; use "
+      "lockstep run, or set "
+      "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT");
 }
 
 }  // namespace lockstep::comm::mpi

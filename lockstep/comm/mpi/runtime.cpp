@@ -35,7 +35,9 @@ void require_mpi() {
       std::atexit(finalize);
     }
     if (level < MPI_THREAD_MULTIPLE) {
-      throw ConfigError(format("backend mpi: MPI was started with thread level {}, needs MPI_THREAD_MULTIPLE ({})", level, static_cast<int>(MPI_THREAD_MULTIPLE)));
+      throw ConfigError(format(
+          "backend mpi: MPI was started with thread level {}, needs MPI_THREAD_MULTIPLE ({})",
+          level, static_cast<int>(MPI_THREAD_MULTIPLE)));
     }
   });
 }

@@ -5,7 +5,8 @@
 
 namespace lockstep::comm::mpi {
 
-// Starts MPI for many threads, or checks that the program has. Throws ConfigError where that level is not given.
+// Starts MPI for many threads, or checks that the program has. Throws ConfigError where that level
+// is not given.
 void require_mpi();
 
 // An operation did not come to an end: ending MPI at exit would wait for it for ever.

@@ -9,7 +9,8 @@
 
 namespace lockstep::comm::shm {
 
-Liveness::Liveness(std::shared_ptr<fabric::Board> board) : board_(std::move(board)), processes_(static_cast<size_t>(board_->size())) {}
+Liveness::Liveness(std::shared_ptr<fabric::Board> board)
+    : board_(std::move(board)), processes_(static_cast<size_t>(board_->size())) {}
 
 std::string Liveness::death_of(int rank) {
   const fabric::Slot& slot = board_->slot(rank);

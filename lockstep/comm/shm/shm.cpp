@@ -14,10 +14,12 @@ bool is_available() { return true; }
 std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
   detail::World& world = *membership.world;
   std::set<int> hosts;
-  for (const int member : membership.members) hosts.insert(world.hosts[static_cast<size_t>(member)]);
+  for (const int member : membership.members)
+    hosts.insert(world.hosts[static_cast<size_t>(member)]);
   if (hosts.size() > 1) {
-    throw ConfigError(format("backend shm: the {} ranks of group '{}' are on {} hosts, must be on one; use mpi or gloo",
-                             membership.size(), membership.name, hosts.size()));
+    throw ConfigError(format(
+        "backend shm: the {} ranks of group '{}' are on {} hosts, must be on one; use mpi or gloo",
+        membership.size(), membership.name, hosts.size()));
   }
   if (!world.heap) {
     world.heap = std::make_shared<fabric::SharedHeap>();
@@ -29,11 +31,14 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
     board = fabric::Board::create(membership.size(), true);
     world.store->set(key, board->handle().to_text());
   } else {
-    board = fabric::Board::open(fabric::SegmentHandle::from_text(world.store->get(key, Deadline(world.timeout))), membership.size());
+    board = fabric::Board::open(
+        fabric::SegmentHandle::from_text(world.store->get(key, Deadline(world.timeout))),
+        membership.size());
   }
   const auto liveness = std::make_shared<Liveness>(board);
   const std::shared_ptr<launch::Store> store = world.store;
-  const auto probe = [liveness, board, store, members = membership.members](int rank) -> std::string {
+  const auto probe = [liveness, board, store,
+                      members = membership.members](int rank) -> std::string {
     std::string death = liveness->death_of(rank);
     // A process that has not joined is not on the board yet; the meeting point knows of it.
     if (death.empty() && board->slot(rank).state.load() == fabric::SlotState::empty) {
@@ -41,7 +46,8 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
     }
     return death;
   };
-  return detail::make_local_group(std::move(membership), "shm", std::move(board), world.heap, probe);
+  return detail::make_local_group(std::move(membership), "shm", std::move(board), world.heap,
+                                  probe);
 }
 
 }  // namespace lockstep::comm::shm

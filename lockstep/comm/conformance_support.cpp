@@ -1,0 +1,68 @@
+#include "lockstep/comm/conformance_support.h"
+
+#include <ATen/ATen.h>
+
+#include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::comm::conformance {
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw Error(what);
+}
+
+at::Tensor contribution(int rank, int64_t count, DType dtype) {
+  const at::Tensor numbers = at::arange(count, at::kLong).mul_(5).add_(3 * rank + 1).remainder_(4);
+  return dtype == DType::boolean ? numbers.remainder(2).to(at::kBool)
+                                 : numbers.to(detail::to_scalar_type(dtype));
+}
+
+at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op) {
+  const at::ScalarType type = parts[0].scalar_type();
+  const at::Tensor stacked = at::stack(parts).to(at::kLong);
+  switch (op) {
+    case ReduceOp::sum:
+      return type == at::kBool ? stacked.amax(0).to(type) : stacked.sum(0).to(type);
+    case ReduceOp::product:
+      return stacked.prod(0).to(type);
+    case ReduceOp::min:
+      return stacked.amin(0).to(type);
+    case ReduceOp::max:
+      return stacked.amax(0).to(type);
+    case ReduceOp::avg:
+      break;
+  }
+  if (c10::isFloatingType(type)) {
+    const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
+    return stacked.sum(0).to(wide).div(static_cast<int64_t>(parts.size())).to(type);
+  }
+  return stacked.sum(0)
+      .to(type)
+      .to(at::kLong)
+      .div(static_cast<int64_t>(parts.size()), "trunc")
+      .to(type);
+}
+
+std::vector<at::Tensor> all_contributions(const Group& group, int64_t count, DType dtype) {
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < group.size(); ++rank) parts.push_back(contribution(rank, count, dtype));
+  return parts;
+}
+
+void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
+  require(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
+          what + ": wrong shape or dtype");
+  if (at::equal(actual, expected)) return;
+  const at::Tensor wrong = actual.ne(expected).reshape(-1).nonzero();
+  const int64_t at = wrong[0].item<int64_t>();
+  throw Error(format("{}: {} of {} elements are wrong, the first at {}: {} instead of {}", what,
+                     wrong.size(0), actual.numel(), at, actual.reshape(-1)[at].item<double>(),
+                     expected.reshape(-1)[at].item<double>()));
+}
+
+std::string label(const char* operation, DType dtype, int64_t count) {
+  return format("{} of {} {}", operation, count, name_of(dtype));
+}
+
+}  // namespace lockstep::comm::conformance
