@@ -79,7 +79,8 @@ std::byte* Board::staging(int rank, int piece) const {
 
 std::byte* Board::mailbox(int from, int to, uint64_t piece) const {
   const Layout layout(size_);
-  const auto channel = static_cast<size_t>(from * size_ + to);
+  const size_t channel =
+      static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
   return segment_.data() + layout.mailboxes + (2 * channel + piece % 2) * layout.mailbox_piece;
 }
 

@@ -25,7 +25,7 @@
 namespace lockstep::fabric {
 
 constexpr size_t kCacheLine = 64;
-constexpr size_t kEagerBytes = 16 << 10;
+constexpr size_t kEagerBytes = 64 << 10;
 constexpr size_t kStagingBytes =
     512 << 10;  // one of four pieces a rank stages in; all ranks' fit a second-level cache
 

@@ -48,7 +48,7 @@ class Movement {
       const int from = (me_ + step) % size_;  // each rank starts elsewhere, with itself
       if (bytes(from, me_) > 0)
         copy_result(op_.output.data() + target(from, me_), source(from) + origin(from, me_),
-                   bytes(from, me_));
+                    bytes(from, me_));
     }
   }
   template <class Target>
@@ -57,7 +57,7 @@ class Movement {
       const int to = (me_ + step) % size_;
       if (bytes(me_, to) > 0)
         copy_result(output_of(to) + target(me_, to), op_.input.data() + origin(me_, to),
-                   bytes(me_, to));
+                    bytes(me_, to));
     }
   }
 
@@ -73,7 +73,7 @@ class Movement {
     return {pieces + 1, [this, room, pieces](int64_t i) {
               if (i == 0)
                 copy_result(op_.output.data() + target(me_, me_),
-                           op_.input.data() + origin(me_, me_), bytes(me_, me_));
+                            op_.input.data() + origin(me_, me_), bytes(me_, me_));
               if (i < pieces) fill(i, room);
               if (i > 0) drain(i - 1, room);
             }};

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "lockstep/fabric/agreement.h"
@@ -29,9 +30,12 @@ void Seat::enter(const Operation& operation) {
   mine.sequence = sequence_;
   mine.input = locate(operation.input.data(), operation.input.size());
   mine.output = locate(operation.output.data(), operation.output.size());
-  // What peers can read where it is gains from being copied only while it is tiny.
-  mine.eager = operation.input.size() <=
-               (mine.input.kind == Location::unreachable ? kEagerBytes : kEagerBytes / 8);
+  // Eager data is read by every peer: the more there are, the sooner sharing the work pays. What
+  // peers can read where it is gains from being copied only while it is tiny.
+  const size_t limit = mine.input.kind == Location::unreachable
+                           ? kEagerBytes / static_cast<size_t>(std::max(1, size_ - 1))
+                           : kEagerBytes / 32;
+  mine.eager = operation.input.size() <= limit;
   if (mine.eager && !operation.input.empty()) {
     std::memcpy(board_->eager(rank_, sequence_), operation.input.data(), operation.input.size());
   }

@@ -37,7 +37,7 @@ void prepare_logs(const LaunchOptions& options) {
 Outcome run_generations(const Surroundings& around) {
   for (int generation = 0;; ++generation) {
     around.link.begin(generation);
-    const Outcome outcome = Attempt(around, generation).run();
+    Outcome outcome = Attempt(around, generation).run();
     const int limit = around.options.max_restarts;
     if (outcome.kind != Outcome::Kind::failed || !outcome.restartable || generation >= limit) {
       return outcome;

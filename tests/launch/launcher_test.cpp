@@ -110,7 +110,8 @@ TEST(Launcher, ReturnsTheCodeOfTheRankThatFailedFirstAndNamesIt) {
 }
 
 TEST(Launcher, AProgramThatCannotStartIsOneLine) {
-  const Result missing = lockstep_command({"run", "-n", "3", "no-such-program"});
+  const Result missing =
+      lockstep_command({"run", "-n", "3", "no-such-program"}, {"PATH=/usr/bin:/bin"});
   EXPECT_EQ(missing.code, 127);
   EXPECT_THAT(missing.err, AllOf(HasSubstr("'no-such-program'"), HasSubstr("No such file")));
   EXPECT_EQ(std::count(missing.err.begin(), missing.err.end(), '\n'), 1);
@@ -120,8 +121,8 @@ TEST(Launcher, AProgramThatCannotStartIsOneLine) {
   EXPECT_EQ(plain.code, 127);
   EXPECT_THAT(plain.err, HasSubstr("Permission denied"));
   // Not even a restart helps.
-  const Result again =
-      lockstep_command({"run", "-n", "1", "--max-restarts", "3", "no-such-program"});
+  const Result again = lockstep_command(
+      {"run", "-n", "1", "--max-restarts", "3", "no-such-program"}, {"PATH=/usr/bin:/bin"});
   EXPECT_EQ(std::count(again.err.begin(), again.err.end(), '\n'), 1);
 }
 
