@@ -379,11 +379,15 @@ void check_bad_arguments(const Group& group) {
   barrier(group).wait();
 }
 
+// Whether the backend compares what ranks call.
+bool compares(const Group& group) {
+  return group.backend() == "thread" || group.backend() == "shm" ||
+         group.impl().membership().world->check;
+}
+
 // Each on a group of its own, because a mismatch breaks the group. Only where the backend compares.
 void check_mismatches(const Group& group) {
-  const bool compares = group.backend() == "thread" || group.backend() == "shm" ||
-                        group.impl().membership().world->check;
-  if (group.size() == 1 || !compares) return;
+  if (group.size() == 1 || !compares(group)) return;
   const bool odd_one = group.rank() == group.size() - 1;
   const std::pair<const char*, std::function<void(const Group&)>> cases[] = {
       {"different operations",
@@ -427,6 +431,26 @@ void check_mismatches(const Group& group) {
   }
 }
 
+// The receiver finds out; the sender, and everybody else, with the next thing they do in that
+// group.
+void check_mismatched_message(const Group& group) {
+  if (group.size() == 1 || !compares(group)) return;
+  const Group victim = group.split(0, group.rank());
+  std::string message;
+  try {
+    if (group.rank() == 0) send(at::zeros({80}), 1, victim).wait();
+    if (group.rank() == 1) recv(at::zeros({40}), 0, victim).wait();
+    barrier(victim).wait();
+  } catch (const MismatchError& error) {
+    message = error.what();
+  }
+  require(
+      message.find(
+          "rank 1 called recv(float32[40], from 0), but rank 0 called send(float32[80], to 1)") !=
+          std::string::npos,
+      format("a message of the wrong size: no error that shows both sides, but '{}'", message));
+}
+
 void check_large(const Group& group) {
   const int64_t count = (int64_t{1} << 31) + 17;
   at::Tensor data = at::full({count}, group.rank() + 1, at::kByte);
@@ -462,6 +486,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large) {
       {"split", check_split},
       {"wrong arguments are refused", check_bad_arguments},
       {"ranks that disagree get an error, all of them", check_mismatches},
+      {"so does a message of the wrong size", check_mismatched_message},
   };
   if (large) checks.push_back({"more than 2^31 elements", check_large});
   return checks;

@@ -13,7 +13,7 @@ void OperationTrace::add(const fabric::Operation& operation, uint64_t sequence,
                          Clock::time_point start, Clock::time_point end) {
   if (!trace::enabled()) return;
   using fabric::OpKind;
-  const bool message = operation.kind == OpKind::send || operation.kind == OpKind::recv;
+  const bool message = fabric::is_message(operation.kind);
   const auto key =
       message ? std::pair(operation.kind, operation.root) : std::pair(OpKind::barrier, -1);
   const std::string row_name =

@@ -18,7 +18,7 @@ constexpr milliseconds kFirstLook{100};  // operations that end sooner cost no l
 constexpr milliseconds kLookInterval{200};
 constexpr milliseconds kWarnAfter{2000};
 
-bool is_message(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
+using fabric::is_message;
 
 std::string describe_activity(const fabric::Activity& activity) {
   if (activity.sequence == 0) return "has not reported any operation yet";

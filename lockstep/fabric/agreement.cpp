@@ -63,4 +63,14 @@ void check_agreement(const Claims& claims) {
   }
 }
 
+void check_message(const std::string& group, int receiver, const Signature& asked,
+                   const Signature& sent) {
+  Signature comparable = sent;
+  comparable.kind = asked.kind;
+  comparable.root = asked.root;
+  if (comparable == asked) return;
+  throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}", group,
+                             receiver, describe(asked), asked.root, describe(sent)));
+}
+
 }  // namespace lockstep::fabric

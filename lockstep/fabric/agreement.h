@@ -21,4 +21,8 @@ struct Claims {
 // Throws MismatchError that shows all sides, the same on every rank.
 void check_agreement(const Claims& claims);
 
+// The same for a message: what rank `receiver` asked for, and what its sender has sent.
+void check_message(const std::string& group, int receiver, const Signature& asked,
+                   const Signature& sent);
+
 }  // namespace lockstep::fabric

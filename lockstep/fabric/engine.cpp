@@ -36,8 +36,6 @@ size_t bytes_of(const Operation& operation) {
   return std::max(operation.input.size(), operation.output.size());
 }
 
-bool is_message(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
-
 std::exception_ptr to_exception(const Failure& failure) {
   switch (failure.kind) {
     case Failure::mismatch:

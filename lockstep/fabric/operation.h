@@ -29,6 +29,8 @@ enum class OpKind : uint8_t {
 };
 enum class ReduceOp : uint8_t { sum, avg, product, min, max };
 
+constexpr bool is_message(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
+
 std::string_view name_of(OpKind kind);
 std::string_view name_of(ReduceOp op);
 

@@ -6,8 +6,7 @@
 
 #include <algorithm>
 
-#include "lockstep/core/error.h"
-#include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
 #include "lockstep/fabric/copy.h"
 
 namespace lockstep::fabric {
@@ -65,14 +64,7 @@ Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
   const auto data = operation.output;
 
   co_await reached(channel.sent, peer, pieces + 1);
-  Signature expected = signature_of(operation), actual = channel.signature;
-  actual.kind = expected.kind;
-  actual.root = expected.root;
-  if (actual != expected) {
-    throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
-                               seat.group_name(), seat.rank(), describe(expected), peer,
-                               describe(channel.signature)));
-  }
+  check_message(seat.group_name(), seat.rank(), signature_of(operation), channel.signature);
   if (channel.data.kind != Location::unreachable) {
     copy_result(data.data(), seat.reach(peer, channel.data), data.size());
     ++pieces;

@@ -20,6 +20,7 @@
 #include "lockstep/comm/watch.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
 #include "lockstep/fabric/reduce.h"
 
 namespace lockstep::comm::gloo {
@@ -229,7 +230,7 @@ std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation,
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
   const bool check = membership().world->check;
-  if (operation.kind == OpKind::send || operation.kind == OpKind::recv) {
+  if (fabric::is_message(operation.kind)) {
     auto completion = start_message(operation, memory, check);
     return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence,
                                          started, std::move(completion), std::move(memory),
@@ -437,19 +438,12 @@ std::shared_ptr<Completion> GlooGroup::start_message(const Operation& operation,
         bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
         tag + 1);
   std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
-               completion, memory, tag, sends, peer, output = operation.output]() mutable {
+               completion, memory, tag, sends, output = operation.output]() mutable {
     std::exception_ptr error;
     try {
       if (header_work) header_work->wait();
       if (header_work && !sends) {
-        fabric::Signature actual = *header;
-        actual.kind = expected.kind;
-        actual.root = expected.root;
-        if (actual != expected) {
-          throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
-                                     self->membership().name, self->rank_,
-                                     fabric::describe(expected), peer, fabric::describe(*header)));
-        }
+        fabric::check_message(self->membership().name, self->rank_, expected, *header);
         data_work = transfer(bytes_tensor(output), tag + 1);
       }
       data_work->wait();

@@ -17,6 +17,7 @@
 #include "lockstep/comm/watch.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
 
 namespace lockstep::comm::mpi {
 namespace {
@@ -97,7 +98,6 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
 
   std::shared_ptr<Progress> begin_message(const Operation& operation);
   void check(const Operation& operation, uint64_t sequence);
-  void check_header(const Operation& operation, const fabric::Signature& header) const;
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
             Progress& progress);
   void work(std::stop_token stop);
@@ -187,7 +187,8 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
       }
     });
     if (progress.header && operation.kind == OpKind::recv)
-      check_header(operation, *progress.header);
+      fabric::check_message(membership().name, membership().rank, fabric::signature_of(operation),
+                            *progress.header);
     if (progress.error) {
       try {
         std::rethrow_exception(progress.error);
@@ -237,23 +238,12 @@ std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
   return progress;
 }
 
-void MpiGroup::check_header(const Operation& operation, const fabric::Signature& header) const {
-  const fabric::Signature expected = fabric::signature_of(operation);
-  fabric::Signature sent = header;
-  sent.kind = expected.kind;
-  sent.root = expected.root;
-  if (sent == expected) return;
-  throw MismatchError(format("group '{}': rank {} called {}, but rank {} called {}",
-                             membership().name, membership().rank, fabric::describe(expected),
-                             operation.root, fabric::describe(header)));
-}
-
 std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
                                                   std::shared_ptr<const void> memory) {
   const std::lock_guard lock(submit_mutex_);
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
-  const bool message = operation.kind == OpKind::send || operation.kind == OpKind::recv;
+  const bool message = fabric::is_message(operation.kind);
   if (membership().world->check && !message) {
     try {
       check(operation, sequence);
