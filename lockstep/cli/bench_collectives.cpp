@@ -71,11 +71,8 @@ Benchmark make_benchmark(const std::string& op, int64_t count, bool symmetric, c
             },
             1, 2};
   }
-  throw ConfigError(
-      format("bench collectives: unknown operation '{}'; there are all_reduce, reduce, broadcast, "
-             "all_gather, reduce_scatter, "
-             "all_to_all, gather, scatter, send_recv, barrier",
-             op));
+  throw ConfigError(format("bench collectives: unknown operation '{}'; there are {}", op,
+                           join(kBenchOperations)));
 }
 
 double percentile(std::vector<double>& samples, double fraction) {

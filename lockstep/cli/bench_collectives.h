@@ -6,6 +6,10 @@
 
 namespace lockstep::cli {
 
+inline constexpr const char* kBenchOperations[] = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+    "all_to_all", "gather", "scatter",   "send_recv",  "barrier"};
+
 // What one rank does, in lockstep-torch.
 int bench_collectives_rank(const std::vector<std::string>& arguments);
 

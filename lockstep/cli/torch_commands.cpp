@@ -11,6 +11,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "lockstep/cli/bench_collectives.h"
 #include "lockstep/cli/options.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -49,6 +50,8 @@ int run_program(const Words& words) {
   }
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
+
+const Words kBackends{"thread", "shm", "mpi", "gloo"};
 
 // How the ranks of a backend are started: threads in one process, mpirun, or our own launcher.
 Words start_ranks(const std::string& backend, int ranks, const Words& command) {
@@ -114,7 +117,9 @@ int selftest(const Words& arguments) {
   bool large = false;
   CLI::App app;
   app.add_option("-n", ranks, "Ranks")->capture_default_str();
-  app.add_option("--backend", backend, "thread, shm, mpi or gloo")->capture_default_str();
+  app.add_option("--backend", backend, "What the ranks communicate with")
+      ->check(CLI::IsMember(kBackends))
+      ->capture_default_str();
   app.add_flag("--large", large,
                "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
   if (const auto status = parse(app, "selftest",
@@ -139,18 +144,25 @@ int bench(const Words& arguments) {
                              arguments.empty() ? "" : arguments[0]));
   }
   int ranks = 2;
-  std::string backends = "shm", ops = "all_reduce", sizes = "4096,65536,4194304,67108864";
+  Words backends{"shm"}, ops{"all_reduce"};
+  std::vector<int64_t> sizes{4096, 65536, 4194304, 67108864};
   double seconds = 0.5;
   bool json = false;
   CLI::App app;
   app.add_option("-n", ranks, "Ranks")->capture_default_str();
-  app.add_option("--backends", backends, "thread, shm, mpi, gloo, separated by commas")
+  const Words operations(std::begin(kBenchOperations), std::end(kBenchOperations));
+  app.add_option("--backends", backends, "Separated by commas")
+      ->delimiter(',')
+      ->check(CLI::IsMember(kBackends))
       ->capture_default_str();
-  app.add_option("--ops", ops,
-                 "all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, "
-                 "scatter, send_recv, barrier")
+  app.add_option("--ops", ops, "Separated by commas")
+      ->delimiter(',')
+      ->check(CLI::IsMember(operations))
       ->capture_default_str();
-  app.add_option("--bytes", sizes, "Bytes of a rank's buffer")->capture_default_str();
+  app.add_option("--bytes", sizes, "Bytes of a rank's buffer")
+      ->delimiter(',')
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+      ->capture_default_str();
   app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
   app.add_flag("--json", json, "Print one JSON array");
   if (const auto status =
@@ -159,13 +171,11 @@ int bench(const Words& arguments) {
   check_ranks("bench collectives", ranks);
 
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
-  std::istringstream names(backends);
-  for (std::string backend; std::getline(names, backend, ',');) {
+  for (const std::string& backend : backends) {
     const TemporaryFile file;
-    const Words command{
-        torch_path(), "bench-collectives", "--backend", backend,     "--ops",
-        ops,          "--bytes",           sizes,       "--seconds", std::to_string(seconds),
-        "--output",   file.path()};
+    const Words command{torch_path(), "bench-collectives",     "--backend", backend,
+                        "--ops",      join(ops, ","),          "--bytes",   join(sizes, ","),
+                        "--seconds",  std::to_string(seconds), "--output",  file.path()};
     if (const int status = run_program(start_ranks(backend, ranks, command)); status != 0)
       return status;
     for (auto& row : nlohmann::ordered_json::parse(std::ifstream(file.path())))
