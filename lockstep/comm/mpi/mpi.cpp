@@ -196,6 +196,9 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
         watch_.explain(operation, sequence, error.what());
       }
     }
+  } catch (const MismatchError&) {
+    // All ranks are alive and know of it: what is left unfinished ends with MPI.
+    watch_.fail(std::current_exception());
   } catch (...) {
     broken_ = true;
     do_not_finalize();
