@@ -24,7 +24,7 @@ class Console {
   // "lockstep: text" on stderr.
   void message(std::string_view text);
 
-  bool full(Stream stream) const;  // do not feed it more for now
+  bool full(Stream stream) const;  // feed it no more until it has drained
   bool empty() const;
   // Gives up what is queued: the reader is stuck.
   void discard();
