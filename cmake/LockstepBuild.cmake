@@ -20,8 +20,6 @@ find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 QUIET)
 find_path(CLI11_INCLUDE_DIR CLI/CLI.hpp REQUIRED)
-find_path(HWLOC_INCLUDE_DIR hwloc.h)
-find_library(HWLOC_LIBRARY hwloc)
 
 if(LOCKSTEP_TESTS)
   find_package(GTest QUIET)
