@@ -5,11 +5,15 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <thread>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/custom_backend.h"
+#include "lockstep/comm/gloo/no_sigpipe.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::comm {
@@ -105,6 +109,23 @@ TEST(Errors, AWaitEndsAtItsOwnDeadlineAndNamesTheTag) {
     EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[5], sum, tag 'bucket7')"));
     EXPECT_THAT(error.what(), HasSubstr("rank 1 has not called any operation yet"));
   }
+}
+
+TEST(Errors, AWriteToAPeerThatIsGoneIsNoSignal) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  close(ends[0]);
+  {
+    const gloo::NoSigpipe no_signal;
+    EXPECT_EQ(write(ends[1], "x", 1), -1);
+    EXPECT_EQ(errno, EPIPE);
+    // What was started meanwhile is safe for good.
+    std::thread([&] { EXPECT_EQ(write(ends[1], "x", 1), -1); }).join();
+  }
+  close(ends[1]);
+  sigset_t mask;
+  pthread_sigmask(SIG_BLOCK, nullptr, &mask);
+  EXPECT_EQ(sigismember(&mask, SIGPIPE), 0);
 }
 
 TEST(Errors, AThreadRankThatThrowsEndsTheOthers) {

@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "lockstep/comm/adapt.h"
+#include "lockstep/comm/gloo/no_sigpipe.h"
 #include "lockstep/comm/gloo/store_adapter.h"
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/comm/tensor.h"
@@ -100,6 +101,7 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
         trace_(this->membership()),
         size_(this->membership().size()),
         rank_(this->membership().rank) {
+    const NoSigpipe no_signal;  // for the threads that Gloo starts now
     const detail::World& world = *this->membership().world;
     auto options = c10d::ProcessGroupGloo::Options::create(world.timeout);
     std::set<int> hosts;
@@ -117,8 +119,10 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
   }
 
   ~GlooGroup() override {
+    const NoSigpipe no_signal;
     // A broken group may wait in Gloo until its own timeout: not here.
     if (broken_) std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
+    group_.reset();
   }
 
   std::shared_ptr<detail::Pending> submit(Operation operation,
@@ -228,6 +232,7 @@ void GlooGroup::wait_now(const Operation& operation, uint64_t sequence,
 std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation,
                                                    std::shared_ptr<const void> memory) {
   const uint64_t sequence = watch_.begin(operation);
+  const NoSigpipe no_signal;
   const auto started = Clock::now();
   const bool check = membership().world->check;
   if (fabric::is_message(operation.kind)) {
