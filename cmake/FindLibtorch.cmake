@@ -49,7 +49,7 @@ if(Libtorch_FOUND AND NOT TARGET Libtorch::Libtorch)
     find_package(CUDAToolkit QUIET)
     if(CUDAToolkit_FOUND)
       list(APPEND _includes ${CUDAToolkit_INCLUDE_DIRS})
-      list(APPEND _links ${Libtorch_c10_cuda_LIBRARY})
+      list(APPEND _links ${Libtorch_c10_cuda_LIBRARY} ${CUDA_cudart_LIBRARY})
     endif()
     # Nothing refers to libtorch_cuda by name; without this the linker drops it and CUDA is "not available".
     list(APPEND _links "-Wl,--no-as-needed,${Libtorch_torch_cuda_LIBRARY},--as-needed")

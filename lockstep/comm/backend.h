@@ -68,6 +68,8 @@ class GroupImpl {
   virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
   // Peers can reach [data, data + bytes) without staging.
   virtual bool reaches(const void* data, size_t bytes) const = 0;
+  // Reductions are a binary tree over ranks, split at the largest power of two (fabric/reduce.h).
+  virtual bool sums_in_rank_tree() const { return false; }
 
  private:
   Membership membership_;

@@ -3,7 +3,7 @@
 #include "lockstep/comm/collectives.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -63,22 +63,18 @@ class Call {
   // A tensor that the operation reads; the one it uses is contiguous and on the CPU.
   void input(const at::Tensor& tensor) {
     check_tensor(tensor);
-    at::Tensor& usable = memory_[0];
-    usable = tensor.is_contiguous() ? tensor : tensor.detach().contiguous();
-    operation_.input = detail::bytes_of(usable);
+    memory_[0] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
+    operation_.input = detail::bytes_of(memory_[0]);
   }
   // A tensor that it writes, and reads too if `keeps_values`.
   void output(const at::Tensor& tensor, bool keeps_values) {
     check_tensor(tensor);
-    at::Tensor& usable = memory_[1];
-    usable = tensor;
-    if (!tensor.is_contiguous()) {
-      const c10::AutoGradMode no_grad(false);
-      strided_ = tensor.detach();
-      usable = keeps_values ? strided_.contiguous()
-                            : at::empty_like(strided_, at::MemoryFormat::Contiguous);
+    memory_[1] = tensor;
+    if (!usable(tensor)) {
+      target_ = tensor.detach();
+      memory_[1] = stand_in(target_, keeps_values);
     }
-    operation_.output = detail::bytes_of(usable);
+    operation_.output = detail::bytes_of(memory_[1]);
   }
   // Reads and writes the same tensor.
   void in_place(const at::Tensor& tensor) {
@@ -121,28 +117,43 @@ class Call {
   Work start() {
     auto pending = group_.impl().submit(std::move(operation_),
                                         std::make_shared<std::array<at::Tensor, 2>>(memory_));
-    if (!strided_.defined()) return Work(std::move(pending));
-    return Work(std::make_shared<WithEpilogue>(std::move(pending),
-                                               [target = strided_, source = memory_[1]] {
-                                                 const c10::AutoGradMode no_grad(false);
-                                                 target.copy_(source);
-                                               }));
+    if (!target_.defined()) return Work(std::move(pending));
+    return Work(
+        std::make_shared<WithEpilogue>(std::move(pending), [target = target_, source = memory_[1]] {
+          const c10::AutoGradMode no_grad(false);
+          target.copy_(source);
+        }));
   }
 
  private:
   void check_tensor(const at::Tensor& tensor) {
     if (!tensor.defined()) refuse("the tensor is undefined");
-    if (!tensor.device().is_cpu()) {
-      refuse(format("the tensor is on {}, backend {} needs it on the CPU", tensor.device().str(),
-                    group_.backend()));
+    if (!tensor.device().is_cpu() && !tensor.device().is_cuda()) {
+      refuse(format("the tensor is on {}, must be on the CPU or a CUDA device",
+                    tensor.device().str()));
     }
     operation_.dtype = detail::dtype_of(tensor, fabric::name_of(operation_.kind));
   }
 
+  // A group of one copies on the device, or not at all.
+  bool usable(const at::Tensor& tensor) const {
+    return group_.size() == 1 || (tensor.device().is_cpu() && tensor.is_contiguous());
+  }
+  // Contiguous, on the CPU; page-locked where a device reads and writes it.
+  static at::Tensor stand_in(const at::Tensor& tensor, bool keeps_values) {
+    const c10::AutoGradMode no_grad(false);
+    const at::Tensor copy =
+        at::empty(tensor.sizes(), tensor.options()
+                                      .device(at::kCPU)
+                                      .memory_format(at::MemoryFormat::Contiguous)
+                                      .pinned_memory(tensor.device().is_cuda()));
+    return keeps_values ? copy.copy_(tensor) : copy;
+  }
+
   const Group& group_;
   Operation operation_;
-  std::array<at::Tensor, 2> memory_;  // what the operation reads and writes, contiguous
-  at::Tensor strided_;  // what was passed as output, where memory_[1] stands in for it
+  std::array<at::Tensor, 2> memory_;  // what the operation reads and writes
+  at::Tensor target_;  // what was passed as output, where memory_[1] stands in for it
 };
 
 // For a group of one: the result is the input.

@@ -37,6 +37,7 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   bool reaches(const void* data, size_t bytes) const override {
     return !heap_ || heap_->find(data, bytes).kind != fabric::Location::unreachable;
   }
+  bool sums_in_rank_tree() const override { return true; }
 
  private:
   struct LocalPending final : Pending {

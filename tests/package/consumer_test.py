@@ -109,7 +109,7 @@ def main():
     query = ["pkg-config", "--cflags", "--libs", "lockstep"]
     flags = shlex.split(run(*query, env=environment))
     hello = work / "hello"
-    run(arguments.cxx, source / "examples/01_hello_collectives.cpp", "-o", hello, *flags, env=environment)
+    run(arguments.cxx, source / "examples/01_all_reduce.cpp", "-o", hello, *flags, env=environment)
     expect(run(hello, env=environment), "group of 1, sum: 1 1 1")
     expect(run(lockstep, "run", "-n", "2", hello, env=environment), "[rank0]: group of 2, sum: 3 3 3")
     found = run("pkg-config", "--modversion", "lockstep", env=environment).strip()

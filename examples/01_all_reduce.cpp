@@ -1,10 +1,10 @@
 // Every rank brings a tensor; all leave with the sum. Without the launcher the same code is a group
 // of one.
 //
-// $ lockstep run -n 2 build/bin/01_hello_collectives
+// $ lockstep run -n 2 build/bin/01_all_reduce
 // [rank0]: group of 2, sum: 3 3 3
 //
-// $ build/bin/01_hello_collectives
+// $ build/bin/01_all_reduce
 // group of 1, sum: 1 1 1
 #include <ATen/ATen.h>
 

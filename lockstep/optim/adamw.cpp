@@ -1,0 +1,78 @@
+#include "lockstep/optim/adamw.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/optim/memory.h"
+
+namespace lockstep::optim {
+namespace {
+
+void require(bool holds, const char* what, double value, const char* rule) {
+  if (!holds) throw ConfigError(format("[AdamW] {} is {}, must be {}", what, value, rule));
+}
+
+detail::AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
+  const auto step = static_cast<double>(update.step);
+  return {.decay = 1 - update.lr * update.weight_decay,
+          .beta1 = options.beta1,
+          .beta2 = options.beta2,
+          .eps = options.eps,
+          .step_size = update.lr / (1 - std::pow(options.beta1, step)),
+          .root_scale = 1 / std::sqrt(1 - std::pow(options.beta2, step))};
+}
+
+}  // namespace
+
+AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)
+    : ElementwiseOptimizer("AdamW", {"exp_avg", "exp_avg_sq"}, std::move(groups), options.lr,
+                           options.weight_decay),
+      options_(options) {
+  require(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
+  require(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
+  require(options.eps >= 0, "eps", options.eps, "at least 0");
+}
+
+AdamW::AdamW(std::vector<NamedParameter> parameters, AdamWOptions options)
+    : AdamW(std::vector<ParameterGroup>{{.parameters = std::move(parameters)}}, options) {}
+
+AdamW::AdamW(const torch::nn::Module& module, AdamWOptions options)
+    : AdamW(named_parameters(module), options) {}
+
+AdamW::Kernel AdamW::kernel_for(const detail::Update& update) const {
+  const auto run =
+      detail::kernels().adamw(*detail::dtype_of(update.param), *detail::dtype_of(update.grad));
+  return [run, operands = detail::operands_of(update), factors = factors_of(update, options_)](
+             int64_t begin, int64_t end) { run(operands, factors, begin, end); };
+}
+
+void AdamW::update_by_operators(std::span<const detail::Update> updates) const {
+  std::vector<at::Tensor> weights, grads, exp_avgs, exp_avg_sqs;
+  std::vector<at::Scalar> decays, step_sizes, root_scales;
+  for (const detail::Update& update : updates) {
+    weights.push_back(update.weight());
+    grads.push_back(update.grad);
+    exp_avgs.push_back(update.buffers[0]);
+    exp_avg_sqs.push_back(update.buffers[1]);
+    const auto factors = factors_of(update, options_);
+    decays.emplace_back(factors.decay);
+    step_sizes.emplace_back(-factors.step_size);
+    root_scales.emplace_back(factors.root_scale);
+  }
+  const at::Scalar rest1(1 - options_.beta1), rest2(1 - options_.beta2);
+  at::_foreach_mul_(exp_avgs, at::Scalar(options_.beta1));
+  at::_foreach_add_(exp_avgs, grads, rest1);
+  at::_foreach_mul_(exp_avg_sqs, at::Scalar(options_.beta2));
+  at::_foreach_addcmul_(exp_avg_sqs, grads, grads, rest2);
+  std::vector<at::Tensor> roots = at::_foreach_sqrt(exp_avg_sqs);
+  at::_foreach_mul_(roots, root_scales);
+  at::_foreach_add_(roots, at::Scalar(options_.eps));
+  at::_foreach_mul_(weights, decays);
+  at::_foreach_addcdiv_(weights, exp_avgs, roots, step_sizes);
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,54 @@
+#include "lockstep/optim/clip.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/optim/gradients.h"
+
+namespace lockstep::optim {
+namespace {
+
+void require_limit(const char* operation, const char* what, double limit) {
+  if (!(limit >= 0)) {
+    throw ConfigError(format("[{}] {} is {}, must be at least 0", operation, what, limit));
+  }
+}
+
+}  // namespace
+
+double grad_norm(std::span<const at::Tensor> parameters, NormOptions options) {
+  const double norm = detail::norm_of(detail::gradients_of(parameters), options.type);
+  if (options.error_if_nonfinite && !std::isfinite(norm)) {
+    throw Error(format("[grad_norm] the norm of the gradients is {}, must be finite", norm));
+  }
+  return norm;
+}
+
+double clip_grad_norm(std::span<const at::Tensor> parameters, double max_norm,
+                      NormOptions options) {
+  require_limit("clip_grad_norm", "max_norm", max_norm);
+  const double norm = grad_norm(parameters, options);
+  clip_grad_with_norm(parameters, max_norm, norm);
+  return norm;
+}
+
+void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm) {
+  require_limit("clip_grad_with_norm", "max_norm", max_norm);
+  const double factor = max_norm / (norm + 1e-6);  // torch's guard against a norm of 0
+  if (factor >= 1) return;
+  detail::scale(detail::gradients_of(parameters), factor);
+}
+
+void clip_grad_value(std::span<const at::Tensor> parameters, double max_value) {
+  require_limit("clip_grad_value", "max_value", max_value);
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor& gradient : detail::gradients_of(parameters)) {
+    gradient.clamp_(-max_value, max_value);
+  }
+}
+
+}  // namespace lockstep::optim

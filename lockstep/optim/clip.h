@@ -1,0 +1,37 @@
+// Norm of the gradients, and clipping by it.
+//
+// Norms are summed in double over fixed blocks of each parameter's elements, by index, and in the
+// order of the parameters: the bits depend neither on the number of threads nor on where tensors
+// lie or how they are strided. On CUDA torch reduces each gradient, and only the order of the
+// parameters is fixed. Parameters without a gradient do not count; no gradients have norm 0.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+
+namespace lockstep::optim {
+
+enum class NormType { l2, max };
+
+struct NormOptions {
+  NormType type = NormType::l2;
+  // Throw Error when the norm is infinite or NaN, before any gradient is changed.
+  bool error_if_nonfinite = false;
+};
+
+// The norm of all gradients as one vector.
+double grad_norm(std::span<const at::Tensor> parameters, NormOptions options = {});
+
+// Scales gradients, in place, so that their norm is at most `max_norm`, and returns the norm
+// before. As torch does, a norm that is infinite makes finite gradients 0, and one that is NaN
+// makes all NaN; step_guard.h skips such steps.
+double clip_grad_norm(std::span<const at::Tensor> parameters, double max_norm,
+                      NormOptions options = {});
+// The same with a norm that is known: that of all shards of a model.
+void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm);
+
+// Limits every element to [-max_value, max_value], in place.
+void clip_grad_value(std::span<const at::Tensor> parameters, double max_value);
+
+}  // namespace lockstep::optim

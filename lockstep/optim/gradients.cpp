@@ -1,0 +1,135 @@
+#include "lockstep/optim/gradients.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/optim/blocks.h"
+#include "lockstep/optim/memory.h"
+
+namespace lockstep::optim::detail {
+namespace {
+
+double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
+
+// A norm of each tensor by torch's operators, all fetched from the device at once.
+std::vector<double> norms_by_operators(std::span<const at::Tensor> tensors, NormType type) {
+  std::vector<at::Tensor> norms;
+  const double order = type == NormType::l2 ? 2 : std::numeric_limits<double>::infinity();
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor norm = at::linalg_vector_norm(tensor, order, {}, false, at::kDouble);
+    norms.push_back(norm.to(tensors[0].device()));
+  }
+  if (norms.empty()) return {};
+  const at::Tensor fetched = at::stack(norms).cpu();
+  const double* first = fetched.data_ptr<double>();
+  return {first, first + fetched.numel()};
+}
+
+bool is_memory(const at::Tensor& tensor) { return tensor.is_cpu() && dtype_of(tensor); }
+
+}  // namespace
+
+std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse()) {
+      gradient = gradient.coalesce();
+      gradients.push_back(gradient._values());
+    } else {
+      gradients.push_back(gradient.detach());
+    }
+    if (gradients.back().numel() == 0) gradients.pop_back();
+  }
+  return gradients;
+}
+
+double norm_of(std::span<const at::Tensor> gradients, NormType type) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> in_memory, elsewhere;
+  std::vector<NormKernel> kernels;
+  Blocks blocks;
+  for (const at::Tensor& gradient : gradients) {
+    if (!is_memory(gradient)) {
+      elsewhere.push_back(gradient);
+      continue;
+    }
+    in_memory.push_back(gradient.contiguous());  // elements in the order of their indices
+    const auto find =
+        type == NormType::l2 ? detail::kernels().sum_squares : detail::kernels().max_abs;
+    kernels.push_back(find(*dtype_of(gradient)));
+    blocks.add(gradient.numel());
+  }
+  std::vector<double> parts(blocks.size());
+  blocks.for_each([&](const Block& block) {
+    const void* data = in_memory[block.array].data_ptr();
+    parts[block.index] = kernels[block.array](data, block.begin, block.end);
+  });
+  for (const double norm : norms_by_operators(elsewhere, type)) {
+    parts.push_back(type == NormType::l2 ? norm * norm : norm);
+  }
+
+  double total = 0;
+  for (const double part : parts) total = type == NormType::l2 ? total + part : larger(total, part);
+  return type == NormType::l2 ? std::sqrt(total) : total;
+}
+
+namespace {
+
+// Returns the tensors that have no kernel; the others are scaled, and `largest` is raised to the
+// largest magnitude in them.
+std::vector<at::Tensor> scale_memory(std::span<const at::Tensor> gradients, double factor,
+                                     double& largest) {
+  std::vector<at::Tensor> rest;
+  std::vector<std::pair<ScaleKernel, void*>> arrays;
+  Blocks blocks;
+  for (const at::Tensor& gradient : gradients) {
+    if (!is_memory(gradient) || !gradient.is_non_overlapping_and_dense()) {
+      rest.push_back(gradient);
+      continue;
+    }
+    arrays.emplace_back(kernels().scale(*dtype_of(gradient)), gradient.data_ptr());
+    blocks.add(gradient.numel());
+  }
+  std::vector<double> parts(blocks.size());
+  blocks.for_each([&](const Block& block) {
+    const auto [run, data] = arrays[block.array];
+    parts[block.index] = run(data, factor, block.begin, block.end);
+  });
+  for (const double part : parts) largest = larger(largest, part);
+  return rest;
+}
+
+}  // namespace
+
+void scale(std::span<const at::Tensor> gradients, double factor) {
+  const at::NoGradGuard no_grad;
+  double largest = 0;
+  for (const at::Tensor& gradient : scale_memory(gradients, factor, largest)) {
+    gradient.mul_(factor);
+  }
+}
+
+double scale_and_measure(std::span<const at::Tensor> gradients, double factor) {
+  const at::NoGradGuard no_grad;
+  double largest = 0;
+  const auto rest = scale_memory(gradients, factor, largest);
+  for (const at::Tensor& gradient : rest) gradient.mul_(factor);
+  for (const double norm : norms_by_operators(rest, NormType::max)) largest = larger(largest, norm);
+  return largest;
+}
+
+bool any_rank(bool mine, const comm::Group& group) {
+  const at::Tensor flag = at::full({1}, mine ? 1 : 0, at::kByte);
+  comm::all_reduce(flag, group, {.op = comm::ReduceOp::max, .tag = "skip step"}).wait();
+  return flag.item<uint8_t>() != 0;
+}
+
+}  // namespace lockstep::optim::detail

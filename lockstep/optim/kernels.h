@@ -1,0 +1,69 @@
+// The loops over elements, compiled once for each instruction set that matters (LOCKSTEP_ISA) and
+// chosen at run time. Every operation is rounded by itself, none is fused or reordered: the bits of
+// a result depend neither on the instruction set nor on where in memory or in a block an element
+// lies.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/core/dtype.h"
+
+namespace lockstep::optim::detail {
+
+// The memory of one parameter in one step. A parameter of 16 bits has a float32 master, which is
+// what is updated; the parameter is its rounded copy. Where the two no longer agree someone has
+// written to the parameter, and the parameter wins. `first` and `second` are the optimizer's state.
+struct Operands {
+  void* param;
+  const void* grad;
+  void* master;
+  void* first;
+  void* second;
+};
+
+struct AdamWFactors {
+  double decay;  // 1 - lr * weight decay
+  double beta1;
+  double beta2;
+  double eps;
+  double step_size;   // lr / (1 - beta1^step)
+  double root_scale;  // 1 / sqrt(1 - beta2^step)
+};
+
+struct SgdFactors {
+  double lr;
+  double weight_decay;
+  double keep;      // of the momentum
+  double add;       // of the gradient to the momentum
+  double momentum;  // Nesterov's look ahead
+};
+enum class SgdKind { plain, momentum, nesterov };
+
+// All work on elements [begin, end).
+using AdamWKernel = void (*)(const Operands&, const AdamWFactors&, int64_t begin, int64_t end);
+using SgdKernel = void (*)(const Operands&, const SgdFactors&, int64_t begin, int64_t end);
+using NormKernel = double (*)(const void* data, int64_t begin, int64_t end);
+// Multiplies, and returns the largest magnitude of the result.
+using ScaleKernel = double (*)(void* data, double factor, int64_t begin, int64_t end);
+
+// Null for types that have no kernel. A gradient has the parameter's type, or float32 where the
+// parameter has 16 bits.
+struct Kernels {
+  AdamWKernel (*adamw)(DType param, DType grad);
+  SgdKernel (*sgd)(SgdKind kind, DType param, DType grad);
+  NormKernel (*sum_squares)(DType);
+  NormKernel (*max_abs)(DType);  // a NaN anywhere is the result
+  ScaleKernel (*scale)(DType);
+};
+
+namespace baseline {
+extern const Kernels kernels;
+}
+namespace x86_v3 {  // AVX2, F16C
+extern const Kernels kernels;
+}
+
+// The best that this processor can run.
+const Kernels& kernels();
+
+}  // namespace lockstep::optim::detail

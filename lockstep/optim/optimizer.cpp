@@ -1,0 +1,17 @@
+#include "lockstep/optim/optimizer.h"
+
+namespace lockstep::optim {
+
+std::vector<at::Tensor> Optimizer::parameters() {
+  std::vector<at::Tensor> all;
+  for (const ParameterGroup& group : groups()) {
+    for (const NamedParameter& parameter : group.parameters) all.push_back(parameter.tensor);
+  }
+  return all;
+}
+
+void Optimizer::zero_grad() {
+  for (const at::Tensor& parameter : parameters()) parameter.mutable_grad() = at::Tensor();
+}
+
+}  // namespace lockstep::optim

@@ -1,0 +1,39 @@
+// What every optimizer offers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <vector>
+
+#include "lockstep/optim/parameters.h"
+
+namespace lockstep::optim {
+
+// Not thread safe; different optimizers are independent.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+
+  // Updates every parameter that has a gradient. One without is left alone: no decay, no momentum.
+  virtual void step() = 0;
+
+  // The learning rate of groups whose lr_scale is 1.
+  virtual double lr() const = 0;
+  virtual void set_lr(double lr) = 0;
+  // lr_scale and weight_decay may be changed, and hold from the next step on.
+  virtual std::span<ParameterGroup> groups() = 0;
+
+  // All that a step reads besides parameters and gradients, as "layer.weight.exp_avg". The tensors
+  // are the optimizer's own, not copies; what does not exist before the first step is made.
+  virtual std::vector<NamedTensor> state() = 0;
+  // Copies into the state, after checking that `entries` are what state() would give, in any order.
+  virtual void load_state(std::span<const NamedTensor> entries) = 0;
+
+  // Of all groups, in their order.
+  std::vector<at::Tensor> parameters();
+  // Gradients become undefined, which frees them.
+  void zero_grad();
+};
+
+}  // namespace lockstep::optim

@@ -1,0 +1,37 @@
+// Parameters by name, and how they are grouped.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+
+namespace lockstep::optim {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+using NamedParameter = NamedTensor;
+
+// Parameters that are stepped alike.
+struct ParameterGroup {
+  std::vector<NamedParameter> parameters;
+  std::optional<double> weight_decay = std::nullopt;  // the optimizer's, if not given
+  double lr_scale = 1;  // the group's learning rate is this times the optimizer's
+};
+
+// The parameters that require a gradient, in the module's order, a shared one once.
+std::vector<NamedParameter> named_parameters(const torch::nn::Module& module);
+
+// Two groups: matrices and larger, which decay, and vectors and scalars (biases, norms), which do
+// not. Either may be empty.
+std::vector<ParameterGroup> decay_groups(std::span<const NamedParameter> parameters,
+                                         double weight_decay);
+std::vector<ParameterGroup> decay_groups(const torch::nn::Module& module, double weight_decay);
+
+}  // namespace lockstep::optim

@@ -1,0 +1,24 @@
+#include "lockstep/optim/step_guard.h"
+
+#include <cmath>
+
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/gradients.h"
+
+namespace lockstep::optim {
+
+bool StepGuard::step(Optimizer& optimizer) {
+  return step(optimizer, grad_norm(optimizer.parameters(), {.type = NormType::max}));
+}
+
+bool StepGuard::step(Optimizer& optimizer, double grad_norm) {
+  const bool skip = detail::any_rank(!std::isfinite(grad_norm), group_);
+  if (skip) {
+    ++skipped_steps_;
+  } else {
+    optimizer.step();
+  }
+  return !skip;
+}
+
+}  // namespace lockstep::optim

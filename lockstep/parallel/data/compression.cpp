@@ -1,0 +1,68 @@
+// Gradient hooks that send fewer bytes: 16-bit floats, and the table of hooks by name.
+#include <ATen/ATen.h>
+
+#include <map>
+#include <memory>
+
+#include "lockstep/comm/ordered.h"
+#include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/parallel/data/gradient_hook.h"
+
+namespace lockstep::parallel::hooks {
+namespace {
+
+// One buffer for each bucket, in memory that the group reaches, made when first needed.
+class NarrowBuffers {
+ public:
+  explicit NarrowBuffers(DType dtype) : dtype_(dtype) {}
+
+  at::Tensor& of(const GradientBucket& bucket, const comm::Group& group) {
+    at::Tensor& buffer = buffers_[bucket.index];
+    const int64_t count = bucket.flat.numel();
+    if (buffer.defined() && buffer.numel() == count) return buffer;
+    buffer =
+        bucket.flat.device().is_cpu()
+            ? comm::symmetric_empty(std::span(&count, 1), dtype_, group)
+            : at::empty({count}, bucket.flat.options().dtype(comm::detail::to_scalar_type(dtype_)));
+    return buffer;
+  }
+
+ private:
+  DType dtype_;
+  std::map<int, at::Tensor> buffers_;
+};
+
+GradientHook narrow(DType dtype) {
+  return [dtype, buffers = std::make_shared<NarrowBuffers>(dtype)](GradientBucket& bucket,
+                                                                   const comm::Group& group) {
+    const at::Tensor narrow = buffers->of(bucket, group);
+    narrow.copy_(bucket.flat);
+    // Ordered, because backends with reductions of their own would widen it again.
+    comm::Work work = comm::all_reduce_ordered(
+        narrow, group,
+        {.op = comm::ReduceOp::avg,
+         .tag = format("gradient bucket {} as {}", bucket.index, name_of(dtype))});
+    return [work, narrow, flat = bucket.flat]() mutable {
+      work.wait();
+      flat.copy_(narrow);
+    };
+  };
+}
+
+}  // namespace
+
+GradientHook fp16() { return narrow(DType::float16); }
+GradientHook bf16() { return narrow(DType::bfloat16); }
+
+GradientHook by_name(std::string_view name) {
+  if (name == "none") return {};
+  if (name == "fp16") return fp16();
+  if (name == "bf16") return bf16();
+  if (name == "power-sgd") return power_sgd();
+  throw ConfigError(
+      format("[ddp] gradient hook is '{}', must be none, fp16, bf16 or power-sgd", name));
+}
+
+}  // namespace lockstep::parallel::hooks

@@ -1,0 +1,150 @@
+// Data parallelism inside one process: several devices, one replica of the model on each.
+//
+//   auto parallel = parallel::data_parallel(model);        // on all devices that are found
+//   auto loss = torch::mse_loss(parallel.forward(batch), target);
+//   loss.backward();
+//   parallel.reduce_gradients();                           // the model has those of the batch
+//   optimizer.step();                                      // over model->parameters()
+//
+// or, with replicas that run by themselves and a choice of how far they may drift apart:
+//
+//   parallel.set_mode(parallel::BoundedStaleness{2});
+//   parallel.run(steps, [&](NetImpl& net, size_t replica, int64_t step) { return loss of its batch;
+//   },
+//                [&] { optimizer.step(); });
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+
+namespace lockstep::parallel {
+
+// How run() keeps replicas together.
+struct Synchronous {};   // all take a step, their gradients are averaged, one update follows
+struct Asynchronous {};  // each updates the model with its own gradients and goes on
+struct BoundedStaleness {
+  int64_t max = 0;  // a replica begins a step at most this many steps ahead of the slowest
+};
+using SyncMode = std::variant<Synchronous, Asynchronous, BoundedStaleness>;
+
+// All CUDA devices, or the CPU once where there are none.
+std::vector<c10::Device> detected_devices();
+
+struct DataParallelOptions {
+  std::vector<c10::Device> devices = detected_devices();  // one may be named several times
+  SyncMode mode = Synchronous{};
+};
+
+// What a run has done so far.
+struct RunStats {
+  std::vector<int64_t> steps = {};  // of each replica whose gradients are in the model
+  std::vector<int64_t> waits = {};  // how often each replica waited for others before a step
+  int64_t largest_lead = 0;         // steps ahead of the slowest at the beginning of a step
+};
+
+namespace detail {
+class DataParallel;
+using ReplicaForward = std::function<at::Tensor(torch::nn::Module&, std::span<const at::Tensor>)>;
+using ReplicaStep = std::function<at::Tensor(torch::nn::Module&, size_t replica, int64_t step)>;
+}  // namespace detail
+
+// What does not depend on the model's type. A value: copies share everything.
+class DataParallelHandle {
+ public:
+  DataParallelHandle(torch::nn::Module& model, DataParallelOptions options);
+
+  // After backward through outputs of forward() or forward_parallel(): adds the gradients of all
+  // replicas to the model's, in the order of the replicas.
+  void reduce_gradients();
+
+  const std::vector<c10::Device>& devices() const;
+  SyncMode mode() const;
+  // At any time, from any thread, during a run too. Synchronous is left when all replicas have
+  // finished their step, other modes at once.
+  void set_mode(SyncMode mode);
+  // Of the run in progress, or the last one. From any thread.
+  RunStats stats() const;
+
+ protected:
+  at::Tensor forward(std::vector<at::Tensor> batch, const detail::ReplicaForward& call);
+  std::vector<at::Tensor> forward_parallel(const std::vector<at::Tensor>& inputs,
+                                           const detail::ReplicaForward& call);
+  RunStats run(int64_t steps, const detail::ReplicaStep& step, const std::function<void()>& update);
+
+ private:
+  std::shared_ptr<detail::DataParallel> replicas_;
+};
+
+// Model is a module holder (torch::nn::Sequential, your TORCH_MODULE) or a std::shared_ptr of a
+// module; for more than one device it is Cloneable. It is moved to the first device and is its
+// replica; the others are clones, each with a thread of its own. Parameters and buffers are the
+// model's: whatever changes them, replicas get the values before they are used. Of what a forward
+// writes into buffers (batch norm), only replica 0's is kept.
+template <class Model>
+class DataParallel : public DataParallelHandle {
+ public:
+  using Module = std::remove_reference_t<decltype(*std::declval<Model&>())>;
+
+  explicit DataParallel(Model model, DataParallelOptions options = {})
+      : DataParallelHandle(*model, std::move(options)), model_(std::move(model)) {}
+
+  // Cuts the tensors along dimension 0 as at::chunk does, calls the model's forward with the parts
+  // on all devices at the same time, and concatenates the results on the first device; scalars
+  // become a vector. With fewer rows than replicas, some have nothing to do.
+  template <std::same_as<at::Tensor>... Tensors>
+  at::Tensor forward(const Tensors&... batch) {
+    static_assert(sizeof...(batch) > 0);
+    return DataParallelHandle::forward({batch...}, call<sizeof...(batch)>);
+  }
+
+  // The same with an input and an output for each device, instead of parts of one.
+  std::vector<at::Tensor> forward_parallel(const std::vector<at::Tensor>& inputs) {
+    return DataParallelHandle::forward_parallel(inputs, call<1>);
+  }
+
+  // Every replica takes `steps` steps: `step(Module&, size_t replica, int64_t step)`, called on its
+  // thread, returns a loss, of which backward() is called. `update()` (optimizer.step) is called
+  // with the gradients in the model, on one of these threads, one at a time. What any of them
+  // throws ends the run and is rethrown. Synchronous does what one process does that averages the
+  // gradients of the same micro-batches.
+  template <class Step>
+  RunStats run(int64_t steps, const Step& step, const std::function<void()>& update) {
+    return DataParallelHandle::run(
+        steps,
+        [&](torch::nn::Module& replica, size_t index, int64_t number) -> at::Tensor {
+          return step(dynamic_cast<Module&>(replica), index, number);
+        },
+        update);
+  }
+
+  Model& module() { return model_; }
+
+ private:
+  template <size_t kCount>
+  static at::Tensor call(torch::nn::Module& replica, std::span<const at::Tensor> inputs) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return dynamic_cast<Module&>(replica).forward(inputs[I]...);
+    }
+    (std::make_index_sequence<kCount>());
+  }
+
+  Model model_;
+};
+
+template <class Model>
+DataParallel<Model> data_parallel(Model model, DataParallelOptions options = {}) {
+  return DataParallel<Model>(std::move(model), std::move(options));
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,200 @@
+#include "lockstep/parallel/data/ddp.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/api/include/torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/parallel/data/reducer.h"
+#include "lockstep/parallel/data/same_model.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+NamedTensors list(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  NamedTensors named;
+  for (const auto& item : tensors) {
+    if (item.value().defined()) named.emplace_back(item.key(), item.value());
+  }
+  return named;
+}
+
+// Names of the parameters whose gradients torch makes sparse.
+std::set<std::string> sparse_weights(torch::nn::Module& model) {
+  std::set<std::string> names;
+  for (const auto& item : model.named_modules("", /*include_self=*/true)) {
+    const std::string prefix = item.key().empty() ? "" : item.key() + ".";
+    const auto* embedding = item.value()->as<torch::nn::EmbeddingImpl>();
+    const auto* bag = item.value()->as<torch::nn::EmbeddingBagImpl>();
+    if ((embedding && embedding->options.sparse()) || (bag && bag->options.sparse()))
+      names.insert(prefix + "weight");
+  }
+  return names;
+}
+
+void check_options(const DdpOptions& options, const NamedTensors& parameters) {
+  if (options.bucket_bytes == 0 || options.first_bucket_bytes == 0) {
+    throw ConfigError(
+        format("[ddp] bucket_bytes is {} and first_bucket_bytes is {}, both must be at least 1",
+               options.bucket_bytes, options.first_bucket_bytes));
+  }
+  if (options.reproducible && options.hook) {
+    throw ConfigError(
+        "[ddp] reproducible and a gradient hook are both set; a hook has a sum of its own, so give "
+        "one of them");
+  }
+  if (options.static_graph && options.find_unused_parameters) {
+    throw ConfigError(
+        "[ddp] static_graph and find_unused_parameters are both set; static_graph finds them in "
+        "the first step, so give one of them");
+  }
+  for (const std::string& name : options.sparse_parameters) {
+    if (std::none_of(parameters.begin(), parameters.end(),
+                     [&](auto& p) { return p.first == name; }))
+      throw ConfigError(
+          format("[ddp] sparse_parameters has {}, which the model does not have", name));
+  }
+}
+
+// Bits depend on the number of threads that compute.
+void check_same_threads(const comm::Group& group) {
+  const at::Tensor all = at::empty({group.size()}, at::kLong);
+  comm::all_gather(all, at::full({1}, at::get_num_threads(), at::kLong), group).wait();
+  if (all.eq(all[0]).all().item<bool>()) return;
+  throw ConfigError(format(
+      "[ddp] reproducible needs the same number of compute threads on all ranks; they have {}",
+      join(std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()))));
+}
+
+}  // namespace
+
+class Ddp {
+ public:
+  Ddp(torch::nn::Module& model, const comm::Group& group, DdpOptions options)
+      : model_(model), group_(group), options_(std::move(options)) {
+    const NamedTensors parameters = list(model.named_parameters());
+    check_options(options_, parameters);
+    if (group_.size() == 1 && !options_.reproducible) return;
+    // Of its own, so that collectives of the user, or of layers in backward, do not mix with ours.
+    private_group_ = group_.size() == 1 ? group_ : group_.split(0, group_.rank());
+    NamedTensors all = parameters;
+    buffers_ = list(model.named_buffers());
+    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    check_same_model(all, private_group_);
+    if (options_.reproducible) check_same_threads(private_group_);
+    broadcast_tensors(all, private_group_, 0);
+
+    const std::set<std::string> sparse = sparse_weights(model);
+    std::vector<Parameter> trained;
+    for (const auto& [name, tensor] : parameters) {
+      if (!tensor.requires_grad()) continue;
+      const auto& listed = options_.sparse_parameters;
+      // Sums of rows have no fixed tree: reproducible mode makes them dense.
+      const bool is_sparse =
+          !options_.reproducible &&
+          (sparse.count(name) > 0 || std::find(listed.begin(), listed.end(), name) != listed.end());
+      trained.push_back({.name = name, .tensor = tensor, .sparse = is_sparse});
+    }
+    reducer_ = std::make_shared<Reducer>(std::move(trained), private_group_, options_);
+    reducer_->install_hooks();
+  }
+
+  void before_forward() {
+    if (!reducer_) return;
+    reducer_->reset_round();
+    if (no_sync_ > 0 || !model_.is_training() || !at::GradMode::is_enabled()) return;
+    if (!options_.broadcast_buffers || buffers_.empty() || group_.size() == 1) return;
+    const int root =
+        options_.uneven_inputs ? announce(Activity::buffers, private_group_).leader : 0;
+    broadcast_tensors(buffers_, private_group_, root);
+  }
+
+  void after_forward(const std::vector<at::Tensor>& outputs) {
+    if (!reducer_ || !at::GradMode::is_enabled()) return;
+    // The gradient of an output comes first, and on the outermost graph: blocks that recompute run
+    // graphs of their own, whose end is not the end of backward.
+    for (const at::Tensor& output : outputs) {
+      if (output.defined() && output.grad_fn()) {
+        output.register_hook([weak = std::weak_ptr(reducer_)](const at::Tensor&) {
+          if (const auto reducer = weak.lock()) reducer->begin_backward();
+        });
+      }
+    }
+  }
+
+  void change_no_sync(int change) {
+    no_sync_ += change;
+    if (reducer_) reducer_->set_syncing(no_sync_ == 0);
+  }
+
+  void sync_gradients() {
+    if (reducer_ && model_.is_training()) reducer_->reduce_now();
+  }
+
+  void join(const std::function<void()>& step) {
+    if (!options_.uneven_inputs) throw ConfigError("[ddp] join() needs the option uneven_inputs");
+    if (group_.size() == 1) return;
+    int leader = reducer_->leader();  // all ranks hear who leads, whether they have left or not
+    for (;;) {
+      const Attendance attendance = announce(Activity::none, private_group_);
+      if (attendance.active == 0) break;
+      leader = attendance.leader;
+      if (attendance.activity == Activity::buffers) {
+        broadcast_tensors(buffers_, private_group_, attendance.leader);
+      } else {
+        reducer_->shadow(attendance);
+        if (step) step();
+      }
+    }
+    NamedTensors all = list(model_.named_parameters());
+    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    broadcast_tensors(all, private_group_, leader);
+  }
+
+  std::vector<c10::Device> devices() const {
+    std::vector<c10::Device> devices;
+    for (const at::Tensor& parameter : model_.parameters()) {
+      if (std::find(devices.begin(), devices.end(), parameter.device()) == devices.end())
+        devices.push_back(parameter.device());
+    }
+    return devices;
+  }
+
+  torch::nn::Module& model_;
+  comm::Group group_, private_group_;
+  DdpOptions options_;
+  NamedTensors buffers_;
+  int no_sync_ = 0;
+  std::shared_ptr<Reducer> reducer_;  // none on a group of one
+};
+
+}  // namespace lockstep::parallel::detail
+
+namespace lockstep::parallel {
+
+NoSync::NoSync(std::shared_ptr<detail::Ddp> ddp) : ddp_(std::move(ddp)) { ddp_->change_no_sync(1); }
+NoSync::~NoSync() {
+  if (ddp_) ddp_->change_no_sync(-1);
+}
+
+DdpHandle::DdpHandle(torch::nn::Module& model, const comm::Group& group, DdpOptions options)
+    : ddp_(std::make_shared<detail::Ddp>(model, group, std::move(options))) {}
+void DdpHandle::before_forward() { ddp_->before_forward(); }
+void DdpHandle::after_forward(const std::vector<at::Tensor>& outputs) {
+  ddp_->after_forward(outputs);
+}
+void DdpHandle::sync_gradients() { ddp_->sync_gradients(); }
+void DdpHandle::join(const std::function<void()>& step) { ddp_->join(step); }
+const comm::Group& DdpHandle::group() const { return ddp_->group_; }
+const DdpOptions& DdpHandle::options() const { return ddp_->options_; }
+std::vector<c10::Device> DdpHandle::devices() const { return ddp_->devices(); }
+std::vector<BucketInfo> DdpHandle::buckets() const {
+  return ddp_->reducer_ ? ddp_->reducer_->bucket_infos() : std::vector<BucketInfo>();
+}
+
+}  // namespace lockstep::parallel

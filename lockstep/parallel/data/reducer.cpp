@@ -1,0 +1,393 @@
+#include "lockstep/parallel/data/reducer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "lockstep/comm/ordered.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+#include "lockstep/parallel/data/sparse_average.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides() &&
+         a.scalar_type() == b.scalar_type();
+}
+
+// In the flags that ranks compare. Above any number of ranks, so that a sum shows them.
+constexpr int64_t kStopped = int64_t{1} << 24;  // no gradient where the first step had one
+constexpr int64_t kLate = int64_t{1} << 44;     // a gradient that came too late
+
+}  // namespace
+
+// Runs when a parameter's gradient has been accumulated. It may outlive the reducer.
+class Reducer::ArrivalHook final : public torch::autograd::FunctionPostHook {
+ public:
+  ArrivalHook(std::weak_ptr<Reducer> reducer, size_t index)
+      : reducer_(std::move(reducer)), index_(index) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    if (const auto reducer = reducer_.lock()) reducer->arrive(index_);
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  size_t index_;
+};
+
+Reducer::Reducer(std::vector<Parameter> parameters, comm::Group group, const DdpOptions& options)
+    : parameters_(std::move(parameters)),
+      group_(std::move(group)),
+      options_(options),
+      states_(parameters_.size()) {
+  // Backward produces gradients roughly in reverse; the first step tells better.
+  std::vector<size_t> order(parameters_.size());
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  use_buckets(order);
+}
+
+Reducer::~Reducer() {
+  for (const State& state : states_) {
+    if (state.accumulator) state.accumulator->del_post_hook(state.hook);
+  }
+}
+
+void Reducer::install_hooks() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    states_[i].accumulator = torch::autograd::impl::grad_accumulator(parameters_[i].tensor);
+    states_[i].hook =
+        states_[i].accumulator->add_post_hook(std::make_unique<ArrivalHook>(weak_from_this(), i));
+  }
+}
+
+at::Tensor& Reducer::view(size_t index) {
+  return buckets_[states_[index].bucket].gradients[states_[index].place];
+}
+
+// Whether buckets go out before the end of backward. Not while it is being learned how often each
+// gradient arrives.
+bool Reducer::overlaps() const {
+  return !options_.delay_all_reduce && (learned_ || !options_.static_graph);
+}
+
+void Reducer::use_buckets(const std::vector<size_t>& order) {
+  const c10::AutoGradMode no_grad(false);
+  const auto plan =
+      plan_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_bytes);
+  std::vector<Bucket> buckets = make_buckets(parameters_, plan, group_);
+  for (State& state : states_) state.in_bucket = false;
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    for (size_t place = 0; place < buckets[b].members.size(); ++place) {
+      const size_t index = buckets[b].members[place];
+      State& state = states_[index];
+      state.bucket = b;
+      state.place = place;
+      state.in_bucket = true;
+      // Gradients move along, so that the old buckets can go.
+      at::Tensor& gradient = parameters_[index].tensor.mutable_grad();
+      if (gradient.defined() && !buckets[b].sparse && options_.gradient_as_bucket_view) {
+        buckets[b].gradients[place].copy_(gradient);
+        gradient = buckets[b].gradients[place].detach();
+      }
+    }
+  }
+  buckets_ = std::move(buckets);
+  sums_.assign(buckets_.size(), {});
+}
+
+void Reducer::reset_round() {
+  const std::lock_guard lock(mutex_);
+  in_round_ = false;
+}
+
+void Reducer::begin_round() {
+  in_round_ = true;
+  round_syncs_ = syncing_;
+  num_launched_ = 0;
+  completions_.clear();
+  arrival_order_.clear();
+  num_missing_.clear();
+  for (const Bucket& bucket : buckets_) num_missing_.push_back(bucket.members.size());
+  for (State& state : states_) {
+    state.staged = false;
+    state.arrivals = 0;
+    state.late = false;
+  }
+  attendance_ = {.activity = Activity::gradients, .active = group_.size(), .leader = 0};
+}
+
+void Reducer::begin_backward() {
+  const std::lock_guard lock(mutex_);
+  if (in_round_ || (!syncing_ && !options_.reproducible)) return;
+  begin_round();
+  if (round_syncs_ && options_.uneven_inputs) attendance_ = announce(Activity::gradients, group_);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto reducer = weak.lock()) {
+      const std::lock_guard callback_lock(reducer->mutex_);
+      reducer->end_round();
+    }
+  });
+}
+
+void Reducer::arrive(size_t index) {
+  // The engine also calls when there is nothing to accumulate.
+  if (!parameters_[index].tensor.grad().defined()) return;
+  states_[index].unreduced = true;
+  begin_backward();
+  const std::lock_guard lock(mutex_);
+  if (!in_round_) return;
+  State& state = states_[index];
+  ++state.arrivals;
+  if (!state.in_bucket) return;  // found at the end of the round
+  if (state.bucket < num_launched_) {
+    state.late = true;  // all ranks hear of it at the end of the round
+    return;
+  }
+  if (options_.static_graph && learned_ && state.arrivals != state.expected) return;
+  stage(index);
+  launch_full_buckets();
+}
+
+// Moves a gradient to where it is reduced from.
+void Reducer::stage(size_t index) {
+  const c10::AutoGradMode no_grad(false);
+  State& state = states_[index];
+  if (!state.staged) {
+    state.staged = true;
+    --num_missing_[state.bucket];
+    arrival_order_.push_back(index);
+  }
+  if (buckets_[state.bucket].sparse) return;
+  at::Tensor& gradient = parameters_[index].tensor.mutable_grad();
+  at::Tensor& target = view(index);
+  if (!gradient.defined()) {
+    target.zero_();
+  } else if (!same_memory(gradient, target)) {
+    target.copy_(gradient.is_sparse() ? gradient.to_dense() : gradient);
+    if (options_.gradient_as_bucket_view) gradient = target.detach();
+  }
+}
+
+void Reducer::launch_full_buckets() {
+  if (!round_syncs_ || !overlaps()) return;
+  while (num_launched_ < buckets_.size() && num_missing_[num_launched_] == 0)
+    launch(buckets_[num_launched_++]);
+}
+
+void Reducer::launch(Bucket& bucket) {
+  const c10::AutoGradMode no_grad(false);
+  const double scale = static_cast<double>(group_.size()) / attendance_.active;
+  if (bucket.sparse) {
+    const size_t index = bucket.members[0];
+    at::Tensor& gradient = parameters_[index].tensor.mutable_grad();
+    const at::Tensor mine = !gradient.defined() || gradient.is_sparse()
+                                ? gradient
+                                : gradient.to_sparse(1);  // a user's own dense one
+    completions_.push_back(
+        [&bucket, scale,
+         finish = begin_sparse_average(mine, parameters_[index].tensor, group_, bucket.tag)] {
+          bucket.flat = finish();
+          if (scale != 1) bucket.flat = bucket.flat * scale;
+        });
+    return;
+  }
+  if (options_.reproducible) sums_[static_cast<size_t>(bucket.index)].finish(bucket.flat);
+  std::function<void()> complete;
+  if (options_.hook) {
+    complete = options_.hook(bucket, group_);
+  } else {
+    const comm::ReduceOptions how{.op = comm::ReduceOp::avg, .tag = bucket.tag};
+    complete = [work = options_.reproducible
+                           ? comm::all_reduce_ordered(bucket.flat, group_, how)
+                           : comm::all_reduce(bucket.flat, group_, how)]() mutable { work.wait(); };
+  }
+  completions_.push_back([complete, scale, flat = bucket.flat] {
+    if (complete) complete();
+    if (scale != 1) flat.mul_(scale);
+  });
+}
+
+void Reducer::end_round() {
+  // Also after an exception: the next backward begins a new round.
+  const std::unique_ptr<bool, void (*)(bool*)> end(&in_round_, [](bool* flag) { *flag = false; });
+  const c10::AutoGradMode no_grad(false);
+  if (round_syncs_) {
+    average_round();
+  } else {
+    accumulate_round();
+  }
+}
+
+// Reproducible mode, under no_sync: the micro-batch becomes a leaf of the tree of sums.
+void Reducer::accumulate_round() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!states_[i].in_bucket) continue;
+    if (!states_[i].staged) stage(i);
+    parameters_[i].tensor.mutable_grad().reset();
+  }
+  for (size_t b = 0; b < buckets_.size(); ++b) sums_[b].push(buckets_[b].flat);
+}
+
+void Reducer::average_round() {
+  const trace::Span span("ddp", "finish gradients");
+  const at::Tensor totals = flags();
+  const at::Tensor mine = totals.clone();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (states_[i].in_bucket && !states_[i].staged) stage(i);
+  }
+  while (num_launched_ < buckets_.size()) launch(buckets_[num_launched_++]);
+  comm::Work comparing = comm::all_reduce(totals, group_, {.tag = "which gradients there are"});
+  for (const auto& complete : completions_) complete();
+  comparing.wait();
+  check_flags(totals, mine);
+  settle(totals);
+  if (!learned_) learn(totals);
+}
+
+// For each parameter, and last for the rank as a whole: what it has to tell the others.
+at::Tensor Reducer::flags() const {
+  const at::Tensor flags = at::zeros({static_cast<int64_t>(parameters_.size()) + 1}, at::kLong);
+  if (shadowing_) return flags;
+  int64_t* const flag = flags.data_ptr<int64_t>();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const State& state = states_[i];
+    flag[i] = state.unreduced ? 1 : 0;
+    if (state.late) flag[i] = kLate;
+    if (options_.static_graph && learned_ && state.arrivals != state.expected)
+      flag[i] = state.arrivals < state.expected ? kStopped : kLate;
+  }
+  flag[parameters_.size()] = 1;
+  return flags;
+}
+
+void Reducer::check_flags(const at::Tensor& totals, const at::Tensor& mine) const {
+  const bool needs_all = !options_.find_unused_parameters && !options_.static_graph;
+  const int64_t* const total = totals.data_ptr<int64_t>();
+  const int64_t active = total[parameters_.size()];
+  const auto bad = [&](int64_t value) {
+    return value >= kStopped || (needs_all && value < active);
+  };
+  std::vector<size_t> wrong;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (bad(total[i])) wrong.push_back(i);
+  }
+  if (wrong.empty()) return;
+
+  // All ranks know that something is wrong, so all can ask who it is.
+  const at::Tensor all = at::empty({group_.size(), mine.numel()}, at::kLong);
+  comm::all_gather(all, mine, group_, {.tag = "which gradients are missing"}).wait();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    const int64_t* const flag = all[rank].data_ptr<int64_t>();
+    if (flag[parameters_.size()] == 0) continue;
+    if (flag[wrong[0]] >= kStopped || (total[wrong[0]] < kStopped && flag[wrong[0]] == 0))
+      ranks.push_back(rank);
+  }
+  std::vector<std::string> others;
+  for (size_t i = 1; i < wrong.size(); ++i) others.push_back(parameters_[wrong[i]].name);
+  if (others.size() > 5) {
+    others.resize(5);
+    others.push_back("...");
+  }
+  const int64_t kind = total[wrong[0]];
+  const char* const what = kind >= kLate      ? "got another gradient after its own was sent"
+                           : kind >= kStopped ? "got no gradient, unlike in the first step,"
+                                              : "got no gradient";
+  const char* const rule =
+      options_.static_graph
+          ? "under static_graph all steps must use the same parameters equally often"
+      : kind >= kLate
+          ? "if every step does this (recomputed blocks that share it), set static_graph"
+          : "if steps may leave parameters unused, set find_unused_parameters";
+  throw Error(format(
+      "[ddp] parameter {} {} on rank{} {} of {}{}; {}", parameters_[wrong[0]].name, what,
+      ranks.size() > 1 ? "s" : "", join(ranks), group_.size(),
+      others.empty() ? "" : format(" (so with {} others: {})", wrong.size() - 1, join(others)),
+      rule));
+}
+
+// Gives every parameter its averaged gradient.
+void Reducer::settle(const at::Tensor& totals) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    State& state = states_[i];
+    if (!state.in_bucket || totals.data_ptr<int64_t>()[i] == 0) continue;
+    state.unreduced = false;
+    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+    if (buckets_[state.bucket].sparse) {
+      gradient = std::exchange(buckets_[state.bucket].flat, {});
+    } else if (options_.gradient_as_bucket_view) {
+      if (!gradient.defined() || !same_memory(gradient, view(i))) gradient = view(i).detach();
+    } else if (gradient.defined() && !gradient.is_sparse()) {
+      gradient.copy_(view(i));
+    } else {
+      gradient = view(i).clone();
+    }
+  }
+}
+
+// After the first averaged round: buckets in the order in which gradients arrive, as the leader saw
+// it. Parameters that did not arrive there come last.
+void Reducer::learn(const at::Tensor& totals) {
+  learned_ = true;
+  for (State& state : states_) state.expected = state.arrivals;
+  std::vector<int64_t> arrived(arrival_order_.begin(), arrival_order_.end());
+  const at::Tensor shared = at::tensor(arrived, at::kLong);
+  comm::broadcast(shared, group_, {.root = attendance_.leader, .tag = "order of gradients"}).wait();
+  std::vector<size_t> order;
+  for (int64_t i = 0; i < shared.numel(); ++i) {
+    const int64_t index = shared.data_ptr<int64_t>()[i];
+    if (!options_.static_graph || totals.data_ptr<int64_t>()[index] > 0)
+      order.push_back(static_cast<size_t>(index));
+  }
+  const auto plan =
+      plan_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_bytes);
+  const bool same =
+      std::equal(plan.begin(), plan.end(), buckets_.begin(), buckets_.end(),
+                 [](auto& members, auto& bucket) { return members == bucket.members; });
+  if (!same) use_buckets(order);
+}
+
+void Reducer::reduce_now() {
+  const std::lock_guard lock(mutex_);
+  begin_round();
+  if (options_.uneven_inputs) attendance_ = announce(Activity::gradients, group_);
+  round_syncs_ = true;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].tensor.grad().defined()) continue;
+    states_[i].unreduced = true;
+    states_[i].arrivals = states_[i].expected;
+  }
+  end_round();
+}
+
+void Reducer::shadow(const Attendance& attendance) {
+  const std::lock_guard lock(mutex_);
+  for (const Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+  begin_round();
+  round_syncs_ = true;
+  attendance_ = attendance;
+  shadowing_ = true;
+  const std::unique_ptr<bool, void (*)(bool*)> end(&shadowing_, [](bool* flag) { *flag = false; });
+  end_round();
+}
+
+std::vector<BucketInfo> Reducer::bucket_infos() const {
+  std::vector<BucketInfo> infos;
+  for (const Bucket& bucket : buckets_)
+    infos.push_back(
+        {.bytes = bucket.sparse ? 0 : bucket.flat.nbytes(), .parameters = bucket.names});
+  return infos;
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,103 @@
+// Averages gradients over a group while backward produces them.
+//
+// A round is one backward pass. Gradients arrive in it one by one; each is moved into its bucket,
+// and a full bucket is reduced at once, in bucket order, beside the rest of backward. A callback at
+// the end of backward reduces what is left and waits. Last, all ranks compare which parameters had
+// gradients, so that an error, like a decision, is the same everywhere.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/parallel/data/attendance.h"
+#include "lockstep/parallel/data/bucket.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/data/sum_tree.h"
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace lockstep::parallel::detail {
+
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  // Collective.
+  Reducer(std::vector<Parameter> parameters, comm::Group group, const DdpOptions& options);
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // Begins to listen to the parameters' gradients; once, when a shared_ptr owns this.
+  void install_hooks();
+  void set_syncing(bool syncing) { syncing_ = syncing; }
+  // A backward may have ended in an exception: forget what it left.
+  void reset_round();
+  // In backward: a round begins, if none is under way; its end is queued on the graph that runs
+  // now.
+  void begin_backward();
+  // A round outside backward, over the gradients as they are.
+  void reduce_now();
+  // A round of the other ranks, to which this one adds nothing.
+  void shadow(const Attendance& attendance);
+
+  // The lowest rank that took part in the last round.
+  int leader() const { return attendance_.leader; }
+  std::vector<BucketInfo> bucket_infos() const;
+
+ private:
+  class ArrivalHook;
+  // Per parameter.
+  struct State {
+    std::shared_ptr<torch::autograd::Node> accumulator;  // the tensor itself holds it weakly
+    uintptr_t hook = 0;
+    size_t bucket = 0, place = 0;
+    bool in_bucket = false;  // not, if no step uses it (static_graph)
+    bool unreduced = false;  // has a gradient that other ranks have not seen
+    bool staged = false;     // in this round
+    bool late = false;       // came after its bucket was sent
+    int arrivals = 0;        // in this round
+    int expected = 1;        // static_graph: arrivals in each round
+  };
+
+  void arrive(size_t index);
+  void begin_round();
+  void end_round();
+  void accumulate_round();
+  void average_round();
+  void stage(size_t index);
+  void launch_full_buckets();
+  void launch(Bucket& bucket);
+  at::Tensor flags() const;
+  void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
+  void settle(const at::Tensor& totals);
+  void learn(const at::Tensor& totals);
+  void use_buckets(const std::vector<size_t>& order);
+  at::Tensor& view(size_t index);
+  bool overlaps() const;
+
+  std::vector<Parameter> parameters_;
+  comm::Group group_;
+  const DdpOptions& options_;
+  std::vector<State> states_;
+  std::vector<Bucket> buckets_;
+  std::vector<SumTree> sums_;  // per bucket; reproducible mode
+
+  std::mutex mutex_;  // gradients of different devices arrive on different threads
+  bool syncing_ = true;
+  bool learned_ = false;  // the first averaged round is over
+  bool in_round_ = false;
+  bool shadowing_ = false;
+  bool round_syncs_ = true;
+  Attendance attendance_;
+  size_t num_launched_ = 0;
+  std::vector<size_t> num_missing_;  // per bucket
+  std::vector<std::function<void()>> completions_;
+  std::vector<size_t> arrival_order_;
+};
+
+}  // namespace lockstep::parallel::detail

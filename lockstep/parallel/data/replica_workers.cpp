@@ -1,0 +1,116 @@
+#include "lockstep/parallel/data/replica_workers.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <latch>
+
+namespace lockstep::parallel::detail {
+namespace {
+
+// libtorch has one setter for all devices since 2.4, and one for each before. Names of functions
+// that a release lacks are looked up only where the arguments depend on a template parameter.
+template <class DeviceType, class DType>
+void set_autocast_dtype_of(DeviceType device, DType dtype) {
+  using namespace at::autocast;
+  if constexpr (requires { set_autocast_dtype(device, dtype); }) {
+    set_autocast_dtype(device, dtype);
+  } else if (device == at::kCPU) {
+    set_autocast_cpu_dtype(dtype);
+  } else {
+    set_autocast_gpu_dtype(dtype);
+  }
+}
+
+}  // namespace
+
+// What operators do depends on state of the thread that calls them. This is the caller's, to be
+// put on a worker for the time of one call.
+class TorchState {
+ public:
+  explicit TorchState(const std::vector<c10::Device>& devices) {
+    for (const c10::Device device : devices) {
+      if (device.is_cpu()) continue;
+      streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
+  }
+
+  void call(const std::function<void(size_t)>& body, size_t index, c10::Device device) const {
+    const at::ThreadLocalStateGuard modes(modes_);
+    set_autocast_dtype_of(at::kCPU, cpu_dtype_);
+    set_autocast_dtype_of(at::kCUDA, cuda_dtype_);
+    const c10::MultiStreamGuard streams(streams_);
+    c10::OptionalDeviceGuard current;
+    if (!device.is_cpu()) current.reset_device(device);
+    body(index);
+  }
+
+ private:
+  at::ThreadLocalState modes_;
+  at::ScalarType cpu_dtype_ = at::autocast::get_lower_precision_fp_from_device_type(at::kCPU);
+  at::ScalarType cuda_dtype_ = at::autocast::get_lower_precision_fp_from_device_type(at::kCUDA);
+  std::vector<c10::Stream> streams_;
+};
+
+ReplicaWorkers::ReplicaWorkers(std::vector<c10::Device> devices)
+    : devices_(std::move(devices)), todo_(devices_.size()), failures_(devices_.size()) {
+  const auto on_cpu = std::count_if(devices_.begin(), devices_.end(),
+                                    [](c10::Device device) { return device.is_cpu(); });
+  const int threads = at::get_num_threads();
+  const int share = std::max(1, threads / static_cast<int>(std::max<std::ptrdiff_t>(on_cpu, 1)));
+  std::latch ready(static_cast<std::ptrdiff_t>(devices_.size()));
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    threads_.emplace_back([this, i, threads, share, &ready](const std::stop_token& stop) {
+      if (devices_[i].is_cpu() && share != threads) {
+        at::get_num_threads();  // or torch would set the number when it is first needed here
+        at::set_num_threads(share);
+      }
+      ready.count_down();
+      work(stop, i);
+    });
+  }
+  ready.wait();
+  // The workers have changed the default for threads to come as well.
+  if (share != threads) at::set_num_threads(threads);
+}
+
+void ReplicaWorkers::run(size_t count, const std::function<void(size_t)>& body) {
+  const TorchState state(devices_);
+  std::unique_lock lock(mutex_);
+  body_ = &body;
+  state_ = &state;
+  std::fill_n(todo_.begin(), count, true);
+  unfinished_ = count;
+  std::fill(failures_.begin(), failures_.end(), nullptr);
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return unfinished_ == 0; });
+  for (const std::exception_ptr& failure : failures_) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+void ReplicaWorkers::work(const std::stop_token& stop, size_t index) {
+  std::unique_lock lock(mutex_);
+  while (changed_.wait(lock, stop, [&] { return todo_[index]; })) {
+    todo_[index] = false;
+    const auto* body = body_;
+    const TorchState* state = state_;
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+      state->call(*body, index, devices_[index]);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    failures_[index] = failure;
+    if (--unfinished_ == 0) changed_.notify_all();
+  }
+}
+
+}  // namespace lockstep::parallel::detail

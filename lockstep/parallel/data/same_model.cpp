@@ -1,0 +1,120 @@
+#include "lockstep/parallel/data/same_model.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/parallel/data/bucket.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+constexpr size_t kPacketBytes = size_t{1} << 20;
+
+std::string describe(const std::pair<std::string, at::Tensor>& named) {
+  const auto& [name, tensor] = named;
+  return format("{} {}[{}]{}", name, c10::toString(tensor.scalar_type()), join(tensor.sizes()),
+                tensor.requires_grad() ? "" : " without gradient");
+}
+
+// FNV-1a: the same on all machines, unlike std::hash.
+int64_t digest(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return static_cast<int64_t>(hash);
+}
+
+// Each rank's text, in rank order. Collective.
+std::vector<std::string> gather_texts(const std::string& text, const comm::Group& group) {
+  const at::Tensor sizes = at::empty({group.size()}, at::kLong);
+  comm::all_gather(sizes, at::full({1}, static_cast<int64_t>(text.size()), at::kLong), group)
+      .wait();
+  std::vector<int64_t> counts(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + group.size());
+  const at::Tensor bytes = at::empty({sizes.sum().item<int64_t>()}, at::kByte);
+  const at::Tensor mine = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(mine.data_ptr(), text.data(), text.size());
+  comm::all_gather(bytes, mine, group, {.counts = counts}).wait();
+  std::vector<std::string> texts;
+  const char* next = static_cast<const char*>(bytes.data_ptr());
+  for (const int64_t count : counts) {
+    texts.emplace_back(next, static_cast<size_t>(count));
+    next += count;
+  }
+  return texts;
+}
+
+// "fc.weight Float[4, 8] on ranks 0, 2; fc.weight Float[4, 9] on rank 1"
+std::string who_has_what(const std::vector<std::string>& texts) {
+  std::vector<std::pair<std::string, std::vector<size_t>>> holders;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    auto found = std::find_if(holders.begin(), holders.end(),
+                              [&](auto& holder) { return holder.first == texts[rank]; });
+    if (found == holders.end()) found = holders.insert(holders.end(), {texts[rank], {}});
+    found->second.push_back(rank);
+  }
+  std::vector<std::string> parts;
+  for (const auto& [text, ranks] : holders)
+    parts.push_back(format("{} on rank{} {}", text, ranks.size() > 1 ? "s" : "", join(ranks)));
+  return join(parts, "; ");
+}
+
+}  // namespace
+
+void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
+  const auto count = static_cast<int64_t>(tensors.size());
+  const at::Tensor counts = at::empty({group.size()}, at::kLong);
+  comm::all_gather(counts, at::full({1}, count, at::kLong), group).wait();
+  const int64_t common = counts.min().item<int64_t>();
+
+  const at::Tensor digests = at::empty({common}, at::kLong);
+  for (int64_t i = 0; i < common; ++i)
+    digests.data_ptr<int64_t>()[i] = digest(describe(tensors[static_cast<size_t>(i)]));
+  const at::Tensor all = at::empty({group.size(), common}, at::kLong);
+  comm::all_gather(all, digests, group).wait();
+  const at::Tensor differs = all.ne(all[0]).any(0);
+
+  int64_t first = common;
+  for (int64_t i = common - 1; i >= 0; --i) {
+    if (differs[i].item<bool>()) first = i;
+  }
+  if (first == common && counts.eq(count).all().item<bool>()) return;
+  const std::string mine =
+      first < count ? describe(tensors[static_cast<size_t>(first)]) : "nothing";
+  throw ConfigError(format(
+      "[ddp] the ranks' models differ at tensor {} of {}: {}; all ranks must build the same model",
+      first,
+      join(std::vector<int64_t>(counts.data_ptr<int64_t>(),
+                                counts.data_ptr<int64_t>() + group.size()),
+           "/"),
+      who_has_what(gather_texts(mine, group))));
+}
+
+void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root) {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<Parameter> parts;
+  for (const auto& [name, tensor] : tensors)
+    parts.push_back({.name = name, .tensor = tensor.detach()});
+  std::vector<size_t> order(parts.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  for (const auto& members : plan_buckets(parts, order, kPacketBytes, kPacketBytes)) {
+    std::vector<at::Tensor> pieces;
+    for (const size_t index : members) pieces.push_back(parts[index].tensor.flatten());
+    const at::Tensor packet = pieces.size() == 1 ? parts[members[0]].tensor : at::cat(pieces);
+    comm::broadcast(packet, group, {.root = root, .tag = parts[members[0]].name + " ..."}).wait();
+    if (pieces.size() == 1 || group.rank() == root) continue;
+    int64_t offset = 0;
+    for (const size_t index : members) {
+      const at::Tensor& target = parts[index].tensor;
+      target.copy_(packet.narrow(0, offset, target.numel()).view(target.sizes()));
+      offset += target.numel();
+    }
+  }
+}
+
+}  // namespace lockstep::parallel::detail

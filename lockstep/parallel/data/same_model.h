@@ -1,0 +1,23 @@
+// All ranks of a data-parallel group must have the same parameters and buffers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+
+namespace lockstep::parallel::detail {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Throws the same ConfigError on all ranks if number, order, names, shapes, dtypes or
+// requires_grad differ; it names the first tensor that does, and the ranks. Collective.
+void check_same_model(const NamedTensors& tensors, const comm::Group& group);
+
+// Gives all ranks `root`'s values; small tensors travel together. Collective.
+void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root);
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,103 @@
+// The same steps, norms and scales on CUDA as on the CPU.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/sgd.h"
+#include "tests/optim/optim_support.h"
+
+namespace lockstep::optim {
+namespace {
+
+std::vector<at::Tensor> on_device(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors) {
+    copies.push_back(tensor.detach().to(at::kCUDA).requires_grad_());
+    if (tensor.grad().defined()) copies.back().mutable_grad() = tensor.grad().to(at::kCUDA);
+  }
+  return copies;
+}
+
+template <class Make>
+void compare_steps(at::ScalarType type, const Make& make) {
+  at::manual_seed(1);
+  const auto expected = parameters_of_many_sizes(type), tensors = on_device(expected);
+  auto reference = make(named(expected)), optimizer = make(named(tensors));
+  for (int step = 0; step < 20; ++step) {
+    set_grads(expected, expected);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i].mutable_grad() = expected[i].grad().to(at::kCUDA);
+    }
+    if (step == 10) expected.back().mutable_grad() = tensors.back().mutable_grad() = at::Tensor();
+    reference.step();
+    optimizer.step();
+  }
+  const auto ours = optimizer.state(), theirs = reference.state();
+  for (size_t i = 0; i < ours.size(); ++i) {
+    expect_close(ours[i].tensor.cpu(), theirs[i].tensor);
+  }
+  if (type != at::kFloat) return;  // what was rounded may have fallen to the other side
+  for (size_t i = 0; i < tensors.size(); ++i) expect_close(tensors[i].cpu(), expected[i]);
+}
+
+TEST(Cuda, AdamWAsOnTheCpu) {
+  for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    compare_steps(
+        type, [](auto parameters) { return AdamW(parameters, {.lr = 1e-2, .weight_decay = 0.1}); });
+  }
+}
+
+TEST(Cuda, SgdAsOnTheCpu) {
+  for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    compare_steps(type, [](auto parameters) {
+      return SGD(parameters, {.momentum = 0.9, .nesterov = true, .weight_decay = 0.1});
+    });
+  }
+}
+
+TEST(Cuda, ClipAsOnTheCpu) {
+  for (const auto type : {NormType::l2, NormType::max}) {
+    const auto expected = parameters_of_many_sizes();
+    set_grads(expected, expected);
+    auto tensors = on_device(expected);
+    tensors[2] = copy_of(expected[2]);  // on both devices
+    tensors[2].mutable_grad() = expected[2].grad().clone();
+    const double norm = clip_grad_norm(expected, 0.5, {.type = type});
+    EXPECT_NEAR(clip_grad_norm(tensors, 0.5, {.type = type}), norm, 1e-6 * norm);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      expect_close(tensors[i].grad().cpu(), expected[i].grad());
+    }
+  }
+}
+
+TEST(Cuda, ScalerSeesOverflow) {
+  const at::Tensor tensor = at::ones({5000}).to(at::kCUDA, at::kHalf).requires_grad_();
+  AdamW optimizer({{"p", tensor}});
+  GradScaler scaler({}, {.init_scale = 4});
+  tensor.mutable_grad() = at::ones_like(tensor);
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_EQ(tensor.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(tensor.grad()[17].item<float>(), 0.25f);
+  scaler.update();
+  tensor.grad()[4321].fill_(std::numeric_limits<float>::infinity());
+  EXPECT_FALSE(scaler.step(optimizer));
+  scaler.update();
+  EXPECT_EQ(scaler.scale(), 2);
+}
+
+TEST(Cuda, Autocast) {
+  const at::Tensor a = at::ones({64, 64}, at::kCUDA);
+  for (const auto dtype : {at::kHalf, at::kBFloat16}) {
+    const AutocastGuard guard({.device = at::kCUDA, .dtype = dtype});
+    EXPECT_EQ(at::mm(a, a).scalar_type(), dtype);
+  }
+  EXPECT_EQ(at::mm(a, a).scalar_type(), at::kFloat);
+}
+
+}  // namespace
+}  // namespace lockstep::optim

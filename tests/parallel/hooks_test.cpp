@@ -1,0 +1,86 @@
+// Gradient hooks and the tree of sums, by themselves.
+#include <gtest/gtest.h>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/ordered.h"
+#include "lockstep/parallel/data/gradient_hook.h"
+#include "lockstep/parallel/data/sum_tree.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// Averages one matrix over the group by a hook, `steps` times, and returns the mean of what came
+// out.
+at::Tensor mean_of_steps(const GradientHook& hook, const at::Tensor& gradient, int steps,
+                         const comm::Group& group) {
+  GradientBucket bucket;
+  bucket.flat = at::empty({gradient.numel()});
+  bucket.names = {"w"};
+  bucket.gradients = {bucket.flat.view(gradient.sizes())};
+  at::Tensor sum = at::zeros_like(gradient);
+  for (int step = 0; step < steps; ++step) {
+    bucket.flat.copy_(gradient.flatten());
+    if (const auto complete = hook(bucket, group)) complete();
+    sum += bucket.gradients[0];
+  }
+  return sum / steps;
+}
+
+TEST(PowerSgd, ErrorFeedbackMakesUpForWhatIsLeftOut) {
+  comm::run_threads(2, [](comm::Group group) {
+    const at::Tensor gradient = at::randn(
+        {12, 10}, at::detail::createCPUGenerator(5u + static_cast<uint64_t>(group.rank())));
+    at::Tensor average = gradient.clone();
+    comm::all_reduce(average, group, {.op = comm::ReduceOp::avg}).wait();
+    const auto error = [&](hooks::PowerSgdOptions options) {
+      return ((mean_of_steps(hooks::power_sgd(options), gradient, 200, group) - average).norm() /
+              average.norm())
+          .item<double>();
+    };
+    EXPECT_LT(error({.rank = 2, .start_step = 0, .min_compression = 1}), 0.05);
+    EXPECT_GT(error({.rank = 2, .start_step = 0, .min_compression = 1, .error_feedback = false}),
+              0.3);
+    EXPECT_LT(error({.rank = 2, .start_step = 1000}), 1e-5);                     // not begun
+    EXPECT_LT(error({.rank = 2, .start_step = 0, .min_compression = 9}), 1e-5);  // not worth it
+    // One step of a gradient that has rank 1 is exact.
+    const at::Tensor thin =
+        at::arange(1, 13).to(at::kFloat).outer(at::arange(1, 11).to(at::kFloat)) *
+        (group.rank() + 1.0);
+    const at::Tensor sent =
+        mean_of_steps(hooks::power_sgd({.rank = 1, .start_step = 0}), thin, 1, group);
+    EXPECT_TRUE(at::allclose(sent, thin * (1.5 / (group.rank() + 1.0)), 1e-4));
+  });
+}
+
+TEST(Compression, RoundsOnce) {
+  comm::run_threads(3, [](comm::Group group) {
+    const at::Tensor gradient = at::full({40, 3}, group.rank() == 0 ? 60000.0 : 3000.0);
+    // The sum is beyond float16; the average is not.
+    EXPECT_TRUE(at::allclose(mean_of_steps(hooks::fp16(), gradient, 1, group),
+                             at::full({40, 3}, 22000.0), 1e-3));
+    EXPECT_TRUE(at::allclose(mean_of_steps(hooks::by_name("bf16"), gradient, 1, group),
+                             at::full({40, 3}, 22000.0), 1e-2));
+  });
+  EXPECT_FALSE(hooks::by_name("none"));
+}
+
+TEST(SumTree, CombinesAsRanksAre) {
+  for (int leaves = 1; leaves <= 17; ++leaves) {
+    std::vector<at::Tensor> values;
+    for (int i = 0; i < leaves; ++i)
+      values.push_back(at::randn({50}, at::detail::createCPUGenerator(static_cast<uint64_t>(i))));
+    detail::SumTree tree;
+    for (int i = 0; i + 1 < leaves; ++i) tree.push(values[static_cast<size_t>(i)]);
+    const at::Tensor sum = values.back().clone();
+    tree.finish(sum);
+    EXPECT_TRUE(tree.empty());
+    comm::run_threads(leaves, [&](comm::Group group) {
+      const at::Tensor mine = values[static_cast<size_t>(group.rank())].clone();
+      comm::all_reduce_ordered(mine, group).wait();
+      EXPECT_TRUE(at::equal(mine, sum)) << leaves;
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::parallel
