@@ -1,8 +1,6 @@
 // Times training steps of a small Llama without synchronisation (alone) and with DDP, in turns, so
-// that their difference is what distribution costs. bench/ddp.py compares it with PyTorch's own
-// DDP.
-//   lockstep run -n 2 build/bin/bench_ddp --layers 4 --width 512 --heads 8 --ffn 1408 --batch 1
-//   --seq 16
+// that their difference is what distribution costs. bench/ddp.py compares with PyTorch's own DDP.
+//   lockstep run -n 2 build/bin/bench_ddp --layers 4 --batch 1 --seq 16
 // A step is forward, backward, optimizer step and zero_grad. The slowest rank's time counts, for
 // both: DDP waits for it, so that is what a step would take if communication were free. Medians
 // over the steps; cost is the median difference. Losses are rank 0's in the first steps of DDP.

@@ -44,7 +44,7 @@ int main(int argc, char** argv) {
     const auto report = [&](const char* what, const std::function<void()>& theirs,
                             const std::function<void()>& ours) {
       const double torch = nanoseconds(x, theirs), lockstep = nanoseconds(x, ours);
-      std::printf("%-16s %-9s torch %7.4f  lockstep %7.4f ns\n", what, at::toString(dtype), torch,
+      std::printf("%-16s %-9s torch %8.5f  lockstep %8.5f ns\n", what, at::toString(dtype), torch,
                   lockstep);
     };
     report(

@@ -16,8 +16,7 @@
 int main() {
   using namespace lockstep;
   const comm::Group group = comm::init();
-  torch::manual_seed(
-      group.rank());  // other weights, other data on each rank; ddp shares rank 0's weights
+  torch::manual_seed(group.rank());  // each rank draws its own data; all train rank 0's weights
   torch::nn::Sequential model(torch::nn::Linear(2, 32), torch::nn::Tanh(),
                               torch::nn::Linear(32, 1));
   auto ddp = parallel::ddp(model, group);

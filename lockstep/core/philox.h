@@ -45,10 +45,11 @@ struct Lanes {
 
 // Philox4x32-10 (Salmon et al., SC 2011), in its parts for loops that vectorise, and whole.
 inline constexpr int kPhiloxRounds = 10;
+inline constexpr uint32_t kPhiloxFirst = 0xD2511F53, kPhiloxThird = 0xCD9E8D57;
 
 LOCKSTEP_HOST_DEVICE void philox_round(Lanes<uint32_t>& counter, uint32_t key0, uint32_t key1) {
-  const uint64_t first = uint64_t{0xD2511F53} * counter.lane[0];
-  const uint64_t third = uint64_t{0xCD9E8D57} * counter.lane[2];
+  const uint64_t first = uint64_t{kPhiloxFirst} * counter.lane[0];
+  const uint64_t third = uint64_t{kPhiloxThird} * counter.lane[2];
   counter = {
       {static_cast<uint32_t>(third >> 32) ^ counter.lane[1] ^ key0, static_cast<uint32_t>(third),
        static_cast<uint32_t>(first >> 32) ^ counter.lane[3] ^ key1, static_cast<uint32_t>(first)}};

@@ -1,5 +1,9 @@
 #include "lockstep/nn/random_kernels.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <limits>
 
@@ -19,7 +23,50 @@ struct Group {
   uint32_t lane[4][kBlocks];
 };
 
-// random_words() of neighbouring blocks, the loops turned round so that the compiler vectorises.
+// random_words() of neighbouring blocks.
+#ifdef __AVX2__
+// By hand, which is twice as fast as what gcc 13 makes of the loops below. Each word has a lane of
+// 64 bits, so that products fit; what is left in the upper halves does not matter, since the
+// multiplication reads the lower ones.
+[[gnu::always_inline]] inline Group group_words(const RandomKey& key, uint64_t block) {
+  constexpr int kVectors = kBlocks / 4;
+  __m256i a[kVectors], b[kVectors], c[kVectors], d[kVectors];
+  for (int i = 0; i < kVectors; ++i) {
+    const auto first = static_cast<int64_t>(block) + 4 * i;
+    a[i] = _mm256_add_epi64(_mm256_set1_epi64x(first), _mm256_setr_epi64x(0, 1, 2, 3));
+    b[i] = _mm256_srli_epi64(a[i], 32);
+    c[i] = _mm256_set1_epi64x(key.step);
+    d[i] = _mm256_set1_epi64x(key.micro_batch);
+  }
+  auto key0 = static_cast<uint32_t>(key.tensor), key1 = static_cast<uint32_t>(key.tensor >> 32);
+  const __m256i for_a = _mm256_set1_epi64x(kPhiloxFirst), for_c = _mm256_set1_epi64x(kPhiloxThird);
+#pragma GCC unroll 10
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const __m256i keys0 = _mm256_set1_epi64x(key0), keys1 = _mm256_set1_epi64x(key1);
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) {
+      const __m256i first = _mm256_mul_epu32(a[i], for_a), third = _mm256_mul_epu32(c[i], for_c);
+      a[i] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(third, 32), b[i]), keys0);
+      b[i] = third;
+      c[i] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(first, 32), d[i]), keys1);
+      d[i] = first;
+    }
+    next_philox_key(key0, key1);
+  }
+  Group group;
+  const __m256i lower_halves = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  for (int i = 0; i < kVectors; ++i) {
+    const __m256i words[] = {a[i], b[i], c[i], d[i]};
+    for (int l = 0; l < 4; ++l) {
+      const __m256i packed = _mm256_permutevar8x32_epi32(words[l], lower_halves);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(group.lane[l] + 4 * i),
+                       _mm256_castsi256_si128(packed));
+    }
+  }
+  return group;
+}
+#else
+// The loops turned round, so that the compiler vectorises.
 [[gnu::always_inline]] inline Group group_words(const RandomKey& key, uint64_t block) {
   Group group;
   for (int i = 0; i < kBlocks; ++i) {
@@ -42,6 +89,7 @@ struct Group {
   }
   return group;
 }
+#endif
 
 // out[i] = of(words of the element's block), for whole groups side by side and for blocks alone at
 // the ends.

@@ -78,22 +78,27 @@ __device__ void store(T* data, const Part& part, const Packed<T>& values) {
 // However a run lies, it has elements of no more blocks than this.
 LOCKSTEP_HOST_DEVICE int64_t blocks_per_run(const Runs& runs) { return (runs.length + 6) / 4; }
 
-// Each thread takes one block of one run at a time.
+// Each thread takes one block of one run at a time, then the one that is all threads further.
 template <class Body>
 __device__ void for_parts(const Runs& runs, Body body) {
   const int64_t per_run = blocks_per_run(runs), total = per_run * runs.count;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; i < total; i += step) {
-    const int64_t run = runs.count == 1 ? 0 : i / per_run;
-    const int64_t begin = runs.begin(run), end = begin + runs.length;
-    const int64_t block = begin / 4 + (i - run * per_run);
-    const int64_t index = 4 * block;
-    if (index >= end) continue;
+  const auto visit = [&](int64_t run, int64_t begin, int64_t nth) {
+    const int64_t block = begin / 4 + nth, index = 4 * block, end = begin + runs.length;
+    if (index >= end) return;
     body(Part{.block = block,
               .place = run * runs.length + index - begin,
               .begin = index < begin ? static_cast<int>(begin - index) : 0,
               .end = end - index < 4 ? static_cast<int>(end - index) : 4});
+  };
+  if (runs.count == 1) {  // the usual case, without divisions
+    for (; i < total; i += step) visit(0, runs.first, i);
+  } else {
+    for (; i < total; i += step) {
+      const int64_t run = i / per_run;
+      visit(run, runs.begin(run), i - run * per_run);
+    }
   }
 }
 
@@ -118,8 +123,8 @@ __global__ void drop_kernel(RandomKey key, Drop drop, Runs runs, const T* in, T*
   using Value = typename Element<T>::Value;
   const auto scale = static_cast<Value>(drop.scale);
   for_parts(runs, [&](const Part& part) {
-    const auto words = random_words(key, part.block);
     Packed<T> values = load(in, part);
+    const auto words = random_words(key, part.block);
     for (int i = 0; i < 4; ++i) {
       const Value kept = Element<T>::load(values.lane[i]) * scale;
       values.lane[i] = Element<T>::store(words.lane[i] < drop.threshold ? Value{0} : kept);
@@ -131,7 +136,7 @@ __global__ void drop_kernel(RandomKey key, Drop drop, Runs runs, const T* in, T*
 // Calls launch(typed null pointer, blocks, threads) for the dtype.
 template <class Launch>
 void launch_for(DType dtype, const Runs& runs, const char* operation, Launch launch) {
-  constexpr int64_t kThreads = 256, kMaxBlocks = 1 << 16;
+  constexpr int64_t kThreads = 256, kMaxBlocks = 1 << 14;
   const int64_t wanted = (blocks_per_run(runs) * runs.count + kThreads - 1) / kThreads;
   const auto blocks = static_cast<unsigned>(std::min(wanted, kMaxBlocks));
   switch (dtype) {

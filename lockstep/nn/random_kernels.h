@@ -43,11 +43,12 @@ LOCKSTEP_HOST_DEVICE Lanes<float> transform(Lanes<float> x, const Distribution& 
            fused(x.lane[2], scale, offset), fused(x.lane[3], scale, offset)}};
 }
 
-// What replaces `value` of element `index` of a truncated distribution: attempt n draws as step n.
+// What replaces `value` of element `index` where it is outside: it is drawn again under another
+// key.
 LOCKSTEP_HOST_DEVICE float inside(float value, RandomKey key, uint64_t index,
                                   const Distribution& distribution) {
   while (!(value >= distribution.low && value <= distribution.high)) {
-    ++key.step;
+    key.tensor += 0x9E3779B97F4A7C15;
     value = fused(normal(key, index), distribution.scale, distribution.offset);
   }
   return value;

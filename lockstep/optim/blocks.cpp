@@ -1,11 +1,9 @@
 #include "lockstep/optim/blocks.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 
 #include <algorithm>
-#include <atomic>
 
 namespace lockstep::optim::detail {
 namespace {

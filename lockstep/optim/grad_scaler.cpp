@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/blocks.h"

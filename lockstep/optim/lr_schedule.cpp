@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <numbers>
+#include <string>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

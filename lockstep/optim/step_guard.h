@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/optim/optimizer.h"

@@ -41,13 +41,13 @@ TEST(Philox, KnownAnswers) {
 // What follows must never change: models are reproduced by it. The values were computed apart from
 // this code, with exact fractions, from the definition in docs/random.md.
 TEST(RandomKey, IsFrozen) {
-  EXPECT_EQ(random_key(0, "", "").tensor, 0xb638c456c1ad0f66);
-  EXPECT_EQ(random_key(0, "init", "weight").tensor, 0x9dce962969f60daa);
-  EXPECT_EQ(random_key(1, "init", "weight").tensor, 0x1cb7d1bd3935b964);
-  EXPECT_EQ(random_key(0, "dropout", "weight").tensor, 0xf10e8347fe198b2c);
-  EXPECT_EQ(random_key(0, "init", "weights").tensor, 0xfb35ab5f7a5ca299);
+  EXPECT_EQ(random_key(0, "", "").tensor, 0xb638c456c1ad0f66u);
+  EXPECT_EQ(random_key(0, "init", "weight").tensor, 0x9dce962969f60daau);
+  EXPECT_EQ(random_key(1, "init", "weight").tensor, 0x1cb7d1bd3935b964u);
+  EXPECT_EQ(random_key(0, "dropout", "weight").tensor, 0xf10e8347fe198b2cu);
+  EXPECT_EQ(random_key(0, "init", "weights").tensor, 0xfb35ab5f7a5ca299u);
   EXPECT_EQ(random_key(1234567890123456789, "init", "blocks.3.attention.wq.weight").tensor,
-            0xfcfd95a0cc1dc265);
+            0xfcfd95a0cc1dc265u);
 }
 
 struct Frozen {

@@ -37,7 +37,7 @@ at::Tensor filled(const Shape& shape, const Distribution& distribution,
 
 // The definition, element by element.
 float expected(const Distribution& distribution, uint64_t index) {
-  for (RandomKey key = kKey;; ++key.step) {
+  for (RandomKey key = kKey;; key.tensor += 0x9E3779B97F4A7C15) {
     const float x =
         distribution.kind == Distribution::Kind::normal ? normal(key, index) : uniform(key, index);
     const float value = std::fma(x, distribution.scale, distribution.offset);
@@ -185,6 +185,13 @@ TEST(Fill, RefusesWhatDoesNotFit) {
   EXPECT_THAT(fill_slice({4, 3}, {{{0, 3}, {0, 2}}}),
               ThrowsMessage<ConfigError>(
                   HasSubstr("a tensor of (2, 3) does not hold slice [0:3, 0:2], must be (3, 2)")));
+  const Shape many(10, 3), twos(10, 2);
+  const Box cut_in_all{std::vector<layout::Range>(10, {0, 2})};
+  EXPECT_THAT(
+      [&] {
+        fill(at::empty(twos), kKey, Distribution::normal(0, 1), Slice{many, cut_in_all});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("is cut in more than 8 dimensions")));
   EXPECT_THAT([] { fill(at::empty({2}, at::kLong), kKey, Distribution::normal(0, 1)); },
               ThrowsMessage<ConfigError>(HasSubstr("dtype is Long, must be a floating one")));
 }

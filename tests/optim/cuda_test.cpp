@@ -39,7 +39,9 @@ void compare_steps(at::ScalarType type, const Make& make) {
   }
   const auto ours = optimizer.state(), theirs = reference.state();
   for (size_t i = 0; i < ours.size(); ++i) {
-    expect_close(ours[i].tensor.cpu(), theirs[i].tensor);
+    // Momentum is a sum whose terms may cancel: its error is that of the terms.
+    const bool is_sum = ours[i].name.ends_with("momentum_buffer");
+    expect_close(ours[i].tensor.cpu(), theirs[i].tensor, is_sum ? 1e-5 : 1e-6);
   }
   if (type != at::kFloat) return;  // what was rounded may have fallen to the other side
   for (size_t i = 0; i < tensors.size(); ++i) expect_close(tensors[i].cpu(), expected[i]);

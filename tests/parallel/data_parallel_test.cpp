@@ -1,129 +1,60 @@
-// DataParallel over replicas on the CPU, against one process; and how far replicas drift apart.
+// DataParallel over replicas on the CPU, against one process.
 #include "lockstep/parallel/data/data_parallel.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/container/functional.h>
-#include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/conv.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
-#include <atomic>
-#include <latch>
 #include <thread>
-#include <typeinfo>
 
-#include "lockstep/core/error.h"
+#include "tests/parallel/replica_models.h"
 
 namespace lockstep::parallel {
 namespace {
 
 using ::testing::Each;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::vector<c10::Device> cpus(size_t count) { return std::vector<c10::Device>(count, at::kCPU); }
-
-at::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::detail::createCPUGenerator(seed));
-}
-
-struct Mlp {
-  static torch::nn::Sequential make() {
-    return torch::nn::Sequential(torch::nn::Linear(6, 16), torch::nn::Functional(at::tanh),
-                                 torch::nn::Linear(16, 3));
-  }
-  static at::Tensor input(int64_t rows, uint64_t seed) { return random({rows, 6}, seed); }
-};
-
-class ConvNetImpl : public torch::nn::Cloneable<ConvNetImpl> {
- public:
-  ConvNetImpl() { reset(); }
-  void reset() override {
-    conv = register_module("conv", torch::nn::Conv2d(2, 4, 3));
-    head = register_module("head", torch::nn::Linear(4 * 4 * 4, 3));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    return head->forward(at::relu(conv->forward(x)).flatten(1));
-  }
-
-  torch::nn::Conv2d conv{nullptr};
-  torch::nn::Linear head{nullptr};
-};
-TORCH_MODULE(ConvNet);
-
-struct Conv {
-  static ConvNet make() { return ConvNet(); }
-  static at::Tensor input(int64_t rows, uint64_t seed) { return random({rows, 2, 6, 6}, seed); }
-};
-
-at::Tensor target(int64_t rows, uint64_t seed) { return random({rows, 3}, seed + 1000); }
-
-template <class Model>
-Model copy_of(const Model& model) {
-  return Model(std::dynamic_pointer_cast<typename Model::ContainedType>(model->clone()));
-}
-
-double difference(const at::Tensor& a, const at::Tensor& b) {
-  return (a - b).abs().max().item<double>();
-}
-
-template <class A, class B>
-double largest_difference(const A& a, const B& b) {
-  double largest = 0;
-  const auto as = a->parameters(), bs = b->parameters();
-  for (size_t i = 0; i < as.size(); ++i) largest = std::max(largest, difference(as[i], bs[i]));
-  return largest;
-}
-
-template <class Error = ConfigError, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-// ---- forward and reduce_gradients ----
 
 template <class Task>
 class DataParallelTask : public ::testing::Test {};
 using Tasks = ::testing::Types<Mlp, Conv>;
 TYPED_TEST_SUITE(DataParallelTask, Tasks);
 
+template <class Task, class Optimizer, class Options>
+void follow_one_process(size_t replicas, int64_t rows, const Options& options) {
+  SCOPED_TRACE(testing::Message() << replicas << " replicas, " << rows << " rows");
+  auto alone = Task::make();
+  auto model = copy_of(alone);
+  auto parallel = data_parallel(model, {.devices = cpus(replicas)});
+  Optimizer alone_optimizer(alone->parameters(), options), optimizer(model->parameters(), options);
+  for (uint64_t step = 0; step < 20; ++step) {
+    const at::Tensor x = Task::input(rows, step), y = target(rows, step);
+    const at::Tensor expected = at::mse_loss(alone->forward(x), y);
+    const at::Tensor loss = at::mse_loss(parallel.forward(x), y);
+    ASSERT_LT(difference(loss, expected), 1e-5) << "step " << step;
+    alone_optimizer.zero_grad();
+    optimizer.zero_grad();
+    expected.backward();
+    loss.backward();
+    parallel.reduce_gradients();
+    ASSERT_LT(largest_difference(alone, model, [](const at::Tensor& p) { return p.grad(); }), 1e-5)
+        << "step " << step;
+    alone_optimizer.step();
+    optimizer.step();
+  }
+}
+
 TYPED_TEST(DataParallelTask, FollowsOneProcess) {
   for (const size_t replicas : {1, 2, 3, 4}) {
     for (const int64_t rows : {12, 10, 2, 1}) {  // even, uneven, fewer rows than replicas
-      SCOPED_TRACE(testing::Message() << replicas << " replicas, " << rows << " rows");
-      auto alone = TypeParam::make();
-      auto model = copy_of(alone);
-      auto parallel = data_parallel(model, {.devices = cpus(replicas)});
-      torch::optim::Adam alone_step(alone->parameters(), 1e-2), step(model->parameters(), 1e-2);
-      for (uint64_t k = 0; k < 20; ++k) {
-        const at::Tensor x = TypeParam::input(rows, k), y = target(rows, k);
-        const at::Tensor expected = at::mse_loss(alone->forward(x), y);
-        alone_step.zero_grad();
-        expected.backward();
-        const at::Tensor loss = at::mse_loss(parallel.forward(x), y);
-        step.zero_grad();
-        loss.backward();
-        parallel.reduce_gradients();
-        ASSERT_LT(difference(loss, expected), 1e-5) << "step " << k;
-        for (size_t i = 0; i < model->parameters().size(); ++i) {
-          ASSERT_LT(difference(model->parameters()[i].grad(), alone->parameters()[i].grad()), 1e-5)
-              << "step " << k;
-        }
-        alone_step.step();
-        step.step();
-      }
+      follow_one_process<TypeParam, torch::optim::SGD>(
+          replicas, rows, torch::optim::SGDOptions(0.05).momentum(0.9));
+      follow_one_process<TypeParam, torch::optim::Adam>(replicas, rows,
+                                                        torch::optim::AdamOptions(1e-3));
     }
   }
 }
@@ -268,259 +199,6 @@ TEST(DataParallel, KeepsTheBuffersOfReplicaZero) {
   }
 }
 
-// ---- run ----
-
-// A parameter that is registered twice, and that clone() therefore makes two of.
-class TiedImpl : public torch::nn::Cloneable<TiedImpl> {
- public:
-  TiedImpl() { reset(); }
-  void reset() override {
-    linear =
-        register_module("linear", torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(false)));
-    again = register_parameter("again", linear->weight);
-  }
-  at::Tensor forward(const at::Tensor& x) { return at::tanh(linear->forward(x)).matmul(again); }
-  torch::nn::Linear linear{nullptr};
-  at::Tensor again;
-};
-TORCH_MODULE(Tied);
-
-struct TiedTask {
-  static Tied make() { return Tied(); }
-  static at::Tensor input(int64_t rows, uint64_t seed) { return random({rows, 3}, seed); }
-};
-
-template <class Task>
-void check_synchronous_run(size_t replicas) {
-  SCOPED_TRACE(testing::Message() << replicas << " replicas of " << typeid(Task).name());
-  constexpr int64_t kSteps = 20;
-  auto alone = Task::make();
-  auto model = Task::make();
-  {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < alone->parameters().size(); ++i)
-      model->parameters()[i].copy_(alone->parameters()[i]);
-  }
-  const auto loss_of = [&](auto& net, size_t replica, int64_t step) {
-    const uint64_t seed = static_cast<uint64_t>(step) * replicas + replica;
-    return at::mse_loss(net.forward(Task::input(5, seed)), target(5, seed));
-  };
-  torch::optim::SGD alone_step({alone->parameters()[0]},
-                               torch::optim::SGDOptions(0.1).momentum(0.9));
-  torch::optim::SGD optimizer({model->parameters()[0]},
-                              torch::optim::SGDOptions(0.1).momentum(0.9));
-  for (int64_t step = 0; step < kSteps; ++step) {
-    alone_step.zero_grad();
-    for (size_t r = 0; r < replicas; ++r) loss_of(*alone, r, step).backward();
-    alone->parameters()[0].mutable_grad().div_(static_cast<double>(replicas));
-    alone_step.step();
-  }
-  auto parallel = data_parallel(model, {.devices = cpus(replicas)});
-  const RunStats stats = parallel.run(kSteps, loss_of, [&] { optimizer.step(); });
-  EXPECT_LT(largest_difference(model, alone), 1e-5);
-  EXPECT_THAT(stats.steps, Each(kSteps));
-  EXPECT_EQ(stats.steps.size(), replicas);
-  EXPECT_EQ(stats.largest_lead, 0);
-}
-
-TEST(DataParallelRun, SynchronousIsOneProcess) {
-  for (const size_t replicas : {1, 2, 3}) {
-    check_synchronous_run<Mlp>(replicas);
-    check_synchronous_run<Conv>(replicas);
-    check_synchronous_run<TiedTask>(replicas);
-  }
-}
-
-// One weight w with the loss w * w / 2: the gradient tells which w a replica had.
-class WeightImpl : public torch::nn::Cloneable<WeightImpl> {
- public:
-  WeightImpl() { reset(); }
-  void reset() override { w = register_parameter("w", at::ones({}, at::kDouble)); }
-  at::Tensor loss() { return w * w / 2; }
-  at::Tensor w;
-};
-TORCH_MODULE(Weight);
-
-struct Descent {
-  Weight model;
-  void operator()() const {
-    const at::NoGradGuard no_grad;
-    model->w.sub_(model->w.grad(), 0.1);
-  }
-  double value() const { return model->w.item<double>(); }
-};
-
-TEST(DataParallelRun, AsynchronousDoesNotWait) {
-  constexpr int64_t kSteps = 6;
-  Descent update;
-  auto parallel = data_parallel(update.model, {.devices = cpus(2), .mode = Asynchronous{}});
-  std::latch both_have_begun(2), fast_is_done(kSteps + 1);
-  std::atomic<int64_t> updates = 0;
-  const RunStats stats = parallel.run(
-      kSteps,
-      [&](WeightImpl& net, size_t replica, int64_t step) {
-        at::Tensor loss = net.loss();
-        if (step == 0) both_have_begun.arrive_and_wait();
-        // The slow replica holds its first gradient back until the fast one has done everything.
-        if (step == 0 && replica == 1) fast_is_done.arrive_and_wait();
-        return loss;
-      },
-      [&] {
-        update();
-        if (++updates <= kSteps) fast_is_done.count_down();
-      });
-  EXPECT_THAT(stats.steps, ElementsAre(kSteps, kSteps));
-  EXPECT_THAT(stats.waits, ElementsAre(0, 0));
-  EXPECT_EQ(stats.largest_lead, kSteps - 1);
-  // 6 steps of the fast one, one with the gradient at the initial weight, 5 of the slow one.
-  double w = 1;
-  for (int i = 0; i < 6; ++i) w -= 0.1 * w;
-  w -= 0.1 * 1;
-  for (int i = 0; i < 5; ++i) w -= 0.1 * w;
-  EXPECT_NEAR(update.value(), w, 1e-12);
-}
-
-TEST(DataParallelRun, BoundedStalenessBoundsTheLead) {
-  constexpr int64_t kSteps = 12;
-  for (const int64_t bound : {0, 1, 3}) {
-    SCOPED_TRACE(bound);
-    Descent update;
-    auto parallel =
-        data_parallel(update.model, {.devices = cpus(3), .mode = BoundedStaleness{bound}});
-    std::atomic<bool> exceeded = false;
-    const RunStats stats = parallel.run(
-        kSteps,
-        [&](WeightImpl& net, size_t replica, int64_t step) {
-          const auto now = parallel.stats();
-          if (step > *std::min_element(now.steps.begin(), now.steps.end()) + bound) exceeded = true;
-          // The slow replica takes a step only when each of the others has run into the bound.
-          while (replica == 2 && !exceeded) {
-            const auto seen = parallel.stats();
-            const auto stuck = [&](size_t i) {
-              return seen.steps[i] == kSteps ||
-                     (seen.steps[i] == step + bound + 1 && seen.waits[i] > 0);
-            };
-            if (stuck(0) && stuck(1)) break;
-            std::this_thread::yield();
-          }
-          return net.loss();
-        },
-        std::ref(update));
-    EXPECT_FALSE(exceeded);
-    EXPECT_EQ(stats.largest_lead, bound);
-    EXPECT_THAT(stats.steps, Each(kSteps));
-    EXPECT_LT(update.value(), 0.9);
-  }
-}
-
-TEST(DataParallelRun, SynchronousCanBeLeftDuringARun) {
-  constexpr int64_t kSteps = 20;
-  Descent update;
-  auto parallel = data_parallel(update.model, {.devices = cpus(2)});
-  std::latch fast_is_done(2);
-  int64_t updates = 0;
-  const RunStats stats = parallel.run(
-      kSteps,
-      [&](WeightImpl& net, size_t replica, int64_t step) {
-        at::Tensor loss = net.loss();
-        if (replica == 1 && step == 10) fast_is_done.arrive_and_wait();
-        if (replica == 0 && step == kSteps - 1) fast_is_done.count_down();
-        return loss;
-      },
-      [&] {
-        update();
-        if (++updates == 10) parallel.set_mode(Asynchronous{});
-      });
-  EXPECT_EQ(updates, 10 + 2 * 10);
-  EXPECT_GE(stats.largest_lead, 9);
-  EXPECT_TRUE(std::holds_alternative<Asynchronous>(parallel.mode()));
-}
-
-TEST(DataParallelRun, SynchronousCanBeEnteredDuringARun) {
-  constexpr int64_t kSteps = 20;
-  Descent update;
-  auto parallel = data_parallel(update.model, {.devices = cpus(2), .mode = Asynchronous{}});
-  std::latch fast_is_ahead(2);
-  int64_t updates = 0;
-  const RunStats stats = parallel.run(
-      kSteps,
-      [&](WeightImpl& net, size_t replica, int64_t step) {
-        at::Tensor loss = net.loss();
-        if (replica == 1 && step == 0) fast_is_ahead.arrive_and_wait();
-        if (replica == 0 && step == 7) {
-          parallel.set_mode(Synchronous{});
-          fast_is_ahead.count_down();
-        }
-        return loss;
-      },
-      [&] {
-        update();
-        ++updates;
-      });
-  // The slow one catches up alone over steps 0 to 6; from 7 on there is one update a step.
-  EXPECT_EQ(updates, 7 + 7 + (kSteps - 7));
-  EXPECT_EQ(stats.largest_lead, 7);
-  EXPECT_THAT(stats.steps, Each(kSteps));
-  parallel.run(
-      3, [](WeightImpl& net, size_t, int64_t) { return net.loss(); }, std::ref(update));
-  EXPECT_EQ(parallel.stats().largest_lead, 0);
-}
-
-TEST(DataParallelRun, FailuresEndTheRun) {
-  for (const SyncMode mode :
-       {SyncMode(Synchronous{}), SyncMode(Asynchronous{}), SyncMode(BoundedStaleness{1})}) {
-    Descent update;
-    auto parallel = data_parallel(update.model, {.devices = cpus(3), .mode = mode});
-    const auto fine = [](WeightImpl& net, size_t, int64_t) { return net.loss(); };
-    // The others would have far to go.
-    EXPECT_EQ(message_of<std::runtime_error>([&] {
-                parallel.run(
-                    1 << 30,
-                    [&](WeightImpl& net, size_t replica, int64_t step) {
-                      if (replica == 1 && step == 2) throw std::runtime_error("no more data");
-                      return net.loss();
-                    },
-                    std::ref(update));
-              }),
-              "no more data");
-    EXPECT_EQ(parallel.stats().steps[1], 2);
-    EXPECT_EQ(message_of<std::runtime_error>(
-                  [&] { parallel.run(5, fine, [] { throw std::runtime_error("no optimizer"); }); }),
-              "no optimizer");
-    EXPECT_THAT(message_of([&] {
-                  parallel.run(
-                      5, [](WeightImpl& net, size_t, int64_t) { return net.w.expand({3}); },
-                      std::ref(update));
-                }),
-                HasSubstr("the loss has 3 elements, must have 1"));
-    // What failed has left nothing behind: the gradient is that of this backward alone.
-    update.model->zero_grad();
-    parallel.reduce_gradients();
-    EXPECT_TRUE(!update.model->w.grad().defined() || update.model->w.grad().item<double>() == 0);
-    const RunStats stats = parallel.run(4, fine, std::ref(update));
-    EXPECT_THAT(stats.steps, Each(4));
-  }
-}
-
-TEST(DataParallelRun, MayNotUseItself) {
-  Descent update;
-  auto parallel = data_parallel(update.model, {.devices = cpus(2)});
-  EXPECT_THAT(message_of([&] {
-                parallel.run(
-                    2,
-                    [&](WeightImpl& net, size_t, int64_t) {
-                      parallel.run(
-                          1, [](WeightImpl& inner, size_t, int64_t) { return inner.loss(); },
-                          [] {});
-                      return net.loss();
-                    },
-                    std::ref(update));
-              }),
-              HasSubstr("replicas do one thing at a time"));
-}
-
-// ---- what it is built from ----
-
 TEST(DataParallel, DetectsDevices) {
   EXPECT_FALSE(detected_devices().empty());
   EXPECT_EQ(data_parallel(Mlp::make()).devices(), detected_devices());
@@ -563,13 +241,13 @@ TEST(DataParallel, ReplicasShareTheCores) {
   const int before = at::get_num_threads();
   at::set_num_threads(6);
   {
-    auto parallel = data_parallel(Weight(), {.devices = cpus(3)});
+    auto parallel = data_parallel(Mlp::make(), {.devices = cpus(3)});
     std::vector<int> threads(3);
     parallel.run(
         1,
-        [&](WeightImpl& net, size_t replica, int64_t) {
+        [&](torch::nn::SequentialImpl& net, size_t replica, int64_t) {
           threads[replica] = at::get_num_threads();
-          return net.loss();
+          return net.forward(Mlp::input(2, 0)).sum();
         },
         [] {});
     EXPECT_THAT(threads, Each(2));

@@ -53,6 +53,10 @@ TYPED_TEST(DdpCuda, FollowsTheCpu) {
         1e-3);
 }
 
+TEST(DdpCudaDevices, RanksShareTheDevicesThereAre) {
+  EXPECT_TRUE(parallel::detected_device(world()).is_cuda());
+}
+
 TEST(CudaCollectives, TakeTensorsOfTheDevice) {
   const comm::Group& group = world();
   const at::Tensor sum = at::full({3, 5}, group.rank() + 1.0, at::kCUDA).t();

@@ -209,8 +209,8 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
 class RecomputingImpl : public torch::nn::Module {
  public:
   RecomputingImpl() {
-    shared = register_parameter("shared", at::full({1}, 2.0));
     other = register_parameter("other", at::full({1}, 3.0));
+    shared = register_parameter("shared", at::full({1}, 2.0));  // in the bucket that is sent first
   }
   at::Tensor forward(const at::Tensor& x) {
     return Recomputed::apply(Recomputed::apply(x * other, shared), shared).sum();
@@ -355,6 +355,8 @@ TEST(Ddp, TellsWhatItIs) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 77});
     EXPECT_EQ(ddp.rank(), group.rank());
+    auto placed = parallel::ddp_on_detected_device(Branches(), group);
+    EXPECT_THAT(placed.devices(), ElementsAre(parallel::detected_device(group)));
     EXPECT_EQ(ddp.world_size(), 2);
     EXPECT_EQ(ddp.group().name(), group.name());
     EXPECT_EQ(ddp.options().bucket_bytes, 77u);

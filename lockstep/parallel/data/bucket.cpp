@@ -55,12 +55,15 @@ std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> paramet
     if (found == open.end())
       found = open.insert(open.end(), {key, Open{.members = {}, .bytes = 0, .limit = first_bytes}});
     Open& bucket = found->second;
-    bucket.members.push_back(index);
-    bucket.bytes += tensor.nbytes();
-    if (bucket.bytes >= bucket.limit) {
+    const auto close = [&] {
       plan.push_back(std::move(bucket.members));
       bucket = {.members = {}, .bytes = 0, .limit = bytes};
-    }
+    };
+    // A large one goes alone: together with what waits, both would be late.
+    if (!bucket.members.empty() && bucket.bytes + tensor.nbytes() > bucket.limit) close();
+    bucket.members.push_back(index);
+    bucket.bytes += tensor.nbytes();
+    if (bucket.bytes >= bucket.limit) close();
   }
   for (auto& [key, bucket] : open) {
     if (!bucket.members.empty()) plan.push_back(std::move(bucket.members));
@@ -68,9 +71,8 @@ std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> paramet
   // By when the last gradient arrives: a sparse one comes before a bucket that is still open.
   std::vector<size_t> arrival(parameters.size());
   for (size_t place = 0; place < order.size(); ++place) arrival[order[place]] = place;
-  std::sort(plan.begin(), plan.end(), [&](const auto& a, const auto& b) {
-    return arrival[a.back()] < arrival[b.back()];
-  });
+  std::sort(plan.begin(), plan.end(),
+            [&](const auto& a, const auto& b) { return arrival[a.back()] < arrival[b.back()]; });
   return plan;
 }
 

@@ -25,7 +25,7 @@ struct Bucket : GradientBucket {
 };
 
 // Which parameters share a bucket. Takes them in `order`; a bucket holds one dtype on one device
-// and is closed once it has reached its limit (the first limit for the first bucket of each kind).
+// and at most its limit (the first limit for the first bucket of each kind), or one larger tensor.
 // Buckets come in the order in which they fill.
 std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> parameters,
                                               std::span<const size_t> order, size_t first_bytes,

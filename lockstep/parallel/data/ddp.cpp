@@ -2,7 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/api/include/torch/nn/module.h>
+#include <torch/cuda.h>
+#include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
@@ -195,6 +196,13 @@ const DdpOptions& DdpHandle::options() const { return ddp_->options_; }
 std::vector<c10::Device> DdpHandle::devices() const { return ddp_->devices(); }
 std::vector<BucketInfo> DdpHandle::buckets() const {
   return ddp_->reducer_ ? ddp_->reducer_->bucket_infos() : std::vector<BucketInfo>();
+}
+
+c10::Device detected_device(const comm::Group& group) {
+  const size_t count = torch::cuda::device_count();
+  if (count == 0) return {at::kCPU};
+  const size_t index = static_cast<size_t>(group.local_rank()) % count;
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
 }  // namespace lockstep::parallel

@@ -147,4 +147,15 @@ DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOpt
   return {std::move(model), group, std::move(options)};
 }
 
+// The CUDA device for this rank, by its place on the host, or the CPU where there is none.
+c10::Device detected_device(const comm::Group& group);
+
+// The same with the model moved to detected_device(group) first.
+template <class Model>
+DistributedDataParallel<Model> ddp_on_detected_device(Model model, const comm::Group& group,
+                                                      DdpOptions options = {}) {
+  model->to(detected_device(group));
+  return {std::move(model), group, std::move(options)};
+}
+
 }  // namespace lockstep::parallel
