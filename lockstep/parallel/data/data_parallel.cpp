@@ -1,6 +1,7 @@
 #include "lockstep/parallel/data/data_parallel.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/cuda.h>
 #include <torch/nn/module.h>
 
@@ -113,6 +114,7 @@ class Run {
       const std::shared_lock reading(model_mutex_);
       copy_parameters(parallel_.model(), mine);
     }
+    at::autocast::clear_cache();  // casts of parameters as they were
     clear_gradients(mine);
     const at::Tensor loss = step_(*mine.module, replica, step);
     if (!loss.defined() || loss.numel() != 1) {
@@ -161,7 +163,7 @@ class Run {
 
 std::vector<c10::Device> detected_devices() {
   std::vector<c10::Device> devices;
-  for (size_t i = 0; i < torch::cuda::device_count(); ++i) {
+  for (size_t i = 0; i < static_cast<size_t>(torch::cuda::device_count()); ++i) {
     devices.emplace_back(at::kCUDA, static_cast<c10::DeviceIndex>(i));
   }
   if (devices.empty()) devices.emplace_back(at::kCPU);

@@ -1,7 +1,6 @@
 #include "lockstep/parallel/data/replica_state.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -70,7 +69,6 @@ void copy_parameters(const Replica& from, Replica& to) {
     const bool training = from.modules[i]->is_training();
     if (to.modules[i]->is_training() != training) to.modules[i]->train(training);
   }
-  at::autocast::clear_cache();  // it knows parameters by name, not by value
 }
 
 void copy_buffers(const Replica& from, Replica& to) {

@@ -47,6 +47,7 @@ class TorchState {
     const c10::MultiStreamGuard streams(streams_);
     c10::OptionalDeviceGuard current;
     if (!device.is_cpu()) current.reset_device(device);
+    at::autocast::clear_cache();  // casts of parameters as they were
     body(index);
   }
 
