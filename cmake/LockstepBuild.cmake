@@ -92,6 +92,22 @@ function(lockstep_layer name)
           FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 endfunction()
 
+# lockstep_vector_kernels(layer source flags...): loops that become vector instructions. On x86 they are built once more for
+# processors with AVX2, in a namespace of their own; the layer chooses when it runs.
+function(lockstep_vector_kernels layer source)
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${ARGN}" SKIP_PRECOMPILE_HEADERS ON)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(target lockstep_${layer}_v3)
+    add_library(${target} OBJECT ${source})
+    target_compile_definitions(${target} PRIVATE LOCKSTEP_ISA=x86_v3)
+    target_compile_options(${target} PRIVATE -march=x86-64-v3)
+    target_compile_features(${target} PRIVATE cxx_std_20)
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+    target_link_libraries(${target} PRIVATE lockstep_flags)
+    target_sources(lockstep_${layer} PRIVATE $<TARGET_OBJECTS:${target}>)
+  endif()
+endfunction()
+
 # One precompiled header serves every torch target: the first builds it, the others reuse it.
 function(lockstep_torch_pch target)
   if(NOT TARGET lockstep_pch)

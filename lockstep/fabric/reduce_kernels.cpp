@@ -1,10 +1,11 @@
 #include "lockstep/fabric/reduce_kernels.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+
+#include "lockstep/core/float16.h"
 
 #ifndef LOCKSTEP_ISA
 #define LOCKSTEP_ISA baseline
@@ -12,16 +13,6 @@
 
 namespace lockstep::fabric::LOCKSTEP_ISA {
 namespace {
-
-#ifdef __aarch64__
-using Half = __fp16;
-#else
-using Half = _Float16;
-#endif
-
-struct BFloat16 {
-  uint16_t bits;
-};
 
 struct Bool {
   uint8_t value;
@@ -34,26 +25,16 @@ struct Element {
   static Value load(T stored) { return stored; }
   static T store(Value value) { return value; }
 };
-template <>
-struct Element<Half> {
+template <class T>
+struct NarrowFloat {
   using Value = float;
-  static float load(Half stored) { return static_cast<float>(stored); }
-  static Half store(float value) { return static_cast<Half>(value); }
+  static float load(T stored) { return widen(stored); }
+  static T store(float value) { return narrow<T>(value); }
 };
 template <>
-struct Element<BFloat16> {
-  using Value = float;
-  static float load(BFloat16 stored) {
-    return std::bit_cast<float>(static_cast<uint32_t>(stored.bits) << 16);
-  }
-  static BFloat16 store(float value) {
-    // Round to nearest even; a NaN keeps its upper bits and stays a NaN.
-    const auto bits = std::bit_cast<uint32_t>(value);
-    const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    const uint32_t quiet = bits | 0x400000;
-    return {static_cast<uint16_t>((value != value ? quiet : rounded) >> 16)};
-  }
-};
+struct Element<Half> : NarrowFloat<Half> {};
+template <>
+struct Element<BFloat16> : NarrowFloat<BFloat16> {};
 template <>
 struct Element<Bool> {
   using Value = uint8_t;

@@ -5,22 +5,14 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "lockstep/core/float16.h"
+
 #ifndef LOCKSTEP_ISA
 #define LOCKSTEP_ISA baseline
 #endif
 
 namespace lockstep::optim::detail::LOCKSTEP_ISA {
 namespace {
-
-#ifdef __aarch64__
-using Half = __fp16;
-#else
-using Half = _Float16;
-#endif
-
-struct BFloat16 {
-  uint16_t bits;
-};
 
 // What a stored element is computed in; the same type where there is no master.
 template <class T>
@@ -30,25 +22,20 @@ constexpr bool kHasMaster = sizeof(T) == 2;
 
 template <class T>
 Value<T> load(T stored) {
-  return static_cast<Value<T>>(stored);
-}
-float load(BFloat16 stored) {
-  return std::bit_cast<float>(static_cast<uint32_t>(stored.bits) << 16);
+  if constexpr (kHasMaster<T>) {
+    return widen(stored);
+  } else {
+    return stored;
+  }
 }
 
 template <class T>
 T store(Value<T> value) {
-  return static_cast<T>(value);
-}
-uint32_t rounded_to_upper_half(float value) {  // to nearest even
-  const auto bits = std::bit_cast<uint32_t>(value);
-  return bits + 0x7fff + ((bits >> 16) & 1);
-}
-template <>
-BFloat16 store<BFloat16>(float value) {
-  // A NaN keeps its upper bits and stays a NaN.
-  const uint32_t quiet = std::bit_cast<uint32_t>(value) | 0x400000;
-  return {static_cast<uint16_t>((value != value ? quiet : rounded_to_upper_half(value)) >> 16)};
+  if constexpr (kHasMaster<T>) {
+    return narrow<T>(value);
+  } else {
+    return value;
+  }
 }
 
 // Whether a parameter is its rounded master; a NaN need not be.
