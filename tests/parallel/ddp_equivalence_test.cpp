@@ -1,7 +1,14 @@
 // Every way to spread data-parallel training follows the curve of one process.
 #include <gtest/gtest.h>
 
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include "lockstep/nn/dropout.h"
+#include "lockstep/nn/initialize.h"
 #include "lockstep/nn/sync_batch_norm.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/clip.h"
 #include "tests/parallel/training.h"
 
 namespace lockstep::test {
@@ -89,6 +96,46 @@ TYPED_TEST(DdpEquivalence, ReproducibleGivesTheSameBits) {
     const Curve curve = train_threads<TypeParam>(ranks, way).back();
     EXPECT_TRUE(at::equal(curve.weights, alone.weights)) << ranks << " ranks";
     EXPECT_EQ(curve.losses, alone.losses) << ranks << " ranks";
+  }
+}
+
+// Initial weights, dropout, clipping and a fused optimizer together: one result for any number of
+// ranks.
+TEST(DdpReproducible, TheWholeRecipeGivesTheSameBits) {
+  constexpr int kMicroBatches = 8;
+  const auto train = [](const comm::Group& group) {
+    torch::nn::Sequential model(torch::nn::Linear(12, 32), nn::Dropout(0.3), torch::nn::Tanh(),
+                                torch::nn::Linear(32, 4));
+    nn::initialize(*model, 5);
+    const auto random = std::make_shared<nn::RandomContext>(nn::RandomContext{.seed = 5});
+    nn::attach_random(*model, random);
+    auto ddp = parallel::ddp(model, group, {.reproducible = true});
+    optim::AdamW optimizer(optim::decay_groups(*model, 0.1), {.lr = 1e-2});
+    const int mine = kMicroBatches / group.size();
+    std::vector<double> norms;
+    for (int step = 0; step < kSteps; ++step) {
+      for (int i = 0; i < mine; ++i) {
+        const int micro_batch = group.rank() * mine + i;
+        random->position = {.step = step, .micro_batch = micro_batch};
+        const Batch batch = MlpTask::batch(step * kMicroBatches + micro_batch);
+        std::optional<parallel::NoSync> no_sync;
+        if (i + 1 < mine) no_sync.emplace(ddp.no_sync());
+        (MlpTask::loss(ddp.forward(batch.input), batch) / mine).backward();
+      }
+      norms.push_back(optim::clip_grad_norm(optimizer.parameters(), 0.1));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    return std::pair(finish({}, *model).weights, norms);
+  };
+  const auto [weights, norms] = train(comm::Group());
+  EXPECT_GT(norms[0], 0.1);  // so clipping had something to do
+  for (const int ranks : {2, 4, 8}) {
+    comm::run_threads(ranks, [&, &weights = weights, &norms = norms](comm::Group group) {
+      const auto [mine, my_norms] = train(group);
+      EXPECT_TRUE(at::equal(mine, weights)) << ranks << " ranks";
+      EXPECT_EQ(my_norms, norms) << ranks << " ranks";
+    });
   }
 }
 
