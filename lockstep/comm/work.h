@@ -11,8 +11,8 @@ class Pending;
 
 // A value: copies share the operation. Thread safe, except that one thread at a time may wait.
 // The operation goes on, and keeps its tensors alive, if the handle is dropped; but results of
-// tensors that had to be copied (non-contiguous ones, 16-bit floats on some backends) arrive only
-// in wait().
+// tensors that had to be copied (non-contiguous ones, those on a device, 16-bit floats on some
+// backends) arrive only in wait().
 class [[nodiscard]] Work {
  public:
   Work() = default;  // already done

@@ -7,20 +7,19 @@
 #include "lockstep/core/format.h"
 
 namespace lockstep::optim {
-namespace {
 
 // torch 2.4 made one function out of one for each device, and allows float16 on the CPU.
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 4)
 
 constexpr bool kHalfOnCpu = true;
 
-AutocastOptions current(at::DeviceType device) {
+AutocastOptions current_autocast(at::DeviceType device) {
   return {.device = device,
           .dtype = at::autocast::get_autocast_dtype(device),
           .enabled = at::autocast::is_autocast_enabled(device)};
 }
 
-void apply(const AutocastOptions& options) {
+static void apply(const AutocastOptions& options) {
   at::autocast::set_autocast_dtype(options.device, options.dtype);
   at::autocast::set_autocast_enabled(options.device, options.enabled);
 }
@@ -29,7 +28,7 @@ void apply(const AutocastOptions& options) {
 
 constexpr bool kHalfOnCpu = false;
 
-AutocastOptions current(at::DeviceType device) {
+AutocastOptions current_autocast(at::DeviceType device) {
   if (device == at::kCPU) {
     return {.device = device,
             .dtype = at::autocast::get_autocast_cpu_dtype(),
@@ -40,7 +39,7 @@ AutocastOptions current(at::DeviceType device) {
           .enabled = at::autocast::is_enabled()};
 }
 
-void apply(const AutocastOptions& options) {
+static void apply(const AutocastOptions& options) {
   if (options.device == at::kCPU) {
     at::autocast::set_autocast_cpu_dtype(options.dtype);
     at::autocast::set_cpu_enabled(options.enabled);
@@ -51,6 +50,8 @@ void apply(const AutocastOptions& options) {
 }
 
 #endif
+
+namespace {
 
 const AutocastOptions& checked(const AutocastOptions& options) {
   if (options.device != at::kCPU && options.device != at::kCUDA) {
@@ -69,7 +70,7 @@ const AutocastOptions& checked(const AutocastOptions& options) {
 }  // namespace
 
 AutocastGuard::AutocastGuard(AutocastOptions options)
-    : previous_(current(checked(options).device)) {
+    : previous_(current_autocast(checked(options).device)) {
   apply(options);
   at::autocast::increment_nesting();
 }

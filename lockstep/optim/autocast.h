@@ -11,6 +11,9 @@ struct AutocastOptions {
   bool enabled = true;  // false: a part in full precision inside a scope that casts
 };
 
+// What holds on this thread now.
+AutocastOptions current_autocast(at::DeviceType device);
+
 // While it lives, operators of the device that gain from 16 bits (matrix products, convolutions)
 // take their float32 inputs in that type, and those that need it (sums, losses) compute in float32.
 // Holds for this thread only. Not for backward: that runs in the types of the forward by itself.

@@ -121,12 +121,23 @@ void train_uneven(bool step_in_join) {
       Task::loss(ddp.forward(batch.input), batch).backward();
       optimizer.step();
     }
+    int steps_in_join = 0;
+    Curve mine;
+    const Curve expected = finish({}, *alone);
     if (step_in_join) {
-      ddp.join([&] { optimizer.step(); });
+      ddp.join([&] {
+        optimizer.step();
+        mine = finish({}, *ddp.module());  // before the weights of the last are shared
+        ++steps_in_join;
+      });
+      EXPECT_EQ(steps_in_join, steps_of(kRanks - 1) - steps_of(group.rank()));
+      if (steps_in_join > 0) {
+        EXPECT_TRUE(at::allclose(mine.weights, expected.weights, 1e-5, 1e-6));
+      }
     } else {
       ddp.join();
     }
-    const Curve mine = finish({}, *ddp.module()), expected = finish({}, *alone);
+    mine = finish({}, *ddp.module());
     EXPECT_TRUE(at::allclose(mine.weights, expected.weights, 1e-5, 1e-6))
         << "rank " << group.rank();
     // All ranks have data again: the wrapper goes on.
@@ -160,6 +171,56 @@ TEST(DdpInput, RanksMayRunOutOfDataWithSparseGradients) {
     auto alone = EmbeddingTask::make(1);
     EmbeddingTask::loss(alone->forward(batch.input), batch).backward();
     EXPECT_TRUE(at::allclose(average, alone->parameters()[0].grad().to_dense()));
+  });
+}
+
+// Rank 1 has no data in the first epoch, so it learns what a step is from the others.
+TEST(DdpInput, ARankMayHaveNoDataInTheFirstEpoch) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(MlpTask::make(1), group,
+                             {.bucket_bytes = 512, .static_graph = true, .uneven_inputs = true});
+    const Batch batch = MlpTask::batch(0);
+    const auto train = [&] { MlpTask::loss(ddp.forward(batch.input), batch).backward(); };
+    if (group.rank() == 0) train();
+    ddp.join();
+    train();
+    ddp.join();
+  });
+}
+
+// Who leads is heard in forwards, too: rank 1 takes one more, and then leaves without a backward.
+TEST(DdpInput, RanksAgreeWhoseWeightsCount) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(ConvNetTask::make(1), group, {.uneven_inputs = true});
+    ddp.forward(ConvNetTask::batch(0).input).sum().backward();
+    if (group.rank() == 1) ddp.forward(ConvNetTask::batch(1).input);
+    const at::Tensor weight = ddp.module()->parameters()[0];
+    {
+      const c10::AutoGradMode no_grad(false);
+      weight.fill_(group.rank());
+    }
+    ddp.join();
+    EXPECT_EQ(weight.flatten()[0].item<double>(), 1);
+  });
+}
+
+// What a rank accumulated before it ran out of data is not part of the others' next step.
+TEST(DdpInput, LeftoversOfARankThatLeavesDoNotCount) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp =
+        parallel::ddp(MlpTask::make(1), group, {.uneven_inputs = true, .reproducible = true});
+    const Batch batch = MlpTask::batch(0);
+    if (group.rank() == 0) {
+      const auto guard = ddp.no_sync();
+      MlpTask::loss(ddp.forward(batch.input), batch).backward();
+    } else {
+      MlpTask::loss(ddp.forward(batch.input), batch).backward();
+      auto alone = MlpTask::make(1);
+      MlpTask::loss(alone->forward(batch.input), batch).backward();
+      EXPECT_TRUE(
+          at::allclose(ddp.module()->parameters()[0].grad(), alone->parameters()[0].grad()));
+    }
+    ddp.join();
   });
 }
 

@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/functional.h>
@@ -338,16 +339,117 @@ TEST(Ddp, HooksGoWithTheWrapper) {
 
 TEST(Ddp, AnExceptionInBackwardDoesNotSpoilTheNext) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Branches(), group);
+    auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 1, .first_bucket_bytes = 1});
     bool broken = true;
     ddp.module()->weights[0].register_hook([&](const at::Tensor&) {
       if (broken) throw std::runtime_error("user's own");
     });
-    EXPECT_THROW(ddp.forward(std::vector<int>{0, 1, 2}, 1.0).backward(), std::runtime_error);
+    const std::vector<int> all{0, 1, 2};  // 0 comes last, when the buckets of the others are out
+    EXPECT_THROW(ddp.forward(all, 1.0).backward(), std::runtime_error);
     broken = false;
     for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
-    ddp.forward(std::vector<int>{0, 1, 2}, group.rank() * 2.0).backward();
-    EXPECT_EQ(gradient(ddp.module(), 0), 1);
+    // Also where the wrapper's forward was not used.
+    ddp.module()->forward(all, group.rank() * 2.0).backward();
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(gradient(ddp.module(), i), 1);
+    ddp.forward(all, group.rank() * 2.0).backward();
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(gradient(ddp.module(), i), 2);
+  });
+}
+
+// One tensor under two names.
+class TiedImpl : public torch::nn::Module {
+ public:
+  TiedImpl() {
+    first = register_parameter("first", at::full({64}, 2.0));
+    register_parameter("second", first);
+  }
+  at::Tensor forward(double scale) { return (first * first).sum() * scale; }
+  at::Tensor first;
+};
+TORCH_MODULE(Tied);
+
+TEST(Ddp, TiedWeightsAreReducedOnce) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(Tied(), group, {.bucket_bytes = 1, .first_bucket_bytes = 1});
+    EXPECT_EQ(ddp.buckets().size(), 1u);
+    for (int step = 0; step < 3; ++step) {
+      ddp.module()->first.mutable_grad().reset();
+      ddp.forward(group.rank() + 1.0).backward();
+      EXPECT_EQ(ddp.module()->first.grad()[63].item<double>(), 6);
+    }
+  });
+}
+
+TEST(Ddp, TwoForwardsWithBuffersBeforeOneBackward) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(ConvNetTask::make(1), group);
+    const at::Tensor real = ddp.forward(ConvNetTask::batch(group.rank()).input);
+    const at::Tensor fake = ddp.forward(ConvNetTask::batch(2 + group.rank()).input);
+    (real + fake).sum().backward();
+    const at::Tensor mine = ddp.module()->parameters()[0].grad().clone(), first = mine.clone();
+    comm::broadcast(first, group).wait();
+    EXPECT_TRUE(at::equal(mine, first));
+  });
+}
+
+TEST(Ddp, AutogradGradIsNoBackward) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(MlpTask::make(1), group, {.static_graph = true});
+    const at::Tensor x = MlpTask::batch(group.rank()).input.clone().requires_grad_();
+    const at::Tensor output = ddp.forward(x);
+    const at::Tensor slope = torch::autograd::grad({output.sum()}, {x}, {}, true, true)[0];
+    EXPECT_FALSE(ddp.module()->parameters()[0].grad().defined());
+    (output.sum() + slope.pow(2).sum()).backward();  // a gradient penalty
+    const at::Tensor mine = ddp.module()->parameters()[0].grad().clone(), first = mine.clone();
+    comm::broadcast(first, group).wait();
+    EXPECT_TRUE(at::equal(mine, first));
+  });
+}
+
+TEST(Ddp, SyncGradientsTeachesNothingAboutBackward) {
+  for (const bool reproducible : {false, true}) {
+    comm::run_threads(2, [&](comm::Group group) {
+      auto ddp =
+          parallel::ddp(Recomputing(), group, {.static_graph = true, .reproducible = reproducible});
+      for (int step = 0; step < 2; ++step) {
+        for (at::Tensor& weight : ddp.module()->parameters()) weight.mutable_grad().reset();
+        {
+          const auto guard = ddp.no_sync();
+          ddp.forward(at::full({1}, group.rank() + 1.0)).backward();
+        }
+        ddp.sync_gradients();
+        EXPECT_FLOAT_EQ(ddp.module()->other.grad().item<float>(), 6);
+        for (at::Tensor& weight : ddp.module()->parameters()) weight.mutable_grad().reset();
+        ddp.forward(at::full({1}, group.rank() + 1.0)).backward();
+        EXPECT_FLOAT_EQ(ddp.module()->shared.grad().item<float>(), 18);
+      }
+    });
+  }
+}
+
+TEST(Ddp, HooksCountTheBucketsTheySee) {
+  comm::run_threads(2, [](comm::Group group) {
+    std::vector<int> seen;
+    const auto record = [&](parallel::GradientBucket& bucket,
+                            const comm::Group& g) -> std::function<void()> {
+      seen.push_back(bucket.index);
+      return [work = comm::all_reduce(bucket.flat, g)]() mutable { work.wait(); };
+    };
+    auto ddp = parallel::ddp(
+        Branches(), group,
+        {.bucket_bytes = 1, .first_bucket_bytes = 1, .sparse_parameters = {"w2"}, .hook = record});
+    EXPECT_EQ(ddp.buckets()[0].bytes, 0u);  // the sparse one is first, and no hook's business
+    ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
+    EXPECT_THAT(seen, ElementsAre(0, 1));
+    EXPECT_EQ(ddp.module()->weights[2].grad().to_dense()[3].item<double>(), 1.5);
+  });
+}
+
+TEST(Ddp, AHandleKeepsTheModel) {
+  comm::run_threads(2, [](comm::Group group) {
+    parallel::DdpHandle handle = parallel::ddp(Branches(), group, {.find_unused_parameters = true});
+    handle.sync_gradients();
+    EXPECT_EQ(handle.devices().size(), 1u);
   });
 }
 

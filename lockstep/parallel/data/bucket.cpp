@@ -80,9 +80,9 @@ std::vector<Bucket> make_buckets(std::span<const Parameter> parameters,
                                  const std::vector<std::vector<size_t>>& plan,
                                  const comm::Group& group) {
   std::vector<Bucket> buckets;
+  int num_dense = 0;
   for (const auto& members : plan) {
     Bucket bucket;
-    bucket.index = static_cast<int>(buckets.size());
     bucket.members = members;
     bucket.sparse = parameters[members[0]].sparse;
     std::vector<int64_t> offsets;
@@ -93,9 +93,10 @@ std::vector<Bucket> make_buckets(std::span<const Parameter> parameters,
       offsets.push_back(count);
       count += aligned(tensor.numel(), tensor.element_size());
     }
-    bucket.tag = format("gradient bucket {} ({}{})", bucket.index, bucket.names[0],
+    bucket.tag = format("gradient bucket {} ({}{})", buckets.size(), bucket.names[0],
                         members.size() > 1 ? " .. " + bucket.names.back() : "");
     if (!bucket.sparse) {
+      bucket.index = num_dense++;
       bucket.flat = allocate(count, parameters[members[0]].tensor, group);
       for (size_t i = 0; i < members.size(); ++i) {
         bucket.gradients.push_back(

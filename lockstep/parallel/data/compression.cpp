@@ -38,12 +38,11 @@ GradientHook narrow(DType dtype) {
   return [dtype, buffers = std::make_shared<NarrowBuffers>(dtype)](GradientBucket& bucket,
                                                                    const comm::Group& group) {
     const at::Tensor narrow = buffers->of(bucket, group);
-    narrow.copy_(bucket.flat);
+    // Shares, not sums: a gradient may be too large for float16 where the average is not.
+    narrow.copy_(bucket.flat.div_(group.size()));
     // Ordered, because backends with reductions of their own would widen it again.
     comm::Work work = comm::all_reduce_ordered(
-        narrow, group,
-        {.op = comm::ReduceOp::avg,
-         .tag = format("gradient bucket {} as {}", bucket.index, name_of(dtype))});
+        narrow, group, {.tag = format("gradient bucket {} as {}", bucket.index, name_of(dtype))});
     return [work, narrow, flat = bucket.flat]() mutable {
       work.wait();
       flat.copy_(narrow);

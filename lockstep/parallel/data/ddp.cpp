@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/cuda.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
@@ -62,6 +63,22 @@ void check_options(const DdpOptions& options, const NamedTensors& parameters) {
   }
 }
 
+// Backward on a GPU runs on one thread per device and process, which cannot wait for itself.
+void check_own_devices(const NamedTensors& parameters, const comm::Group& group) {
+  if (group.backend() != "thread" || parameters.empty()) return;
+  const c10::Device device = parameters[0].second.device();
+  const at::Tensor all = at::empty({group.size()}, at::kLong);
+  const int64_t mine = device.is_cuda() ? device.index() : -1 - group.rank();
+  comm::all_gather(all, at::full({1}, mine, at::kLong), group).wait();
+  const std::set<int64_t> distinct(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size());
+  if (distinct.size() == static_cast<size_t>(group.size())) return;
+  throw ConfigError(
+      format("[ddp] {} ranks that are threads train on {} devices; give each a GPU of its own, or "
+             "make them "
+             "processes",
+             group.size(), distinct.size()));
+}
+
 // Bits depend on the number of threads that compute.
 void check_same_threads(const comm::Group& group) {
   const at::Tensor all = at::empty({group.size()}, at::kLong);
@@ -77,7 +94,7 @@ void check_same_threads(const comm::Group& group) {
 class Ddp {
  public:
   Ddp(torch::nn::Module& model, const comm::Group& group, DdpOptions options)
-      : model_(model), group_(group), options_(std::move(options)) {
+      : model_(model.shared_from_this()), group_(group), options_(std::move(options)) {
     const NamedTensors parameters = list(model.named_parameters());
     check_options(options_, parameters);
     if (group_.size() == 1 && !options_.reproducible) return;
@@ -87,18 +104,23 @@ class Ddp {
     buffers_ = list(model.named_buffers());
     all.insert(all.end(), buffers_.begin(), buffers_.end());
     check_same_model(all, private_group_);
+    check_own_devices(parameters, private_group_);
     if (options_.reproducible) check_same_threads(private_group_);
     broadcast_tensors(all, private_group_, 0);
 
-    const std::set<std::string> sparse = sparse_weights(model);
+    std::set<std::string> sparse = sparse_weights(model);
+    sparse.insert(options_.sparse_parameters.begin(), options_.sparse_parameters.end());
+    std::set<const void*> sparse_tensors, seen;
+    for (const auto& [name, tensor] : parameters) {
+      if (sparse.count(name) > 0) sparse_tensors.insert(tensor.unsafeGetTensorImpl());
+    }
     std::vector<Parameter> trained;
     for (const auto& [name, tensor] : parameters) {
-      if (!tensor.requires_grad()) continue;
-      const auto& listed = options_.sparse_parameters;
+      // Tied weights have several names and one gradient.
+      if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
       // Sums of rows have no fixed tree: reproducible mode makes them dense.
       const bool is_sparse =
-          !options_.reproducible &&
-          (sparse.count(name) > 0 || std::find(listed.begin(), listed.end(), name) != listed.end());
+          !options_.reproducible && sparse_tensors.count(tensor.unsafeGetTensorImpl()) > 0;
       trained.push_back({.name = name, .tensor = tensor, .sparse = is_sparse});
     }
     reducer_ = std::make_shared<Reducer>(std::move(trained), private_group_, options_);
@@ -107,11 +129,9 @@ class Ddp {
 
   void before_forward() {
     if (!reducer_) return;
-    reducer_->reset_round();
-    if (no_sync_ > 0 || !model_.is_training() || !at::GradMode::is_enabled()) return;
+    if (no_sync_ > 0 || !model_->is_training() || !at::GradMode::is_enabled()) return;
     if (!options_.broadcast_buffers || buffers_.empty() || group_.size() == 1) return;
-    const int root =
-        options_.uneven_inputs ? announce(Activity::buffers, private_group_).leader : 0;
+    const int root = options_.uneven_inputs ? reducer_->take_part(Activity::buffers).leader : 0;
     broadcast_tensors(buffers_, private_group_, root);
   }
 
@@ -122,6 +142,9 @@ class Ddp {
     for (const at::Tensor& output : outputs) {
       if (output.defined() && output.grad_fn()) {
         output.register_hook([weak = std::weak_ptr(reducer_)](const at::Tensor&) {
+          // autograd::grad() does not touch parameters' gradients, unless it is asked for them.
+          const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+          if (wanted && !wanted->empty()) return;
           if (const auto reducer = weak.lock()) reducer->begin_backward();
         });
       }
@@ -134,17 +157,15 @@ class Ddp {
   }
 
   void sync_gradients() {
-    if (reducer_ && model_.is_training()) reducer_->reduce_now();
+    if (reducer_ && model_->is_training()) reducer_->reduce_now();
   }
 
   void join(const std::function<void()>& step) {
     if (!options_.uneven_inputs) throw ConfigError("[ddp] join() needs the option uneven_inputs");
     if (group_.size() == 1) return;
-    int leader = reducer_->leader();  // all ranks hear who leads, whether they have left or not
     for (;;) {
-      const Attendance attendance = announce(Activity::none, private_group_);
+      const Attendance attendance = reducer_->take_part(Activity::none);
       if (attendance.active == 0) break;
-      leader = attendance.leader;
       if (attendance.activity == Activity::buffers) {
         broadcast_tensors(buffers_, private_group_, attendance.leader);
       } else {
@@ -152,21 +173,21 @@ class Ddp {
         if (step) step();
       }
     }
-    NamedTensors all = list(model_.named_parameters());
+    NamedTensors all = list(model_->named_parameters());
     all.insert(all.end(), buffers_.begin(), buffers_.end());
-    broadcast_tensors(all, private_group_, leader);
+    broadcast_tensors(all, private_group_, reducer_->leader());
   }
 
   std::vector<c10::Device> devices() const {
     std::vector<c10::Device> devices;
-    for (const at::Tensor& parameter : model_.parameters()) {
+    for (const at::Tensor& parameter : model_->parameters()) {
       if (std::find(devices.begin(), devices.end(), parameter.device()) == devices.end())
         devices.push_back(parameter.device());
     }
     return devices;
   }
 
-  torch::nn::Module& model_;
+  std::shared_ptr<torch::nn::Module> model_;
   comm::Group group_, private_group_;
   DdpOptions options_;
   NamedTensors buffers_;

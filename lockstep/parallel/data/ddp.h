@@ -27,7 +27,7 @@ struct DdpOptions {
   size_t bucket_bytes = size_t{25} << 20;
   size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
   // Some parameters may get no gradient in a step. Where only some ranks have one, all get the
-  // average, counting zeros; where no rank has one, the gradient is left as it was.
+  // average, counting zeros; where no rank has one, an undefined gradient stays undefined.
   bool find_unused_parameters = false;
   // Every step uses the same parameters equally often. Learned in the first step; allows a
   // parameter to get its gradient in several parts (recomputed blocks that share it).
@@ -40,7 +40,7 @@ struct DdpOptions {
   bool uneven_inputs = false;
   // Sum (rank, micro-batch) as one fixed binary tree: the same bits for 1, 2, 4, 8 ... ranks that
   // share the same micro-batches. Between backward passes under no_sync the gradients are kept in
-  // log2(accumulation) extra buffers, and are not in .grad().
+  // log2(accumulation) extra buffers, and are not in .grad(); zero_grad() does not drop them.
   bool reproducible = false;
   // Parameters whose gradients are sparse, beside the weights of Embedding and EmbeddingBag modules
   // with sparse(true), which are found. Only non-zero rows travel. Others are made dense.

@@ -15,7 +15,7 @@ namespace lockstep::parallel {
 
 // The gradients of a few parameters, end to end in one flat tensor (with padding between them).
 struct GradientBucket {
-  int index = 0;  // 0 is reduced first
+  int index = 0;  // among those that hooks see; 0 is the first of a step
   at::Tensor flat;
   std::vector<std::string> names;     // of the parameters
   std::vector<at::Tensor> gradients;  // views of `flat` in the parameters' shapes
@@ -30,7 +30,8 @@ using GradientHook = std::function<std::function<void()>(GradientBucket&, const 
 
 namespace hooks {
 
-// Gradients travel as 16-bit floats: half the bytes. They are summed in float32 and rounded once.
+// Gradients travel as 16-bit floats: half the bytes. Each rank's share of the average is rounded,
+// shares are added in float32, and the sum is rounded again.
 GradientHook fp16();
 GradientHook bf16();
 

@@ -13,6 +13,7 @@
 #include "lockstep/comm/ordered.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/parallel/data/sparse_average.h"
 
@@ -106,13 +107,30 @@ void Reducer::use_buckets(const std::vector<size_t>& order) {
   sums_.assign(buckets_.size(), {});
 }
 
-void Reducer::reset_round() {
-  const std::lock_guard lock(mutex_);
+// A backward that threw never reached its end. Peers may be in the collectives that it began, and
+// its buckets must not be written before those are done.
+void Reducer::abandon_round() {
+  for (const auto& complete : completions_) {
+    try {
+      complete();
+    } catch (const std::exception& error) {
+      log::warn(
+          format("[ddp] rank {}: after a backward that failed: {}", group_.rank(), error.what()));
+    }
+  }
+  sums_.assign(buckets_.size(), {});
   in_round_ = false;
+}
+
+Attendance Reducer::take_part(Activity activity) {
+  const Attendance attendance = announce(activity, group_);
+  if (attendance.active > 0) leader_ = attendance.leader;
+  return attendance;
 }
 
 void Reducer::begin_round() {
   in_round_ = true;
+  in_backward_ = false;
   round_syncs_ = syncing_;
   num_launched_ = 0;
   completions_.clear();
@@ -129,10 +147,15 @@ void Reducer::begin_round() {
 
 void Reducer::begin_backward() {
   const std::lock_guard lock(mutex_);
+  if (in_round_ && callback_.expired()) abandon_round();
   if (in_round_ || (!syncing_ && !options_.reproducible)) return;
   begin_round();
-  if (round_syncs_ && options_.uneven_inputs) attendance_ = announce(Activity::gradients, group_);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  in_backward_ = true;
+  if (round_syncs_ && options_.uneven_inputs) attendance_ = take_part(Activity::gradients);
+  // Dies with the graph that was to call it.
+  const auto alive = std::make_shared<bool>();
+  callback_ = alive;
+  torch::autograd::Engine::get_default_engine().queue_callback([alive, weak = weak_from_this()] {
     if (const auto reducer = weak.lock()) {
       const std::lock_guard callback_lock(reducer->mutex_);
       reducer->end_round();
@@ -182,10 +205,11 @@ void Reducer::stage(size_t index) {
 void Reducer::launch_full_buckets() {
   if (!round_syncs_ || !overlaps()) return;
   while (num_launched_ < buckets_.size() && num_missing_[num_launched_] == 0)
-    launch(buckets_[num_launched_++]);
+    launch(num_launched_++);
 }
 
-void Reducer::launch(Bucket& bucket) {
+void Reducer::launch(size_t position) {
+  Bucket& bucket = buckets_[position];
   const c10::AutoGradMode no_grad(false);
   const double scale = static_cast<double>(group_.size()) / attendance_.active;
   if (bucket.sparse) {
@@ -202,7 +226,7 @@ void Reducer::launch(Bucket& bucket) {
         });
     return;
   }
-  if (options_.reproducible) sums_[static_cast<size_t>(bucket.index)].finish(bucket.flat);
+  if (options_.reproducible) sums_[position].finish(bucket.flat);
   std::function<void()> complete;
   if (options_.hook) {
     complete = options_.hook(bucket, group_);
@@ -243,21 +267,25 @@ void Reducer::average_round() {
   const trace::Span span("ddp", "finish gradients");
   const at::Tensor totals = flags();
   const at::Tensor mine = totals.clone();
+  for (State& state : states_) state.unreduced = false;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (states_[i].in_bucket && !states_[i].staged) stage(i);
   }
-  while (num_launched_ < buckets_.size()) launch(buckets_[num_launched_++]);
+  while (num_launched_ < buckets_.size()) launch(num_launched_++);
   comm::Work comparing = comm::all_reduce(totals, group_, {.tag = "which gradients there are"});
   for (const auto& complete : completions_) complete();
   comparing.wait();
   check_flags(totals, mine);
   settle(totals);
-  if (!learned_) learn(totals);
+  // Not from sync_gradients, where nothing arrives; ranks that shadow hear which it was.
+  const int64_t in_backward = totals[totals.numel() - 1].item<int64_t>();
+  if (!learned_ && in_backward > 0) learn(totals);
 }
 
-// For each parameter, and last for the rank as a whole: what it has to tell the others.
+// What this rank has to tell the others: for each parameter, then whether it takes part, and
+// whether in a backward.
 at::Tensor Reducer::flags() const {
-  const at::Tensor flags = at::zeros({static_cast<int64_t>(parameters_.size()) + 1}, at::kLong);
+  const at::Tensor flags = at::zeros({static_cast<int64_t>(parameters_.size()) + 2}, at::kLong);
   if (shadowing_) return flags;
   int64_t* const flag = flags.data_ptr<int64_t>();
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -268,6 +296,7 @@ at::Tensor Reducer::flags() const {
       flag[i] = state.arrivals < state.expected ? kStopped : kLate;
   }
   flag[parameters_.size()] = 1;
+  flag[parameters_.size() + 1] = in_backward_ ? 1 : 0;
   return flags;
 }
 
@@ -322,7 +351,6 @@ void Reducer::settle(const at::Tensor& totals) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     State& state = states_[i];
     if (!state.in_bucket || totals.data_ptr<int64_t>()[i] == 0) continue;
-    state.unreduced = false;
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (buckets_[state.bucket].sparse) {
       gradient = std::exchange(buckets_[state.bucket].flat, {});
@@ -336,17 +364,25 @@ void Reducer::settle(const at::Tensor& totals) {
   }
 }
 
-// After the first averaged round: buckets in the order in which gradients arrive, as the leader saw
-// it. Parameters that did not arrive there come last.
+// After the first backward that was averaged: buckets in the order in which gradients arrive, as
+// the leader saw it. Parameters that did not arrive there come last.
 void Reducer::learn(const at::Tensor& totals) {
   learned_ = true;
-  for (State& state : states_) state.expected = state.arrivals;
-  std::vector<int64_t> arrived(arrival_order_.begin(), arrival_order_.end());
-  const at::Tensor shared = at::tensor(arrived, at::kLong);
-  comm::broadcast(shared, group_, {.root = attendance_.leader, .tag = "order of gradients"}).wait();
+  // (2, parameters): the order, and how often each arrived.
+  const auto count = static_cast<int64_t>(parameters_.size());
+  const at::Tensor seen = at::empty({2, count}, at::kLong);
+  auto order_seen = seen.accessor<int64_t, 2>()[0];
+  auto arrivals_seen = seen.accessor<int64_t, 2>()[1];
+  for (int64_t i = 0; i < count; ++i) {
+    order_seen[i] = static_cast<int64_t>(arrival_order_[static_cast<size_t>(i)]);
+    arrivals_seen[i] = states_[static_cast<size_t>(i)].arrivals;
+  }
+  comm::broadcast(seen, group_, {.root = attendance_.leader, .tag = "order of gradients"}).wait();
   std::vector<size_t> order;
-  for (int64_t i = 0; i < shared.numel(); ++i) {
-    const int64_t index = shared.data_ptr<int64_t>()[i];
+  for (int64_t i = 0; i < count; ++i) {
+    State& state = states_[static_cast<size_t>(i)];
+    state.expected = shadowing_ ? static_cast<int>(arrivals_seen[i]) : state.arrivals;
+    const int64_t index = order_seen[i];
     if (!options_.static_graph || totals.data_ptr<int64_t>()[index] > 0)
       order.push_back(static_cast<size_t>(index));
   }
@@ -360,20 +396,22 @@ void Reducer::learn(const at::Tensor& totals) {
 
 void Reducer::reduce_now() {
   const std::lock_guard lock(mutex_);
+  if (in_round_) abandon_round();
   begin_round();
-  if (options_.uneven_inputs) attendance_ = announce(Activity::gradients, group_);
+  if (options_.uneven_inputs) attendance_ = take_part(Activity::gradients);
   round_syncs_ = true;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!parameters_[i].tensor.grad().defined()) continue;
-    states_[i].unreduced = true;
     states_[i].arrivals = states_[i].expected;
+    if (parameters_[i].tensor.grad().defined()) states_[i].unreduced = true;
   }
   end_round();
 }
 
 void Reducer::shadow(const Attendance& attendance) {
   const std::lock_guard lock(mutex_);
+  if (in_round_) abandon_round();
   for (const Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+  sums_.assign(buckets_.size(), {});
   begin_round();
   round_syncs_ = true;
   attendance_ = attendance;

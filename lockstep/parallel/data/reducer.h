@@ -35,18 +35,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Begins to listen to the parameters' gradients; once, when a shared_ptr owns this.
   void install_hooks();
   void set_syncing(bool syncing) { syncing_ = syncing; }
-  // A backward may have ended in an exception: forget what it left.
-  void reset_round();
   // In backward: a round begins, if none is under way; its end is queued on the graph that runs
   // now.
   void begin_backward();
+  // Says what this rank is about to do, where ranks may run out of data. Collective.
+  Attendance take_part(Activity activity);
   // A round outside backward, over the gradients as they are.
   void reduce_now();
   // A round of the other ranks, to which this one adds nothing.
   void shadow(const Attendance& attendance);
 
-  // The lowest rank that took part in the last round.
-  int leader() const { return attendance_.leader; }
+  // The lowest rank that took part when one last did.
+  int leader() const { return leader_; }
   std::vector<BucketInfo> bucket_infos() const;
 
  private:
@@ -66,12 +66,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void arrive(size_t index);
   void begin_round();
+  void abandon_round();
   void end_round();
   void accumulate_round();
   void average_round();
   void stage(size_t index);
   void launch_full_buckets();
-  void launch(Bucket& bucket);
+  void launch(size_t position);
   at::Tensor flags() const;
   void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
   void settle(const at::Tensor& totals);
@@ -89,11 +90,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads
   bool syncing_ = true;
-  bool learned_ = false;  // the first averaged round is over
+  bool learned_ = false;  // the first averaged backward is over
   bool in_round_ = false;
+  bool in_backward_ = false;  // the round is a backward, not sync_gradients
   bool shadowing_ = false;
   bool round_syncs_ = true;
+  std::weak_ptr<bool> callback_;  // gone, if the backward of the round was ended by an exception
   Attendance attendance_;
+  int leader_ = 0;
   size_t num_launched_ = 0;
   std::vector<size_t> num_missing_;  // per bucket
   std::vector<std::function<void()>> completions_;

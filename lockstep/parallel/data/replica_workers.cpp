@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,24 +9,9 @@
 #include <algorithm>
 #include <latch>
 
+#include "lockstep/optim/autocast.h"
+
 namespace lockstep::parallel::detail {
-namespace {
-
-// libtorch has one setter for all devices since 2.4, and one for each before. Names of functions
-// that a release lacks are looked up only where the arguments depend on a template parameter.
-template <class DeviceType, class DType>
-void set_autocast_dtype_of(DeviceType device, DType dtype) {
-  using namespace at::autocast;
-  if constexpr (requires { set_autocast_dtype(device, dtype); }) {
-    set_autocast_dtype(device, dtype);
-  } else if (device == at::kCPU) {
-    set_autocast_cpu_dtype(dtype);
-  } else {
-    set_autocast_gpu_dtype(dtype);
-  }
-}
-
-}  // namespace
 
 // What operators do depends on state of the thread that calls them. This is the caller's, to be
 // put on a worker for the time of one call.
@@ -42,19 +26,18 @@ class TorchState {
 
   void call(const std::function<void(size_t)>& body, size_t index, c10::Device device) const {
     const at::ThreadLocalStateGuard modes(modes_);
-    set_autocast_dtype_of(at::kCPU, cpu_dtype_);
-    set_autocast_dtype_of(at::kCUDA, cuda_dtype_);
+    // They also forget, at their end, casts of parameters as they were.
+    const optim::AutocastGuard on_cpu(cpu_), on_cuda(cuda_);
     const c10::MultiStreamGuard streams(streams_);
     c10::OptionalDeviceGuard current;
     if (!device.is_cpu()) current.reset_device(device);
-    at::autocast::clear_cache();  // casts of parameters as they were
     body(index);
   }
 
  private:
   at::ThreadLocalState modes_;
-  at::ScalarType cpu_dtype_ = at::autocast::get_lower_precision_fp_from_device_type(at::kCPU);
-  at::ScalarType cuda_dtype_ = at::autocast::get_lower_precision_fp_from_device_type(at::kCUDA);
+  optim::AutocastOptions cpu_ = optim::current_autocast(at::kCPU);
+  optim::AutocastOptions cuda_ = optim::current_autocast(at::kCUDA);
   std::vector<c10::Stream> streams_;
 };
 

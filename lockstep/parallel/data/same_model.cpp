@@ -99,7 +99,8 @@ void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, in
   const c10::AutoGradMode no_grad(false);
   std::vector<Parameter> parts;
   for (const auto& [name, tensor] : tensors)
-    parts.push_back({.name = name, .tensor = tensor.detach()});
+    parts.push_back(
+        {.name = name, .tensor = tensor.variable_data()});  // no version of autograd's changes
   std::vector<size_t> order(parts.size());
   std::iota(order.begin(), order.end(), size_t{0});
   for (const auto& members : plan_buckets(parts, order, kPacketBytes, kPacketBytes)) {

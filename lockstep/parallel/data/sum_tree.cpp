@@ -1,13 +1,8 @@
 #include "lockstep/parallel/data/sum_tree.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace lockstep::parallel::detail {
-
-bool SumTree::empty() const {
-  return std::none_of(levels_.begin(), levels_.end(), [](auto& level) { return level.defined(); });
-}
 
 void SumTree::push(const at::Tensor& leaf) {
   if (levels_.empty() || !levels_[0].defined()) {

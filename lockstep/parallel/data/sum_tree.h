@@ -12,7 +12,6 @@ namespace lockstep::parallel::detail {
 // power of two, as fabric::reduce combines ranks.
 class SumTree {
  public:
-  bool empty() const;
   // Takes a copy of the next leaf.
   void push(const at::Tensor& leaf);
   // Replaces the last leaf by the sum of all, and forgets them.
