@@ -33,6 +33,8 @@ endif()
 # Private flags: nothing here reaches a program that links Lockstep.
 add_library(lockstep_flags INTERFACE)
 target_compile_options(lockstep_flags INTERFACE -Wall -Wextra -Winvalid-pch)
+# Torch's macros put __FILE__ into what is installed; where it was built is nobody's business.
+target_compile_options(lockstep_flags INTERFACE -fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=)
 if(LOCKSTEP_WERROR)
   target_compile_options(lockstep_flags INTERFACE -Werror)
 endif()
