@@ -73,11 +73,12 @@ using Tasks =
 TYPED_TEST_SUITE(DdpEquivalence, Tasks);
 
 TYPED_TEST(DdpEquivalence, FollowsOneProcess) {
+  constexpr bool kLarge = std::is_base_of_v<TransformerTask, TypeParam>;
   for (const int ranks : {1, 2, 3, 4, 8}) {
     const Curve expected = train_alone<TypeParam>(micro_batches_for(ranks));
     for (const Way& way : ways()) {
-      // The whole matrix with 2 ranks; with others what depends on their number.
-      if (ranks != 2 && way.name != "default" && way.name != "reproducible") continue;
+      // Small models meet everything; large ones, with other than 2 ranks, what depends on that.
+      if (kLarge && ranks != 2 && way.name != "default" && way.name != "reproducible") continue;
       SCOPED_TRACE(way.name + " with " + std::to_string(ranks) + " ranks");
       const std::vector<Curve> curves = train_threads<TypeParam>(ranks, way);
       for (const Curve& curve : curves) {
