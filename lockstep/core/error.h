@@ -45,6 +45,12 @@ class MismatchError : public CommError {
   using CommError::CommError;
 };
 
+// A checkpoint is damaged, incomplete or not what the model needs: use another.
+class CheckpointError : public Error {
+ public:
+  using Error::Error;
+};
+
 // An operating system call failed; the message has what was tried and the system's reason.
 class SystemError : public Error {
  public:
