@@ -19,10 +19,11 @@ endef
 ctest = ctest --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build test install lint tidy check-all check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install lint tidy check-all check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
+	@echo "make train               build, then train a small GPT on 2 ranks and let it write (a few minutes)"
 	@echo "make test                build, then run all tests"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
 	@echo "make lint                formatting and the layer rule"
@@ -40,6 +41,15 @@ configure: setup
 build: configure
 	@cmake --build $(BUILD) -j $(JOBS)
 
+# A small GPT learns C++ from the headers on this machine, then writes some. RANKS=N, TRAIN_ARGS="--train.steps 100".
+RANKS ?= 2
+train: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target lockstep lockstep-torch
+	@rm -rf $(BUILD)/train
+	$(BUILD)/bin/lockstep train -n $(RANKS) --config examples/train.toml --checkpoint.dir $(BUILD)/train \
+	  --metrics.file $(BUILD)/train/metrics.jsonl $(TRAIN_ARGS)
+	$(BUILD)/bin/lockstep sample --checkpoint $(BUILD)/train --prompt "namespace std {" --tokens 600
+
 test: build
 	@$(ctest) $(BUILD)
 
@@ -56,7 +66,7 @@ lint:
 
 # clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them.
 tidy: configure
-	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
+	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout formats config launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
 
 check-all: lint test check-asan check-tsan check-no-pch
 

@@ -110,6 +110,13 @@ function(lockstep_vector_kernels layer source)
   endif()
 endfunction()
 
+# lockstep_cuda_kernels(layer sources...): what nvcc compiles of a layer, as the object library lockstep_<layer>_cuda.
+function(lockstep_cuda_kernels layer)
+  add_library(lockstep_${layer}_cuda OBJECT ${ARGN})
+  target_compile_options(lockstep_${layer}_cuda PRIVATE -std=c++20)  # CMake 3.25 does not know that nvcc 12 has it
+  target_include_directories(lockstep_${layer}_cuda PRIVATE ${PROJECT_SOURCE_DIR})
+endfunction()
+
 # One precompiled header serves every torch target: the first builds it, the others reuse it.
 function(lockstep_torch_pch target)
   if(NOT TARGET lockstep_pch)

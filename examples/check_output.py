@@ -10,6 +10,7 @@ import pathlib
 import shlex
 import subprocess
 import sys
+import tempfile
 
 
 def commands(source):
@@ -35,13 +36,14 @@ def main():
     found = commands(example.read_text())
     if not found:
         sys.exit(f"{example.name}: its header comment names no command")
-    for command, expected in found:
-        words = [word.replace("build/bin/", f"{bin_dir}/") for word in shlex.split(command)]
-        run = subprocess.run(words, env=environment, capture_output=True, text=True)
-        lines = [line.rstrip() for line in run.stdout.splitlines()]
-        print(f"$ {command}\n{run.stdout}{run.stderr}", end="")
-        if run.returncode != 0 or sorted(lines) != sorted(expected):
-            sys.exit(f"{example.name}: exit status {run.returncode}; the header comment promises:\n" + "\n".join(expected))
+    with tempfile.TemporaryDirectory() as folder:  # files of one command are there for the next
+        for command, expected in found:
+            words = [word.replace("build/bin/", f"{bin_dir}/") for word in shlex.split(command)]
+            run = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=folder)
+            lines = [line.rstrip() for line in run.stdout.splitlines()]
+            print(f"$ {command}\n{run.stdout}{run.stderr}", end="")
+            if run.returncode != 0 or sorted(lines) != sorted(expected):
+                sys.exit(f"{example.name}: exit status {run.returncode}; the header comment promises:\n" + "\n".join(expected))
 
 
 if __name__ == "__main__":

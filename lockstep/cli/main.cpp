@@ -6,8 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/cli/data.h"
+#include "lockstep/cli/doctor.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/torch_commands.h"
+#include "lockstep/cli/train.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/version.h"
 #include "lockstep/launch/guard.h"
@@ -24,10 +27,15 @@ struct Subcommand {
 
 const std::vector<Subcommand>& subcommands() {
   static const std::vector<Subcommand> table = {
+      {"train", "train a language model on text", lockstep::cli::train},
+      {"sample", "write text with a trained model", lockstep::cli::sample},
+      {"data", "turn text into files of token ids", lockstep::cli::data},
       {"run", "start the ranks of a program and end them together", lockstep::cli::run},
       {"selftest", "check what the communication layer promises, on this machine",
        lockstep::cli::selftest},
       {"bench", "time the collectives on this machine", lockstep::cli::bench},
+      {"doctor", "say what this machine offers a training run, and what will hurt it",
+       lockstep::cli::doctor},
       {lockstep::launch::Guard::kCommand, nullptr,
        [](const Arguments&) -> int { lockstep::launch::guard_main(); }},
   };

@@ -1,7 +1,5 @@
 #include "lockstep/cli/torch_commands.h"
 
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,43 +11,15 @@
 
 #include "lockstep/cli/bench_collectives.h"
 #include "lockstep/cli/options.h"
+#include "lockstep/cli/torch_program.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-
-extern char** environ;
 
 namespace lockstep::cli {
 namespace {
 
 using Words = std::vector<std::string>;
 namespace fs = std::filesystem;
-
-// This command's own file, and lockstep-torch beside it.
-std::string own_path() { return fs::read_symlink("/proc/self/exe").string(); }
-
-std::string torch_path() {
-  const std::string path = (fs::path(own_path()).parent_path() / "lockstep-torch").string();
-  if (access(path.c_str(), X_OK) != 0)
-    throw ConfigError(format("{} is missing: this build has no libtorch", path));
-  return path;
-}
-
-// Runs a program to its end with this one's standard streams; its exit status.
-int run_program(const Words& words) {
-  std::vector<char*> argv;
-  for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
-  argv.push_back(nullptr);
-  pid_t pid = 0;
-  if (const int failure = posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ);
-      failure != 0) {
-    throw SystemError("cannot start " + words[0], failure);
-  }
-  int status = 0;
-  while (waitpid(pid, &status, 0) < 0) {
-    if (errno != EINTR) throw SystemError("waitpid", errno);
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
 
 const Words kBackends{"thread", "shm", "mpi", "gloo"};
 

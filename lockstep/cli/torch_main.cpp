@@ -1,23 +1,31 @@
 // `lockstep-torch`: the commands that need libtorch, one process a rank. `lockstep` starts it;
 // loading libtorch takes half a second, which the other commands do not have to pay.
 #include <iostream>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "lockstep/cli/bench_collectives.h"
+#include "lockstep/cli/doctor_torch.h"
 #include "lockstep/cli/selftest.h"
+#include "lockstep/cli/train_rank.h"
 #include "lockstep/core/error.h"
 
 int main(int argc, char** argv) {
   using namespace lockstep;
   const std::vector<std::string> arguments(argv + 1, argv + argc);
+  const std::map<std::string, int (*)(const std::vector<std::string>&)> commands{
+      {"bench-collectives", cli::bench_collectives_rank},
+      {"doctor", cli::doctor_torch},
+      {"sample", cli::sample_rank},
+      {"selftest", cli::selftest_rank},
+      {"train", cli::train_rank}};
   try {
-    const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1),
-                                        arguments.end());
-    if (!arguments.empty() && arguments[0] == "selftest") return cli::selftest_rank(rest);
-    if (!arguments.empty() && arguments[0] == "bench-collectives")
-      return cli::bench_collectives_rank(rest);
-    throw ConfigError("lockstep-torch is started by lockstep; see lockstep --help");
+    const auto command = commands.find(arguments.empty() ? "" : arguments[0]);
+    if (command == commands.end()) {
+      throw ConfigError("lockstep-torch is started by lockstep; see lockstep --help");
+    }
+    return command->second({arguments.begin() + 1, arguments.end()});
   } catch (const ConfigError& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";
     return 2;

@@ -26,6 +26,24 @@ class Pending {
   virtual bool done() const = 0;
 };
 
+// Adds the time it lives to a counter of nanoseconds, if there is one.
+class BlockedTime {
+ public:
+  explicit BlockedTime(std::atomic<int64_t>* counter) : counter_(counter), start_(Clock::now()) {}
+  ~BlockedTime() {
+    if (counter_ != nullptr) {
+      *counter_ +=
+          std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
+    }
+  }
+  BlockedTime(const BlockedTime&) = delete;
+  BlockedTime& operator=(const BlockedTime&) = delete;
+
+ private:
+  std::atomic<int64_t>* counter_;
+  Clock::time_point start_;
+};
+
 // This rank's view of the job, shared by all groups made from it.
 struct World {
   std::shared_ptr<launch::RendezvousServer> server =
@@ -34,6 +52,8 @@ struct World {
   std::vector<int> hosts = {};  // for every rank of the world, a number for its host
   milliseconds timeout = kDefaultTimeout;
   bool check = false;
+  // Nanoseconds that this rank's threads spent in calls of the groups.
+  std::shared_ptr<std::atomic<int64_t>> blocked = std::make_shared<std::atomic<int64_t>>(0);
   // Memory that this rank and its local peers share; made by the shm backend when first needed.
   std::shared_ptr<fabric::SharedHeap> heap = nullptr;
   std::shared_ptr<fabric::PeerHeaps> peer_heaps = nullptr;

@@ -115,14 +115,17 @@ class Call {
   void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
 
   Work start() {
+    const auto& blocked = group_.impl().membership().world->blocked;
+    const detail::BlockedTime time(blocked.get());  // small operations are done in the call
     auto pending = group_.impl().submit(std::move(operation_),
                                         std::make_shared<std::array<at::Tensor, 2>>(memory_));
-    if (!target_.defined()) return Work(std::move(pending));
-    return Work(
-        std::make_shared<WithEpilogue>(std::move(pending), [target = target_, source = memory_[1]] {
-          const c10::AutoGradMode no_grad(false);
-          target.copy_(source);
-        }));
+    if (!target_.defined()) return Work(std::move(pending), blocked);
+    return Work(std::make_shared<WithEpilogue>(std::move(pending),
+                                               [target = target_, source = memory_[1]] {
+                                                 const c10::AutoGradMode no_grad(false);
+                                                 target.copy_(source);
+                                               }),
+                blocked);
   }
 
  private:

@@ -44,6 +44,9 @@ const std::string& Group::name() const { return impl_->membership().name; }
 std::string_view Group::backend() const { return impl_->backend(); }
 std::span<const int> Group::members() const { return impl_->membership().members; }
 milliseconds Group::timeout() const { return impl_->membership().world->timeout; }
+std::chrono::nanoseconds Group::blocked_time() const {
+  return std::chrono::nanoseconds{*impl_->membership().world->blocked};
+}
 
 int Group::local_rank() const {
   const auto& [name, rank, members, world] = impl_->membership();

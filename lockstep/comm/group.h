@@ -35,6 +35,9 @@ class Group {
   int local_rank() const;
   int local_size() const;
   milliseconds timeout() const;
+  // What threads of this rank have spent so far in operations and waits of this job's groups,
+  // added up: communication that nothing was done beside.
+  std::chrono::nanoseconds blocked_time() const;
 
   // Collective: the ranks of one colour (at least 0) become a group, ordered by key, then by rank.
   Group split(int colour, int key) const;

@@ -8,6 +8,7 @@ namespace lockstep::comm {
 void Work::wait() {
   if (!pending_) return;
   const trace::Span span("wait", "wait");
+  const detail::BlockedTime time(blocked_.get());
   pending_->wait();
 }
 

@@ -1,7 +1,10 @@
 // The promise of a running operation.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <utility>
 
 namespace lockstep::comm {
 
@@ -16,7 +19,10 @@ class Pending;
 class [[nodiscard]] Work {
  public:
   Work() = default;  // already done
-  explicit Work(std::shared_ptr<detail::Pending> pending) : pending_(std::move(pending)) {}
+  // `blocked` is what waiting times are added to, in nanoseconds.
+  explicit Work(std::shared_ptr<detail::Pending> pending,
+                std::shared_ptr<std::atomic<int64_t>> blocked = nullptr)
+      : pending_(std::move(pending)), blocked_(std::move(blocked)) {}
 
   // Returns when the operation is complete. Throws what went wrong: TimeoutError, PeerLost,
   // MismatchError.
@@ -25,6 +31,7 @@ class [[nodiscard]] Work {
 
  private:
   std::shared_ptr<detail::Pending> pending_;
+  std::shared_ptr<std::atomic<int64_t>> blocked_;
 };
 
 }  // namespace lockstep::comm

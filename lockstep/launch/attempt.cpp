@@ -82,11 +82,12 @@ void Attempt::start_all() {
 void Attempt::start(int local_rank, const std::vector<int>& cores) {
   const LaunchOptions& options = around_.options;
   const int rank = options.first_rank() + local_rank;
+  const bool bare = options.bare_rank_0 && rank == 0;
   Pipe out = make_pipe(), err = make_pipe();
   Command command{.argv = options.command,
                   .environment = rank_variables(options, around_.facts, local_rank, generation_),
-                  .out = out.writer.get(),
-                  .err = err.writer.get(),
+                  .out = bare ? STDOUT_FILENO : out.writer.get(),
+                  .err = bare ? STDERR_FILENO : err.writer.get(),
                   .keep = around_.facts.token_fd,
                   .guard = around_.guard.announcements(),
                   .cores = cores};
@@ -104,6 +105,7 @@ void Attempt::start(int local_rank, const std::vector<int>& cores) {
   }
   around_.poller.watch(worker.process->pidfd(), EPOLLIN,
                        [this, &worker] { on_worker_end(worker); });
+  if (bare) return;
   add_log(std::move(out.reader), rank, Console::Stream::out);
   add_log(std::move(err.reader), rank, Console::Stream::err);
 }

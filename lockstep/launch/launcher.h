@@ -17,6 +17,9 @@ struct LaunchOptions {
   int max_restarts = 0;
   std::string log_dir;     // empty: no files
   int hang_rank = -1;      // -1: none
+  // Rank 0 writes to the launcher's own stdout and stderr, without a prefix: it may draw on a
+  // terminal.
+  bool bare_rank_0 = false;
   std::string token_file;  // empty: LOCKSTEP_TOKEN, or on one node a new token
   // After a rank died: the time until the others get SIGTERM, and from there until SIGKILL.
   milliseconds grace{300};

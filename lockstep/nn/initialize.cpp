@@ -20,6 +20,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/embedding.h"
+#include "lockstep/nn/linear.h"
+#include "lockstep/nn/norm.h"
 #include "lockstep/nn/sync_batch_norm.h"
 
 namespace lockstep::nn {
@@ -65,7 +68,7 @@ int64_t hidden_size(const Module& module) {
 }
 
 std::optional<int64_t> fan_in(const Module& module) {
-  if (is_one_of<torch_nn::LinearImpl, torch_nn::Conv1dImpl, torch_nn::Conv2dImpl,
+  if (is_one_of<LinearImpl, torch_nn::LinearImpl, torch_nn::Conv1dImpl, torch_nn::Conv2dImpl,
                 torch_nn::Conv3dImpl, torch_nn::ConvTranspose1dImpl, torch_nn::ConvTranspose2dImpl,
                 torch_nn::ConvTranspose3dImpl>(module)) {
     const at::Tensor weight = module.named_parameters(/*recurse=*/false)["weight"];
@@ -83,13 +86,13 @@ std::optional<Start> start_of(const Module& module, const std::string& name) {
   if (const auto fan = fan_in(module)) {
     return Start{Kind::uniform, *fan > 0 ? 1 / std::sqrt(static_cast<double>(*fan)) : 0};
   }
-  if (is_one_of<torch_nn::EmbeddingImpl, torch_nn::EmbeddingBagImpl>(module)) {
+  if (is_one_of<EmbeddingImpl, torch_nn::EmbeddingImpl, torch_nn::EmbeddingBagImpl>(module)) {
     return Start{Kind::normal, 1};
   }
   if (is_one_of<torch_nn::BatchNorm1dImpl, torch_nn::BatchNorm2dImpl, torch_nn::BatchNorm3dImpl,
                 torch_nn::InstanceNorm1dImpl, torch_nn::InstanceNorm2dImpl,
                 torch_nn::InstanceNorm3dImpl, torch_nn::LayerNormImpl, torch_nn::GroupNormImpl,
-                SyncBatchNormImpl>(module)) {
+                LayerNormImpl, RmsNormImpl, SyncBatchNormImpl>(module)) {
     return Start{Kind::constant, name == "weight" ? 1.0 : 0.0};
   }
   if (const auto* prelu = module.as<torch_nn::PReLUImpl>()) {

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/optim/adamw_cuda.h"
 #include "lockstep/optim/memory.h"
 
 namespace lockstep::optim {
@@ -48,6 +49,10 @@ AdamW::Kernel AdamW::kernel_for(const detail::Update& update) const {
       detail::kernels().adamw(*detail::dtype_of(update.param), *detail::dtype_of(update.grad));
   return [run, operands = detail::operands_of(update), factors = factors_of(update, options_)](
              int64_t begin, int64_t end) { run(operands, factors, begin, end); };
+}
+
+bool AdamW::update_on_device(const detail::Update& update) const {
+  return update.param.is_cuda() && detail::cuda::adamw(update, factors_of(update, options_));
 }
 
 void AdamW::update_by_operators(std::span<const detail::Update> updates) const {

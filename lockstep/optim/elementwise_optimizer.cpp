@@ -155,6 +155,10 @@ void ElementwiseOptimizer::step() {
       if (update_sparse(update)) continue;
       update.grad = update.grad.to_dense();
     }
+    if (update_on_device(update)) {
+      slot.parameter.tensor.unsafeGetTensorImpl()->bump_version();
+      continue;
+    }
     (has_kernel(update) ? in_memory : by_operators).push_back(std::move(update));
   }
 

@@ -15,6 +15,11 @@ COMMANDS = {
     "lockstep.txt": ["--help"],
     "run.txt": ["run", "--help"],
     "selftest.txt": ["selftest", "--help"],
+    "doctor.txt": ["doctor", "--help"],
+    "train.txt": ["train", "--help"],
+    "sample.txt": ["sample", "--help"],
+    "data.txt": ["data", "--help"],
+    "data_pack.txt": ["data", "pack", "--help"],
     "bench.txt": ["bench", "--help"],
     "bench_collectives.txt": ["bench", "collectives", "--help"],
 }

@@ -1,0 +1,30 @@
+// What of a model and its optimizer this rank holds, by the names that a checkpoint has.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+#include "lockstep/layout/placement.h"
+#include "lockstep/optim/optimizer.h"
+
+namespace lockstep::checkpoint {
+
+// A tensor of this rank and its place in the whole model. Of the tensor's shape is
+// placement.local_shape().
+struct NamedSlice {
+  layout::Placement placement;
+  at::Tensor tensor;
+};
+
+// Parameters and buffers, under their names in the module; a shared one under the first of its
+// names. All are whole.
+std::vector<NamedSlice> slices_of(const torch::nn::Module& model);
+// The optimizer's state, as "optim." and the names that it gives it.
+std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer);
+
+// One list after the other.
+std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b);
+
+}  // namespace lockstep::checkpoint

@@ -1,0 +1,124 @@
+#include "lockstep/cli/data.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "lockstep/cli/options.h"
+#include "lockstep/core/clock.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/mapped_file.h"
+#include "lockstep/formats/text_files.h"
+#include "lockstep/formats/token_file.h"
+#include "lockstep/formats/tokenizer.h"
+
+namespace lockstep::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+namespace fs = std::filesystem;
+
+// One file, one document.
+void pack_file(const std::string& path, const formats::Tokenizer& tokenizer,
+               formats::TokenFileWriter& writer) {
+  const MappedFile file(path);
+  const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()), file.size());
+  // Bytes may be cut anywhere; where other tokenizers may be cut only they know.
+  const size_t most = tokenizer.name() == "bytes" ? size_t{1} << 20 : text.size();
+  for (size_t begin = 0; begin < text.size(); begin += most) {
+    writer.write(tokenizer.encode(text.substr(begin, most)));
+  }
+}
+
+void check_output(const std::string& output, formats::TokenLayout layout, bool force) {
+  Words written{output};
+  if (layout == formats::TokenLayout::megatron) written.push_back(formats::index_path(output));
+  for (const std::string& path : written) {
+    if (!force && fs::exists(path)) {
+      throw ConfigError(format("data pack: {} exists; --force replaces it", path));
+    }
+  }
+}
+
+std::string counted(int64_t count, const char* what) {
+  return format("{} {}{}", count, what, count == 1 ? "" : "s");
+}
+
+int pack(const Words& arguments) {
+  std::string input, output, tokenizer_name = "bytes", layout_name = "llm.c";
+  bool append_end = false, force = false;
+  CLI::App app;
+  app.add_option("--input", input, "Text: a file, a folder, a pattern, or several with commas")
+      ->required();
+  app.add_option("--output", output, "File to write; its name ends in .bin")->required();
+  app.add_option("--tokenizer", tokenizer_name, "bytes, or a tokenizer.json or its folder")
+      ->capture_default_str();
+  app.add_option("--layout", layout_name, "Kind of file")
+      ->check(CLI::IsMember(Words{"llm.c", "nanogpt", "megatron"}))
+      ->capture_default_str();
+  app.add_flag("--append-end-of-text", append_end,
+               "End each document with the tokenizer's end-of-text token");
+  app.add_flag("--force", force, "Replace what is at the output");
+  if (const auto status = parse(app, "data pack",
+                                "Turns text into one file of token ids; each file of text is a "
+                                "document.\nUsage: lockstep data pack --input PATH --output FILE "
+                                "[OPTIONS]\n",
+                                arguments))
+    return *status;
+
+  const auto start = Clock::now();
+  const formats::TokenLayout layout = formats::token_layout(layout_name);
+  check_output(output, layout, force);
+  const auto tokenizer = formats::Tokenizer::open(tokenizer_name);
+  std::optional<int32_t> end;
+  if (append_end) {
+    end = tokenizer.end_of_text();
+    if (!end) {
+      throw ConfigError(
+          format("data pack: tokenizer {} has no end-of-text token; leave --append-end-of-text out",
+                 tokenizer_name));
+    }
+  }
+  const formats::DataFiles files = formats::find_data_files(input);
+  if (const auto found =
+          std::find_if(files.paths.begin(), files.paths.end(), formats::is_token_file);
+      found != files.paths.end()) {
+    throw ConfigError(format("data pack: {} has token ids already; --input must be text", *found));
+  }
+  formats::TokenFileWriter writer(output, layout, tokenizer.vocab_size() <= 65536 ? 2 : 4);
+  for (const std::string& path : files.paths) {
+    pack_file(path, tokenizer, writer);
+    if (end) writer.write(std::span(&*end, 1));
+    writer.end_document();
+  }
+  writer.finish();
+  if (files.binary + files.unreadable > 0) {
+    std::cerr << format("data pack: passed over {} and {}\n", counted(files.binary, "binary file"),
+                        counted(files.unreadable, "unreadable file"));
+  }
+  std::cout << format("{}: {}, {}, {} bytes, {:.2f} seconds\n", output,
+                      counted(writer.documents(), "document"), counted(writer.tokens(), "token"),
+                      fs::file_size(output), seconds_since(start));
+  return 0;
+}
+
+}  // namespace
+
+int data(const Words& arguments) {
+  if (!arguments.empty() && arguments[0] == "pack") {
+    return pack(Words(arguments.begin() + 1, arguments.end()));
+  }
+  if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) {
+    std::cout << "Turns text into files of token ids.\n"
+                 "Usage: lockstep data pack --input PATH --output FILE [OPTIONS]\n";
+    return 0;
+  }
+  throw ConfigError(format("data: '{}' is not known; there is: lockstep data pack",
+                           arguments.empty() ? "" : arguments[0]));
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,18 @@
+// The other programs that `lockstep` starts: itself, and lockstep-torch beside it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+std::string own_path();
+// Throws ConfigError where this build has none.
+std::string torch_path();
+
+// Runs a program to its end with this one's standard streams; its exit status.
+int run_program(const std::vector<std::string>& words);
+// Becomes the program.
+[[noreturn]] void become_program(const std::vector<std::string>& words);
+
+}  // namespace lockstep::cli

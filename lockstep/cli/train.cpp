@@ -1,0 +1,89 @@
+#include "lockstep/cli/train.h"
+
+#include <cstdlib>
+#include <iostream>
+
+#include "lockstep/cli/options.h"
+#include "lockstep/cli/sample_options.h"
+#include "lockstep/cli/torch_program.h"
+#include "lockstep/config/inputs.h"
+#include "lockstep/config/train_arguments.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/launch/launcher.h"
+
+namespace lockstep::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+
+// The arguments without -n, for the ranks.
+Words for_ranks(const Words& arguments) {
+  Words words;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i] == "-n") {
+      ++i;
+    } else if (!(arguments[i].starts_with("-n") && !arguments[i].starts_with("--"))) {
+      words.push_back(arguments[i]);
+    }
+  }
+  return words;
+}
+
+// What libraries read when they are loaded.
+void set_variables(const config::TrainConfig& config) {
+  if (!config.metrics.trace.empty()) setenv("LOCKSTEP_TRACE", config.metrics.trace.c_str(), 1);
+  // Without it cuBLAS may choose another order of summation from run to run.
+  if (config.train.reproducible) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+}
+
+}  // namespace
+
+int train(const Words& arguments) {
+  const auto parsed = config::parse_train_arguments(arguments);
+  if (parsed.help) {
+    std::cout
+        << "Trains a language model on text or on token files.\n"
+           "Usage: lockstep train [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
+           "Without -n the ranks are those of the launcher that it runs under, or one.\n"
+        << config::train_help();
+    return 0;
+  }
+  if (parsed.print_config) {
+    std::cout << config::print_config(parsed);
+    return 0;
+  }
+  const RankEnv env = RankEnv::detect();
+  if (parsed.ranks && env.launcher != Launcher::none) {
+    throw ConfigError(
+        format("train: -n {} under {}, which has started {} ranks already; leave -n "
+               "out",
+               *parsed.ranks, name_of(env.launcher), env.world_size));
+  }
+  if (parsed.ranks && *parsed.ranks < 1) {
+    throw ConfigError(format("train: -n is {}, must be at least 1", *parsed.ranks));
+  }
+  // One rank looks at the files for all.
+  if (env.rank == 0) config::check_inputs(parsed.config, parsed.ranks.value_or(env.world_size));
+  set_variables(parsed.config);
+  Words command{torch_path(), "train"};
+  const Words rest = for_ranks(arguments);
+  command.insert(command.end(), rest.begin(), rest.end());
+  if (!parsed.ranks) become_program(command);
+  launch::LaunchOptions options;
+  options.ranks = *parsed.ranks;
+  options.bare_rank_0 = true;
+  options.command = command;
+  return launch::run(options);
+}
+
+int sample(const Words& arguments) {
+  SampleOptions options;
+  if (const auto status = parse_sample(arguments, options)) return *status;
+  Words command{torch_path(), "sample"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  become_program(command);
+}
+
+}  // namespace lockstep::cli

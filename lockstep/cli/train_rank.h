@@ -1,0 +1,12 @@
+// `lockstep train` and `lockstep sample`: what one rank does, in lockstep-torch.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep::cli {
+
+int train_rank(const std::vector<std::string>& arguments);
+int sample_rank(const std::vector<std::string>& arguments);
+
+}  // namespace lockstep::cli

@@ -1,0 +1,113 @@
+#include "lockstep/config/train_arguments.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "lockstep/config/schema_text.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::config {
+namespace {
+
+// The words of a command line, one flag at a time.
+class Words {
+ public:
+  explicit Words(const std::vector<std::string>& words) : words_(words) {}
+
+  // The next flag, without a value that an equals sign joins to it.
+  bool next() {
+    if (at_ == words_.size()) return false;
+    flag_ = words_[at_++];
+    value_.reset();
+    if (const size_t equals = flag_.find('='); flag_.starts_with("--") && equals < flag_.size()) {
+      value_ = flag_.substr(equals + 1);
+      flag_.resize(equals);
+    }
+    return true;
+  }
+  const std::string& flag() const { return flag_; }
+
+  std::string value() {
+    if (value_) return *value_;
+    if (at_ == words_.size() || words_[at_].starts_with("--"))
+      throw ConfigError(format("{} needs a value", flag_));
+    return words_[at_++];
+  }
+  void expect_no_value() const {
+    if (value_) throw ConfigError(format("{} takes no value, but has '{}'", flag_, *value_));
+  }
+
+ private:
+  const std::vector<std::string>& words_;
+  size_t at_ = 0;
+  std::string flag_;
+  std::optional<std::string> value_;
+};
+
+int ranks_of(const std::string& text) {
+  const auto ranks = parse_integer(text);
+  if (!ranks || *ranks < 1 || *ranks > std::numeric_limits<int>::max())
+    throw ConfigError(format("-n is '{}', must be a whole number at least 1", text));
+  return static_cast<int>(*ranks);
+}
+
+}  // namespace
+
+TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) {
+  TrainArguments parsed;
+  const auto asks_for_help = [](const std::string& word) {
+    return word == "--help" || word == "-h";
+  };
+  if (std::any_of(arguments.begin(), arguments.end(), asks_for_help)) {
+    parsed.help = true;
+    return parsed;
+  }
+  Schema schema = train_schema(parsed.config);
+  Words words(arguments);
+  while (words.next()) {
+    const std::string& flag = words.flag();
+    if (flag == "-n") {
+      parsed.ranks = ranks_of(words.value());
+    } else if (flag == "--config") {
+      if (!parsed.config_file.empty())
+        throw ConfigError(format("--config is given twice; {} was the first", parsed.config_file));
+      parsed.config_file = words.value();
+      if (parsed.config_file.empty()) throw ConfigError("--config must name a file");
+    } else if (flag == "--print-config") {
+      words.expect_no_value();
+      parsed.print_config = true;
+    } else if (flag.starts_with("--") && flag.size() > 2) {
+      const std::string name = flag.substr(2);
+      schema.require_known(name);
+      schema.set_flag(name, words.value());
+    } else {
+      throw ConfigError(format("'{}' is not understood; options are --SECTION.KEY VALUE", flag));
+    }
+  }
+  if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
+  parsed.origins = schema.origins();
+  return parsed;
+}
+
+std::string train_help() {
+  TrainConfig defaults;
+  return format(
+      "Options:\n"
+      "  -n N                            Ranks to start on this machine\n"
+      "  --config FILE                   TOML or JSON with the keys below; flags win over it\n"
+      "  --print-config                  Print the configuration, and who set each value; then "
+      "end\n"
+      "  -h, --help                      Print this; then end\n"
+      "{}",
+      help_text(train_schema(defaults)));
+}
+
+std::string print_config(const TrainArguments& arguments) {
+  TrainConfig copy = arguments.config;
+  Schema schema = train_schema(copy);
+  schema.restore(arguments.origins);
+  return toml_text(schema);
+}
+
+}  // namespace lockstep::config

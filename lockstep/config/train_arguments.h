@@ -1,0 +1,30 @@
+// The command line of a training run.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/config/train_config.h"
+
+namespace lockstep::config {
+
+struct TrainArguments {
+  TrainConfig config = {};  // flag over file over default; validate() has yet to be called
+  Origins origins = {};     // of every key
+  std::optional<int> ranks = std::nullopt;  // -n
+  std::string config_file = {};             // --config; empty: none
+  bool print_config = false, help = false;
+};
+
+// Flags: -n N, --config FILE (TOML or JSON), --print-config, --help or -h, and --SECTION.KEY VALUE
+// (or =VALUE) for every key; the last of two wins. Throws ConfigError. With --help nothing else is
+// looked at.
+TrainArguments parse_train_arguments(const std::vector<std::string>& arguments);
+
+// What --help prints after the first lines: the four flags above and every key.
+std::string train_help();
+// TOML with the origin of each value; as --config it gives the same configuration.
+std::string print_config(const TrainArguments& arguments);
+
+}  // namespace lockstep::config

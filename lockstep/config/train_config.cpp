@@ -1,0 +1,176 @@
+#include "lockstep/config/train_config.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::config {
+namespace {
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError(message);
+}
+
+// What the trainer cannot do yet. Whoever adds one of these deletes its line.
+void refuse_unsupported(const TrainConfig& config) {
+  const LayoutConfig& parallel = config.parallel;
+  require(parallel.tp == 1,
+          format("parallel.tp is {}, only 1 is supported: data parallelism", parallel.tp));
+  require(parallel.pp == 1,
+          format("parallel.pp is {}, only 1 is supported: data parallelism", parallel.pp));
+  require(parallel.shard == Shard::none,
+          format("parallel.shard is {}, only none is supported: every rank holds the whole model",
+                 name_of(parallel.shard)));
+  require(parallel.chunks == 1,
+          format("parallel.chunks is {}, only 1 is supported", parallel.chunks));
+  require(config.comm.strategy == layout::CommStrategy::all_reduce,
+          format("comm.strategy is {}, only all-reduce, the backend's own, is supported",
+                 layout::name_of(config.comm.strategy)));
+  require(config.memory.strategy != layout::MemoryStrategy::extreme,
+          "memory.strategy is extreme, supported are basic, standard and aggressive");
+}
+
+void validate_layout(const TrainConfig& config, int world) {
+  const LayoutConfig& parallel = config.parallel;
+  require(world >= 1, format("{} ranks, must be at least 1", world));
+  const int64_t others = int64_t{parallel.tp} * parallel.pp;
+  if (parallel.dp == 0) {
+    require(world % others == 0,
+            format("{} ranks must be divisible by parallel.tp {} x parallel.pp {} = {}", world,
+                   parallel.tp, parallel.pp, others));
+  } else {
+    const int64_t product =
+        layout::ParallelDims{parallel.dp, parallel.tp, parallel.pp}.world_size();
+    require(product == world,
+            format("parallel.dp {} x tp {} x pp {} = {}, must equal the {} ranks that are started; "
+                   "parallel.dp 0 takes what there is",
+                   parallel.dp, parallel.tp, parallel.pp, product, world));
+  }
+  if (parallel.schedule) {
+    require(parallel.pp > 1, format("parallel.schedule is {}, but parallel.pp is 1: leave it auto",
+                                    layout::name_of(*parallel.schedule)));
+  }
+}
+
+void validate_batch(const TrainConfig& config, int world) {
+  const RunConfig& train = config.train;
+  const int dp = config.dp(world);
+  require(train.micro_batch <= std::numeric_limits<int>::max() / dp &&
+              train.global_batch <= std::numeric_limits<int>::max(),
+          format("train.micro_batch {} x dp {} and train.global_batch {} must be below 2^31",
+                 train.micro_batch, dp, train.global_batch));
+  if (train.global_batch == 0) return;
+  const int64_t once = train.micro_batch * dp;
+  const int64_t below = train.global_batch / once * once;
+  require(train.global_batch % once == 0,
+          format("train.global_batch is {}, must be a multiple of train.micro_batch {} x dp {} = "
+                 "{}: {}{}",
+                 train.global_batch, train.micro_batch, dp, once,
+                 below > 0 ? format("{} or ", below) : "", below + once));
+}
+
+void validate_schedule(const TrainConfig& config) {
+  const OptimConfig& optim = config.optim;
+  const int64_t steps = config.train.steps, warmup = config.warmup();
+  require(warmup <= steps,
+          format("optim.warmup is {}, must be at most train.steps {}", warmup, steps));
+  if (optim.schedule == "constant") return;
+  require(
+      warmup < steps,
+      format("optim.warmup is {}, must be below train.steps {}: the {} schedule begins after it",
+             warmup, steps, optim.schedule));
+  require(optim.decay_steps <= steps - warmup,
+          format("optim.decay_steps is {}, must be at most {}: train.steps {} - warm-up {}",
+                 optim.decay_steps, steps - warmup, steps, warmup));
+  require(optim.schedule != "wsd" || optim.decay_steps > 0,
+          format("optim.decay_steps is 0, must be at least 1 for wsd; a fifth of the steps, {}, is "
+                 "usual",
+                 std::max<int64_t>(1, steps / 5)));
+}
+
+void validate_optimizer(const OptimConfig& optim) {
+  require(optim.betas.size() == 2,
+          format("optim.betas has {} numbers, must have 2", optim.betas.size()));
+  require(optim.momentum == 0 || optim.name == OptimizerKind::sgd,
+          format("optim.momentum is {}, must be 0 for adamw, which has betas", optim.momentum));
+}
+
+void validate_data(const TrainConfig& config) {
+  const DataConfig& data = config.data;
+  require(!data.path.empty(), "data.path is empty, must name a text or token file to train on");
+  require(!data.tokenizer.empty(), "data.tokenizer is empty, must be bytes or a tokenizer file");
+  require(!data.validation.empty(), "data.validation is empty, must be a fraction or a file");
+  const auto fraction = data.validation_fraction();
+  if (!fraction) return;
+  require(*fraction >= 0 && *fraction <= 0.5,
+          format("data.validation is {}, must be at least 0 and at most 0.5, or a file",
+                 data.validation));
+  require(*fraction > 0 || config.train.eval_every == 0,
+          format("train.eval_every is {}, but data.validation is 0: nothing is left to measure on",
+                 config.train.eval_every));
+}
+
+void validate_checkpoints(const CheckpointConfig& checkpoint) {
+  require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
+  if (!checkpoint.dir.empty()) return;
+  require(checkpoint.every == 0,
+          format("checkpoint.every is {}, but checkpoint.dir is empty", checkpoint.every));
+  require(checkpoint.resume != "auto", "checkpoint.resume is auto, but checkpoint.dir is empty");
+}
+
+}  // namespace
+
+std::optional<double> DataConfig::validation_fraction() const { return parse_number(validation); }
+
+void TrainConfig::validate(int world) const {
+  TrainConfig copy = *this;
+  train_schema(copy).check();
+  validate_layout(*this, world);
+  refuse_unsupported(*this);
+  // A folder's sizes are checked when it is read.
+  if (model_path.empty()) {
+    model.validate();
+    require(model.positions == 0 || train.seq_len <= model.positions,
+            format("train.seq_len is {}, must be at most model.positions {}", train.seq_len,
+                   model.positions));
+  }
+  validate_data(*this);
+  validate_batch(*this, world);
+  validate_optimizer(optim);
+  validate_schedule(*this);
+  validate_checkpoints(checkpoint);
+}
+
+layout::ParallelDims TrainConfig::dims(int world) const {
+  const int others = parallel.tp * parallel.pp;
+  return {parallel.dp > 0 ? parallel.dp : world / others, parallel.tp, parallel.pp};
+}
+
+int64_t TrainConfig::global_batch(int world) const {
+  return train.global_batch > 0 ? train.global_batch : train.micro_batch * dp(world);
+}
+
+int TrainConfig::accumulation(int world) const {
+  return static_cast<int>(global_batch(world) / (train.micro_batch * dp(world)));
+}
+
+layout::Recompute TrainConfig::recompute() const {
+  return train.recompute.value_or(layout::ParallelConfig{.memory = memory.strategy}.recompute());
+}
+
+int64_t TrainConfig::warmup() const {
+  return optim.warmup.value_or(std::min<int64_t>(100, train.steps / 10));
+}
+
+int TrainConfig::threads(int cores_per_rank) const {
+  if (train.threads > 0) return train.threads;
+  return train.reproducible ? 1 : std::max(1, cores_per_rank);
+}
+
+milliseconds TrainConfig::timeout() const {
+  return milliseconds{static_cast<int64_t>(comm.timeout * 1000)};
+}
+
+}  // namespace lockstep::config

@@ -1,0 +1,147 @@
+// Everything that decides a training run. Keys of files and flags are the names below:
+// [train] steps is --train.steps is TrainConfig::train.steps. docs/configuration.md has them all.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/config/model_spec.h"
+#include "lockstep/config/schema.h"
+#include "lockstep/core/clock.h"
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/layout/parallel_dims.h"
+
+namespace lockstep::config {
+
+enum class Precision { float32, bfloat16 };
+enum class DeviceKind { automatic, cpu, cuda };
+enum class OptimizerKind { adamw, sgd };
+// What each rank of the data-parallel group keeps of the model's state: all of it; its share of
+// everything; of gradients and optimizer state; shares within a host, all of it on each; of
+// optimizer state.
+enum class Shard { none, full, grad, hybrid, optimizer };
+std::string_view name_of(Shard shard);
+
+struct DataConfig {
+  std::string path = {};            // text or token file
+  std::string tokenizer = "bytes";  // or a tokenizer.json
+  std::string validation = "0.05";  // a fraction of the data, or a path
+
+  // None: `validation` is a path.
+  std::optional<double> validation_fraction() const;
+  bool operator==(const DataConfig&) const = default;
+};
+
+struct RunConfig {
+  int64_t steps = 1000, seq_len = 256, micro_batch = 8;
+  int64_t global_batch = 0;  // 0: micro_batch x dp
+  int64_t seed = 1;
+  Precision dtype = Precision::float32;
+  std::optional<layout::Recompute> recompute = std::nullopt;  // not set: memory.strategy decides
+  bool reproducible = false;
+  int threads = 0;                         // 0: cores per rank; 1 if reproducible
+  int64_t eval_every = 0, log_every = 10;  // 0: at the end only
+  int64_t eval_tokens = 1 << 18;           // of the validation data; 0: all
+  DeviceKind device = DeviceKind::automatic;
+
+  bool operator==(const RunConfig&) const = default;
+};
+
+struct OptimConfig {
+  OptimizerKind name = OptimizerKind::adamw;
+  double lr = 1e-3;
+  std::vector<double> betas = {0.9, 0.95};
+  double eps = 1e-8;
+  double momentum = 0;
+  double weight_decay = 0.1;
+  double clip = 1;                               // 0: off
+  std::string schedule = "cosine";               // a name that optim::parse_schedule knows
+  std::optional<int64_t> warmup = std::nullopt;  // not set: a tenth of the steps, at most 100
+  int64_t decay_steps = 0;                       // 0: all after the warm-up
+  double min_lr_ratio = 0.1;
+
+  bool operator==(const OptimConfig&) const = default;
+};
+
+struct LayoutConfig {
+  int dp = 0;  // 0: what tp and pp leave
+  int tp = 1, pp = 1;
+  Shard shard = Shard::none;
+  std::optional<layout::PipelineSchedule> schedule = std::nullopt;  // not set: 1f1b
+  int chunks = 1;
+
+  bool operator==(const LayoutConfig&) const = default;
+};
+
+struct MemoryConfig {
+  layout::MemoryStrategy strategy = layout::MemoryStrategy::basic;
+  int64_t max_per_device = 0;  // bytes; 0: no limit
+
+  bool operator==(const MemoryConfig&) const = default;
+};
+
+struct CommConfig {
+  std::string backend = "auto";  // a name that comm::init knows
+  layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
+  double timeout = 30;  // seconds
+
+  bool operator==(const CommConfig&) const = default;
+};
+
+struct CheckpointConfig {
+  std::string dir = "checkpoints";  // empty: none is written
+  int64_t every = 0;                // 0: at the end only
+  int64_t keep = 3;                 // the newest; 0: all
+  std::string resume = "none";      // none, auto (the newest in dir), or a path
+
+  bool operator==(const CheckpointConfig&) const = default;
+};
+
+struct MetricsConfig {
+  std::string file = {};   // empty: none
+  std::string trace = {};  // a folder; empty: none
+
+  bool operator==(const MetricsConfig&) const = default;
+};
+
+// A value, the same on every rank.
+struct TrainConfig {
+  ModelSpec model = {};
+  std::string model_path = {};  // model.path: a Hugging Face folder to start from
+  DataConfig data = {};
+  RunConfig train = {};
+  OptimConfig optim = {};
+  LayoutConfig parallel = {};
+  MemoryConfig memory = {};
+  CommConfig comm = {};
+  CheckpointConfig checkpoint = {};
+  MetricsConfig metrics = {};
+
+  // Throws ConfigError for the first thing that is wrong, with the numbers and what would be right.
+  // Files are not looked at.
+  void validate(int world) const;
+
+  // What is left open by zeros, once the number of ranks is known. The configuration must be valid.
+  layout::ParallelDims dims(int world) const;
+  int dp(int world) const { return dims(world).dp; }
+  int64_t global_batch(int world) const;
+  int accumulation(int world) const;  // micro-batches of a rank in each step
+  layout::Recompute recompute() const;
+  int64_t warmup() const;
+  int threads(int cores_per_rank) const;
+  milliseconds timeout() const;
+
+  bool operator==(const TrainConfig&) const = default;
+};
+
+// Bound to `config`, whose present values are the defaults.
+Schema train_schema(TrainConfig& config);
+
+// The resolved configuration, for checkpoints, and back.
+std::string to_json(const TrainConfig& config);
+TrainConfig train_config_from_json(const std::string& text, const std::string& path);
+
+}  // namespace lockstep::config

@@ -1,0 +1,214 @@
+// Keys, ranges and help lines of TrainConfig.
+#include "lockstep/config/schema_text.h"
+#include "lockstep/config/train_config.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::config {
+namespace {
+
+const std::vector<std::string>& shard_names() {
+  static const std::vector<std::string> names = {"none", "full", "grad", "hybrid", "optimizer"};
+  return names;
+}
+
+constexpr Limits kFromZero{.min = 0};
+constexpr Limits kFromOne{.min = 1};
+constexpr Limits kAboveZero{.min = 0, .above_min = true};
+constexpr Limits kBelowOne{.min = 0, .max = 1, .below_max = true};
+
+// factor, low and high frequency factor, original positions: a list, because files know no more.
+Option rope_scaling_option(std::optional<RopeScaling>& scaling) {
+  Option option{.type = OptionType::numbers,
+                .help =
+                    "Rotary frequencies stretched as Llama 3.1 does: factor, low and high "
+                    "frequency factor, original positions; empty: not at all.",
+                .limits = kFromZero};
+  option.get = [&scaling]() -> Value {
+    if (!scaling) return std::vector<double>{};
+    return std::vector<double>{scaling->factor, scaling->low_freq_factor, scaling->high_freq_factor,
+                               static_cast<double>(scaling->original_positions)};
+  };
+  option.put = [&scaling](const Value& value) {
+    const auto& numbers = std::get<std::vector<double>>(value);
+    scaling.reset();
+    if (numbers.empty()) return;
+    if (numbers.size() != 4 || numbers[3] > 1e15) {
+      throw ConfigError(
+          format("model.rope_scaling is {}, must be empty or four numbers: factor, "
+                 "low and high frequency factor, original positions",
+                 toml_literal(value)));
+    }
+    scaling = RopeScaling{numbers[0], numbers[1], numbers[2], static_cast<int64_t>(numbers[3])};
+  };
+  return option;
+}
+
+void add_model(Schema& schema, TrainConfig& config) {
+  ModelSpec& model = config.model;
+  schema.section("model", "The model");
+  schema.add_choice("kind", model.kind, {"gpt", "llama"},
+                    "gpt: learned positions, layer norms, GELU. llama: rotary positions, RMS "
+                    "norms, SwiGLU.");
+  schema.add("layers", model.layers, "Blocks.", kFromOne);
+  schema.add("hidden", model.hidden, "Width of the residual stream.", kFromOne);
+  schema.add("heads", model.heads, "Attention heads; must divide hidden.", kFromOne);
+  schema.add("kv_heads", model.kv_heads, "Heads of keys and values (llama); 0: as many as heads.",
+             kFromZero);
+  schema.add("ffn", model.ffn,
+             "Width inside the MLP; 0: 4 x hidden (gpt), 8/3 x hidden up to a multiple of 64 "
+             "(llama).",
+             kFromZero);
+  schema.add("vocab", model.vocab, "Tokens; 0: the tokenizer's.", kFromZero);
+  schema.add("positions", model.positions, "Longest sequence; 0: train.seq_len.", kFromZero);
+  schema.add("dropout", model.dropout, "Chance that an element is dropped.", kBelowOne);
+  schema.add("tied", model.tied,
+             "The output matrix is the embedding: true, false, or auto (gpt: true, llama: false).");
+  schema.add("rope_theta", model.rope_theta, "Base of the rotary frequencies (llama).", kAboveZero);
+  schema.add_option("rope_scaling", rope_scaling_option(model.rope_scaling));
+  schema.add("norm_epsilon", model.norm_epsilon, "Added to variances in norms.", kAboveZero);
+  schema.add("path", config.model_path,
+             "Hugging Face folder (gpt2 or llama) to start from; its sizes replace those above, "
+             "but for dropout.");
+}
+
+void add_data(Schema& schema, DataConfig& data) {
+  schema.section("data", "The data");
+  schema.add("path", data.path, "Text or token file to train on.");
+  schema.add("tokenizer", data.tokenizer, "bytes (256 tokens), or a tokenizer file.");
+  schema.add_text_or_number("validation", data.validation,
+                            "What the validation loss is measured on: a fraction of the data, 0 to "
+                            "0.5, taken from its end; or a file.");
+}
+
+void add_train(Schema& schema, RunConfig& train) {
+  schema.section("train", "The run");
+  schema.add("steps", train.steps, "Optimizer steps in all, those before a resume included.",
+             kFromOne);
+  schema.add("seq_len", train.seq_len, "Tokens of a sequence.", kFromOne);
+  schema.add("micro_batch", train.micro_batch, "Sequences that a rank computes at once.", kFromOne);
+  schema.add("global_batch", train.global_batch,
+             "Sequences of a step over all ranks, a multiple of micro_batch x dp; 0: just that.",
+             kFromZero);
+  schema.add("seed", train.seed, "Of first weights, dropout and the order of the data.", kFromZero);
+  schema.add_choice("dtype", train.dtype, {"float32", "bfloat16"},
+                    "Of the matrix products; weights are always kept in float32.");
+  schema.add_choice("recompute", train.recompute, {"none", "selective", "full"},
+                    "What backward computes again instead of keeping it. auto: memory.strategy "
+                    "decides.");
+  schema.add("reproducible", train.reproducible,
+             "The same bits whatever the number of ranks, by powers of two; slower.");
+  schema.add("threads", train.threads, "Threads of a rank; 0: its cores, or 1 if reproducible.",
+             kFromZero);
+  schema.add("eval_every", train.eval_every,
+             "Steps from one validation to the next; 0: at the end only.", kFromZero);
+  schema.add("eval_tokens", train.eval_tokens,
+             "How many tokens a validation takes, spread over the data held out; 0: all.",
+             kFromZero);
+  schema.add("log_every", train.log_every, "Steps from one line of progress to the next.",
+             kFromOne);
+  schema.add_choice("device", train.device, {"auto", "cpu", "cuda"},
+                    "auto: the GPU of this rank where there is one.");
+}
+
+void add_optim(Schema& schema, OptimConfig& optim) {
+  schema.section("optim", "The optimizer");
+  schema.add_choice("name", optim.name, {"adamw", "sgd"}, "The rule of the update.");
+  schema.add("lr", optim.lr, "Learning rate, at its highest.", kFromZero);
+  schema.add("betas", optim.betas, "Decay of adamw's two averages.", kBelowOne);
+  schema.add("eps", optim.eps, "Added to adamw's denominator.", kAboveZero);
+  schema.add("momentum", optim.momentum, "Of sgd.", kBelowOne);
+  schema.add("weight_decay", optim.weight_decay, "For matrices; never for biases and norms.",
+             kFromZero);
+  schema.add("clip", optim.clip, "Largest norm of the gradient; 0: any.", kFromZero);
+  schema.add_choice("schedule", optim.schedule, {"constant", "linear", "cosine", "wsd"},
+                    "Of the learning rate after the warm-up; wsd stays, and falls at the end.");
+  schema.add("warmup", optim.warmup,
+             "Steps in which the learning rate rises; auto: a tenth of the steps, at most 100.",
+             kFromZero);
+  schema.add("decay_steps", optim.decay_steps,
+             "Steps at the end in which it falls; 0: all after the warm-up (wsd must give it).",
+             kFromZero);
+  schema.add("min_lr_ratio", optim.min_lr_ratio, "What is left of it at the end.",
+             {.min = 0, .max = 1});
+}
+
+void add_layout(Schema& schema, TrainConfig& config) {
+  LayoutConfig& parallel = config.parallel;
+  schema.section("parallel", "The ranks");
+  schema.add("dp", parallel.dp, "Replicas with data of their own; 0: what tp and pp leave.",
+             kFromZero);
+  schema.add("tp", parallel.tp, "Ranks that share each matrix.", kFromOne);
+  schema.add("pp", parallel.pp, "Pipeline stages.", kFromOne);
+  schema.add_choice("shard", parallel.shard, shard_names(),
+                    "What dp ranks share instead of holding it all: parameters, gradients and "
+                    "optimizer state (full); without parameters (grad); full within a host "
+                    "(hybrid); optimizer state.");
+  schema.add_choice("schedule", parallel.schedule, {"round-robin", "gpipe", "1f1b", "interleaved"},
+                    "Order of the pipeline's work. auto: 1f1b.");
+  schema.add("chunks", parallel.chunks, "Parts of the model on each stage (interleaved).",
+             kFromOne);
+
+  schema.section("memory", "Memory");
+  schema.add_choice("strategy", config.memory.strategy,
+                    {"basic", "standard", "aggressive", "extreme"},
+                    "basic: keep all activations, the fastest while there is room. standard: "
+                    "selective recomputation. aggressive: full recomputation. extreme: and what "
+                    "is still kept goes to disk.");
+  schema.add_bytes("max_per_device", config.memory.max_per_device,
+                   "Most that a rank may take, such as 8GB; 0: what there is.");
+
+  schema.section("comm", "Communication");
+  schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo"},
+                    "What ranks communicate with. auto: the fastest that reaches all of them.");
+  schema.add_choice("strategy", config.comm.strategy,
+                    {"all-reduce", "hierarchical", "ring", "tree", "adaptive"},
+                    "How sums are formed: the backend's own, within each host first, in a ring, in "
+                    "a tree, or by size from a measured table.");
+  schema.add("timeout", config.comm.timeout, "Seconds to wait for a rank that is late.",
+             {.min = 0.001, .max = 604800});
+}
+
+void add_output(Schema& schema, TrainConfig& config) {
+  schema.section("checkpoint", "Checkpoints");
+  schema.add("dir", config.checkpoint.dir, "Folder for them; empty: none is written.");
+  schema.add("every", config.checkpoint.every, "Steps from one to the next; 0: at the end only.",
+             kFromZero);
+  schema.add("keep", config.checkpoint.keep, "How many of the newest stay; 0: all.", kFromZero);
+  schema.add("resume", config.checkpoint.resume,
+             "none: begin anew. auto: go on from the newest in dir, if there is one. Else the path "
+             "of a checkpoint.");
+
+  schema.section("metrics", "What is recorded");
+  schema.add("file", config.metrics.file, "One line of JSON for each logged step; empty: none.");
+  schema.add("trace", config.metrics.trace,
+             "Folder for Chrome traces, one of each rank; empty: none.");
+}
+
+}  // namespace
+
+std::string_view name_of(Shard shard) { return shard_names().at(static_cast<size_t>(shard)); }
+
+Schema train_schema(TrainConfig& config) {
+  Schema schema;
+  add_model(schema, config);
+  add_data(schema, config.data);
+  add_train(schema, config.train);
+  add_optim(schema, config.optim);
+  add_layout(schema, config);
+  add_output(schema, config);
+  return schema;
+}
+
+std::string to_json(const TrainConfig& config) {
+  TrainConfig copy = config;
+  return json_text(train_schema(copy));
+}
+
+TrainConfig train_config_from_json(const std::string& text, const std::string& path) {
+  TrainConfig config;
+  train_schema(config).read_text(text, path);
+  return config;
+}
+
+}  // namespace lockstep::config

@@ -1,0 +1,215 @@
+#include "lockstep/formats/checkpoint_folder.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string_view>
+#include <system_error>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/mapped_file.h"
+#include "lockstep/formats/durable.h"
+
+namespace lockstep::formats {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kManifest = "manifest.json";
+constexpr std::string_view kTemporary = ".tmp";  // being written, or being removed
+constexpr std::string_view kAside = ".old";      // being replaced
+
+// What DIR has of one step, by the ends of the folders' names.
+struct Remains {
+  bool final = false, aside = false, temporary = false;
+};
+
+std::string path_of(const std::string& dir, int64_t step, std::string_view end = {}) {
+  return format("{}/{}{}", dir, step_folder_name(step), end);
+}
+
+bool has_manifest(const std::string& path) {
+  std::error_code error;
+  return fs::is_regular_file(format("{}/{}", path, kManifest), error);
+}
+
+std::map<int64_t, Remains> scan(const std::string& dir) {
+  std::map<int64_t, Remains> steps;
+  std::error_code error;
+  for (fs::directory_iterator entry(dir, error), last; !error && entry != last;
+       entry.increment(error)) {
+    const auto name = entry->path().filename().string();
+    if (!name.starts_with("step-")) continue;
+    int64_t step = 0;
+    const char* const begin = name.data() + 5;
+    const auto parsed = std::from_chars(begin, name.data() + name.size(), step);
+    // Other spellings of the number are not ours.
+    if (parsed.ec != std::errc() || step < 0) continue;
+    const std::string_view end(parsed.ptr,
+                               static_cast<size_t>(name.data() + name.size() - parsed.ptr));
+    if (name != step_folder_name(step) + std::string(end)) continue;
+    if (end.empty()) steps[step].final = true;
+    if (end == kAside) steps[step].aside = true;
+    if (end == kTemporary) steps[step].temporary = true;
+  }
+  if (error && error.value() != ENOENT) throw SystemError("cannot list " + dir, error.value());
+  return steps;
+}
+
+// Takes a complete checkpoint away. Under its new name nobody takes it for complete, so it may be
+// cut off at any point; the name must be on disk before the first file goes.
+void discard(const std::string& dir, int64_t step, std::string_view end) {
+  const auto temporary = path_of(dir, step, kTemporary);
+  remove_tree(temporary);
+  rename_path(path_of(dir, step, end), temporary);
+  sync_folder(dir);
+  remove_tree(temporary);
+}
+
+// Ends a replacement that was cut off: the old one goes if the new one is there, and comes back if
+// it is not.
+void settle(const std::string& dir, int64_t step, const Remains& remains) {
+  if (!remains.aside) return;
+  if (has_manifest(path_of(dir, step))) {
+    discard(dir, step, kAside);
+  } else {
+    remove_tree(path_of(dir, step));
+    rename_path(path_of(dir, step, kAside), path_of(dir, step));
+    sync_folder(dir);
+  }
+}
+
+std::optional<Checkpoint> complete(const std::string& dir, int64_t step) {
+  for (const auto end : {std::string_view{}, kAside}) {
+    const auto path = path_of(dir, step, end);
+    if (has_manifest(path)) return Checkpoint{step, path};
+  }
+  return std::nullopt;
+}
+
+void require_sizes(const Manifest& manifest, const std::string& folder) {
+  for (const auto& [name, record] : manifest.files) {
+    const auto path = folder + "/" + name;
+    std::error_code error;
+    const auto size = fs::file_size(path, error);
+    if (error) throw CheckpointError(format("{}: {}", path, error.message()));
+    if (size != record.bytes) {
+      throw CheckpointError(
+          format("{}: has {} bytes, its manifest says {}", path, size, record.bytes));
+    }
+  }
+}
+
+// Warns where it is not sound.
+bool is_sound(const Checkpoint& checkpoint) {
+  try {
+    const auto manifest = read_manifest(checkpoint.path);
+    if (manifest.step == checkpoint.step) return true;
+    log::warn(format("checkpoint {} is skipped: its manifest is of step {}", checkpoint.path,
+                     manifest.step));
+  } catch (const Error& failure) {
+    log::warn(format("checkpoint {} is skipped: {}", checkpoint.path, failure.what()));
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string step_folder_name(int64_t step) {
+  if (step < 0) throw ConfigError(format("[checkpoint] step {}, must be at least 0", step));
+  return format("step-{:08}", step);
+}
+
+void check_writable(const std::string& dir) {
+  try {
+    make_folders(dir);
+    const auto path = format("{}/.write-test-{}", dir, getpid());
+    DurableFile file(path);
+    file.write(std::as_bytes(std::span("test")));
+    file.finish();
+    remove_tree(path);
+  } catch (const SystemError& failure) {
+    throw ConfigError(format("checkpoint folder {} cannot be written: {}", dir, failure.what()));
+  }
+}
+
+std::string begin_checkpoint(const std::string& dir, int64_t step) {
+  make_folders(dir);
+  settle(dir, step, scan(dir)[step]);
+  const auto temporary = path_of(dir, step, kTemporary);
+  remove_tree(temporary);
+  make_folders(temporary);
+  return temporary;
+}
+
+std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) {
+  const auto temporary = path_of(dir, manifest.step, kTemporary);
+  const auto final = path_of(dir, manifest.step);
+  const auto aside = path_of(dir, manifest.step, kAside);
+  settle(dir, manifest.step, scan(dir)[manifest.step]);
+  manifest.validate(temporary);
+  require_sizes(manifest, temporary);
+  const auto text = manifest.to_json();
+  DurableFile file(format("{}/{}", temporary, kManifest));
+  file.write(std::as_bytes(std::span(text)));
+  file.finish();
+  sync_folder(temporary);
+  const bool replaces = has_manifest(final);
+  if (replaces) {
+    rename_path(final, aside);
+  } else {
+    remove_tree(final);
+  }
+  rename_path(temporary, final);
+  sync_folder(dir);
+  if (replaces) discard(dir, manifest.step, kAside);
+  return final;
+}
+
+std::vector<Checkpoint> list_complete(const std::string& dir) {
+  std::vector<Checkpoint> checkpoints;
+  for (const auto& [step, remains] : scan(dir)) {
+    if (auto found = complete(dir, step)) checkpoints.push_back(*std::move(found));
+  }
+  return checkpoints;
+}
+
+std::optional<Checkpoint> newest(const std::string& dir) {
+  const auto checkpoints = list_complete(dir);
+  const auto found = std::find_if(checkpoints.rbegin(), checkpoints.rend(), is_sound);
+  return found == checkpoints.rend() ? std::nullopt : std::optional(*found);
+}
+
+Manifest read_manifest(const std::string& path) {
+  const auto file = format("{}/{}", path, kManifest);
+  const MappedFile text(file);
+  auto manifest =
+      Manifest::from_json({reinterpret_cast<const char*>(text.bytes().data()), text.size()}, file);
+  require_sizes(manifest, path);
+  return manifest;
+}
+
+void prune(const std::string& dir, int keep) {
+  if (keep < 1) throw ConfigError(format("[prune] keep {}, must be at least 1", keep));
+  const auto steps = scan(dir);
+  for (const auto& [step, remains] : steps) settle(dir, step, remains);
+  auto checkpoints = list_complete(dir);
+  std::erase_if(checkpoints, [](const auto& checkpoint) { return !is_sound(checkpoint); });
+  if (checkpoints.empty()) return;
+  const auto removed = checkpoints.size() - std::min(checkpoints.size(), static_cast<size_t>(keep));
+  for (size_t i = 0; i < removed; ++i) discard(dir, checkpoints[i].step, {});
+  for (const auto& [step, remains] : steps) {
+    if (remains.temporary && step <= checkpoints.back().step) {
+      remove_tree(path_of(dir, step, kTemporary));
+    }
+  }
+}
+
+}  // namespace lockstep::formats

@@ -1,0 +1,199 @@
+#include "lockstep/formats/corpus.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/mapped_file.h"
+#include "lockstep/formats/text_files.h"
+#include "lockstep/formats/token_file.h"
+#include "lockstep/formats/token_span.h"
+
+namespace lockstep::formats {
+namespace {
+
+// A process may have 65530 mappings, and one of a small file is mostly empty pages.
+constexpr size_t kCopyBelow = size_t{64} << 10;
+constexpr size_t kMostMapped = 32768;
+
+std::string_view text_of(const MappedFile& file) {
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.size()};
+}
+
+// The tokens of one file, from position `begin` of the stream on.
+struct Piece {
+  int64_t begin = 0;
+  TokenSpan tokens;
+  std::string path;
+};
+
+std::vector<std::byte> narrowed(std::span<const int32_t> tokens, TokenType type) {
+  const auto width = static_cast<size_t>(width_of(type));
+  std::vector<std::byte> bytes(width * tokens.size());
+  std::byte* at = bytes.data();
+  for (const int32_t token : tokens) {
+    std::memcpy(at, &token, width);  // little endian: the low bytes come first
+    at += width;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+struct Corpus::Data {
+  // ---- owners of what the pieces show ----
+  std::vector<MappedFile> maps;
+  std::vector<std::vector<std::byte>> copies;
+  std::vector<TokenFile> token_files;
+  // ----
+  std::vector<Piece> pieces;
+  int64_t size = 0, bytes = 0;
+  const char* kind = "text";
+  int64_t unreadable = 0, binary = 0;
+
+  void add(TokenSpan tokens, const std::string& path) {
+    pieces.push_back({size, tokens, path});
+    size += tokens.size();
+  }
+
+  void add_bytes(const std::string& path) {
+    MappedFile file(path);
+    bytes += static_cast<int64_t>(file.size());
+    if (file.size() < kCopyBelow || maps.size() >= kMostMapped) {
+      const auto& copy = copies.emplace_back(file.bytes().begin(), file.bytes().end());
+      add({copy, TokenType::uint8}, path);
+    } else {
+      maps.push_back(std::move(file));
+      add({maps.back().bytes(), TokenType::uint8}, path);
+    }
+  }
+
+  void add_encoded(const std::string& path, const Tokenizer& tokenizer, bool last) {
+    const MappedFile file(path);
+    bytes += static_cast<int64_t>(file.size());
+    std::vector<int32_t> tokens = tokenizer.encode(text_of(file));
+    if (!last && tokenizer.end_of_text()) tokens.push_back(*tokenizer.end_of_text());
+    const auto type = tokenizer.vocab_size() <= 65536 ? TokenType::uint16 : TokenType::uint32;
+    add({copies.emplace_back(narrowed(tokens, type)), type}, path);
+  }
+
+  void add_tokens(const std::string& path) {
+    const TokenFile& file = token_files.emplace_back(TokenFile::open(path));
+    bytes += file.size() * file.width();
+    add(file.tokens(), path);
+  }
+
+  // The piece that holds a position in [0, size).
+  std::vector<Piece>::const_iterator piece_at(int64_t position) const {
+    const auto after =
+        std::upper_bound(pieces.begin(), pieces.end(), position,
+                         [](int64_t value, const Piece& piece) { return value < piece.begin; });
+    return after - 1;
+  }
+};
+
+Corpus Corpus::open(const std::string& path, const Tokenizer& tokenizer) {
+  const DataFiles files = find_data_files(path);
+  auto data = std::make_shared<Data>();
+  data->unreadable = files.unreadable;
+  data->binary = files.binary;
+  const bool tokens = is_token_file(files.paths.front());
+  const auto other = std::find_if(files.paths.begin(), files.paths.end(),
+                                  [&](const auto& name) { return is_token_file(name) != tokens; });
+  if (other != files.paths.end()) {
+    throw ConfigError(
+        format("data path {}: {} and {}: one is text, the other token ids (.bin); name only one "
+               "kind, for example with a pattern",
+               path, files.paths.front(), *other));
+  }
+  for (const std::string& name : files.paths) {
+    if (tokens) {
+      data->add_tokens(name);
+    } else if (tokenizer.name() == "bytes") {
+      data->add_bytes(name);
+    } else {
+      data->add_encoded(name, tokenizer, &name == &files.paths.back());
+    }
+  }
+  if (tokens) data->kind = "token ids";
+  if (data->size == 0) throw ConfigError(format("data path {}: has no tokens", path));
+  const int64_t size = data->size;
+  return {std::move(data), 0, size};
+}
+
+void Corpus::read(int64_t begin, std::span<int64_t> out) const {
+  const auto count = static_cast<int64_t>(out.size());
+  if (begin < 0 || count > size() || begin > size() - count) {
+    throw ConfigError(
+        format("tokens [{}, {} + {}) of data that has [0, {})", begin, begin, count, size()));
+  }
+  if (count == 0) return;
+  int64_t position = begin_ + begin;
+  for (auto piece = data_->piece_at(position); !out.empty(); ++piece) {
+    const int64_t offset = position - piece->begin;
+    const auto here =
+        std::min<size_t>(out.size(), static_cast<size_t>(piece->tokens.size() - offset));
+    piece->tokens.read(offset, out.first(here));
+    out = out.subspan(here);
+    position += static_cast<int64_t>(here);
+  }
+}
+
+int64_t Corpus::max_token(int64_t limit_tokens) const {
+  const int64_t end = begin_ + std::clamp<int64_t>(limit_tokens, 0, size());
+  if (end == begin_) return -1;
+  int64_t largest = -1;
+  for (auto piece = data_->piece_at(begin_); piece != data_->pieces.end() && piece->begin < end;
+       ++piece) {
+    const int64_t first = std::max<int64_t>(begin_ - piece->begin, 0);
+    const int64_t last = std::min(end - piece->begin, piece->tokens.size());
+    largest = std::max(largest, piece->tokens.max(first, last));
+  }
+  return largest;
+}
+
+Corpus Corpus::slice(int64_t begin, int64_t end) const {
+  if (begin < 0 || end < begin || end > size()) {
+    throw ConfigError(format("slice [{}, {}) of data that has tokens [0, {})", begin, end, size()));
+  }
+  return {data_, begin_ + begin, begin_ + end};
+}
+
+std::string Corpus::describe() const {
+  const size_t files = data_->pieces.size();
+  const double bytes = static_cast<double>(data_->bytes);
+  const std::string amount = bytes < 1e6   ? format("{:.1f} kB", bytes / 1e3)
+                             : bytes < 1e9 ? format("{:.1f} MB", bytes / 1e6)
+                                           : format("{:.1f} GB", bytes / 1e9);
+  std::string text =
+      format("{} {}, {} of {}", files, files == 1 ? "file" : "files", amount, data_->kind);
+  text = size() == data_->size ? format("{}, {} tokens", text, size())
+                               : format("{} of the {} tokens of {}", size(), data_->size, text);
+  if (data_->binary > 0) text += format(", {} binary passed over", data_->binary);
+  if (data_->unreadable > 0) text += format(", {} unreadable passed over", data_->unreadable);
+  return text;
+}
+
+std::string Corpus::locate(int64_t position) const {
+  if (position < 0 || position >= size()) {
+    throw ConfigError(format("token {} of data that has [0, {})", position, size()));
+  }
+  const auto piece = data_->piece_at(begin_ + position);
+  return format("{}, token {}", piece->path, begin_ + position - piece->begin);
+}
+
+Split hold_out(const Corpus& corpus, double fraction) {
+  if (!(fraction >= 0 && fraction < 1)) {
+    throw ConfigError(
+        format("the fraction of the data for validation is {}, must be in [0, 1)", fraction));
+  }
+  const auto held = static_cast<int64_t>(static_cast<double>(corpus.size()) * fraction);
+  const int64_t border = corpus.size() - held;
+  return {corpus.slice(0, border), corpus.slice(border, corpus.size())};
+}
+
+}  // namespace lockstep::formats

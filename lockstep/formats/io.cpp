@@ -1,0 +1,30 @@
+#include "lockstep/formats/io.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+namespace lockstep::formats::io {
+
+int create(const std::string& path) {
+  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+}
+
+ssize_t write(int fd, const std::byte* bytes, size_t size) { return ::write(fd, bytes, size); }
+int sync(int fd) { return ::fsync(fd); }
+
+int open_folder(const std::string& path) {
+  return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+int rename(const std::string& from, const std::string& to) {
+  return ::rename(from.c_str(), to.c_str());
+}
+
+int make_folder(const std::string& path) { return ::mkdir(path.c_str(), 0777); }
+int remove_file(const std::string& path) { return ::unlink(path.c_str()); }
+int remove_folder(const std::string& path) { return ::rmdir(path.c_str()); }
+
+}  // namespace lockstep::formats::io

@@ -1,0 +1,88 @@
+#include "lockstep/formats/json.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::formats {
+namespace {
+
+constexpr int kMaxDepth = 32;
+
+[[noreturn]] void fail(const std::string& origin, const std::string& rule) {
+  throw CheckpointError(format("{}: {}", origin, rule));
+}
+
+}  // namespace
+
+std::string reason_of(const Json::exception& failure) {
+  const std::string text = failure.what();
+  const auto end = text.find("] ");
+  return end == std::string::npos ? text : text.substr(end + 2);
+}
+
+Json parse_json(std::string_view text, const std::string& origin) {
+  // The parser takes a zero byte for the end of its input.
+  if (text.find('\0') != std::string_view::npos) fail(origin, "holds a zero byte");
+  std::vector<std::set<std::string>> keys;
+  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    using Event = Json::parse_event_t;
+    if (event == Event::object_start || event == Event::array_start) {
+      if (depth >= kMaxDepth) fail(origin, format("nested deeper than {} levels", kMaxDepth));
+      keys.emplace_back();
+    } else if (event == Event::object_end || event == Event::array_end) {
+      keys.pop_back();
+    } else if (event == Event::key) {
+      const auto& key = parsed.get_ref<const std::string&>();
+      if (!keys.back().insert(key).second) fail(origin, format("key {} is given twice", key));
+    }
+    return true;
+  };
+  try {
+    return Json::parse(text.begin(), text.end(), watch);
+  } catch (const Json::exception& failure) {
+    fail(origin, "not valid JSON: " + reason_of(failure));
+  }
+}
+
+const Json& member(const Json& object, const char* key, const std::string& origin) {
+  if (!object.is_object()) fail(origin, "must be an object");
+  const auto found = object.find(key);
+  if (found == object.end()) fail(origin, format("has no {}", key));
+  return *found;
+}
+
+std::string string_member(const Json& object, const char* key, const std::string& origin) {
+  const auto& value = member(object, key, origin);
+  if (!value.is_string()) fail(origin, format("{} must be a string", key));
+  return value.get<std::string>();
+}
+
+const Json& object_member(const Json& object, const char* key, const std::string& origin) {
+  const auto& value = member(object, key, origin);
+  if (!value.is_object()) fail(origin, format("{} must be an object", key));
+  return value;
+}
+
+int64_t integer(const Json& value, const std::string& origin) {
+  if (!value.is_number_unsigned() || value.get<uint64_t>() > uint64_t{INT64_MAX}) {
+    fail(origin, format("{} must be a whole number, at least 0 and below 2^63", value.dump()));
+  }
+  return value.get<int64_t>();
+}
+
+void require_only(const Json& object, std::initializer_list<std::string_view> keys,
+                  const std::string& origin) {
+  if (!object.is_object()) fail(origin, "must be an object");
+  for (const auto& [key, value] : object.items()) {
+    if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
+      fail(origin, format("has an unknown member {}", key));
+    }
+  }
+}
+
+}  // namespace lockstep::formats

@@ -1,0 +1,61 @@
+#include "lockstep/formats/shard_file.h"
+
+#include <map>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/formats/json.h"
+
+namespace lockstep::formats {
+namespace {
+
+const std::string& key_of(const ShardSlice& slice) {
+  return slice.key.empty() ? slice.name : slice.key;
+}
+
+}  // namespace
+
+std::string shard_file_name(int shard, int part, int parts) {
+  if (shard < 1 || part < 1 || part > parts) {
+    throw ConfigError(
+        format("[shard_file_name] shard {}, part {} of {}: counts begin at 1", shard, part, parts));
+  }
+  return format("shard-{:05}-model-{:05}-of-{:05}.safetensors", shard, part, parts);
+}
+
+SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
+                             const std::vector<ShardSlice>& slices) {
+  auto sharding = Json::object();
+  std::vector<SafetensorsTensor> tensors;
+  for (const auto& slice : slices) {
+    const auto& key = key_of(slice);
+    if (slice.box.ranges.size() != layout::Box::whole(slice.shape).ranges.size()) {
+      throw ConfigError(format("[open_shard] tensor {} {}: slice {} has other dimensions",
+                               slice.name, layout::describe(slice.shape), slice.box.describe()));
+    }
+    sharding[key] = {{"saved_offsets", slice_offsets(slice.shape, slice.box)}};
+    if (key != slice.name) sharding[key]["logical_fqn"] = slice.name;
+    tensors.push_back({key, slice.dtype, slice_shape(slice.shape, slice.box)});
+  }
+  std::map<std::string, std::string> metadata = {{"DCP_VERSION", "1.0"}, {"format", "pt"}};
+  try {
+    metadata["DCP_SHARDING_INFO"] = sharding.dump();
+  } catch (const Json::exception& failure) {
+    throw ConfigError(format("[open_shard] names must be UTF-8: {}", reason_of(failure)));
+  }
+  return SafetensorsWriter(folder + "/" + file, std::move(tensors), metadata);
+}
+
+Manifest shard_manifest(int64_t step, const std::string& file, const FileRecord& record,
+                        const std::vector<ShardSlice>& slices) {
+  Manifest manifest{.step = step};
+  manifest.files.emplace(file, record);
+  for (const auto& slice : slices) {
+    Manifest part{.step = step};
+    part.tensors[slice.name] = {slice.dtype, slice.shape, {{file, slice.box, slice.key}}};
+    manifest.merge(part);
+  }
+  return manifest;
+}
+
+}  // namespace lockstep::formats

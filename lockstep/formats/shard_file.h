@@ -1,0 +1,35 @@
+// One file of a checkpoint: the slices that one rank saves, in the form that PyTorch's Distributed
+// Checkpoint reads too.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/formats/manifest.h"
+#include "lockstep/formats/safetensors_writer.h"
+#include "lockstep/layout/box.h"
+
+namespace lockstep::formats {
+
+// "shard-00003-model-00001-of-00001.safetensors". Both counts begin at 1.
+std::string shard_file_name(int shard, int part = 1, int parts = 1);
+
+// A slice to be written; its bytes are those of a tensor of shape slice_shape(shape, box).
+struct ShardSlice {
+  std::string name;  // of the whole tensor
+  std::string dtype;
+  layout::Shape shape;  // of the whole tensor
+  layout::Box box;
+  std::string key = {};  // needed where a file has a second slice of the same tensor
+};
+
+// A writer for DIR/FILE, whose metadata says where each slice lies in its tensor. Its entries are
+// named by key.
+SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
+                             const std::vector<ShardSlice>& slices);
+
+// The file as part of a manifest, to be merged into it.
+Manifest shard_manifest(int64_t step, const std::string& file, const FileRecord& record,
+                        const std::vector<ShardSlice>& slices);
+
+}  // namespace lockstep::formats

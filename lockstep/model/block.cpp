@@ -1,0 +1,102 @@
+#include "lockstep/model/block.h"
+
+#include <ATen/ATen.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/nn/attention.h"
+#include "lockstep/nn/gated.h"
+#include "lockstep/nn/heads.h"
+#include "lockstep/nn/norm.h"
+#include "lockstep/parallel/recompute.h"
+
+namespace lockstep::model {
+
+using config::ModelKind;
+
+Parts::Parts(const config::ModelSpec& spec, at::TensorOptions tensors)
+    : spec_(spec), tensors_(tensors) {
+  for (const config::TensorSpec& tensor : spec.tensors()) shapes_[tensor.name] = tensor.shape;
+}
+
+const layout::Shape& Parts::shape(const std::string& name) const {
+  const auto found = shapes_.find(name);
+  check(found != shapes_.end(), "a model has a tensor that its spec does not have");
+  return found->second;
+}
+
+nn::Linear Parts::linear(torch::nn::Module& parent, const std::string& prefix,
+                         const std::string& name) {
+  const layout::Shape& weight = shape(prefix + name + ".weight");
+  const bool bias = shapes_.contains(prefix + name + ".bias");
+  return parent.register_module(
+      name, nn::Linear(weight[1], weight[0], {.bias = bias, .tensors = tensors_}));
+}
+
+nn::Embedding Parts::embedding(torch::nn::Module& parent, const std::string& name) {
+  const layout::Shape& weight = shape(name + ".weight");
+  return parent.register_module(name, nn::Embedding(weight[0], weight[1], tensors_));
+}
+
+Norm Parts::norm(torch::nn::Module& parent, const std::string& prefix, const std::string& name) {
+  const int64_t width = shape(prefix + name + ".weight")[0];
+  const nn::NormOptions options{.epsilon = spec_.norm_epsilon, .tensors = tensors_};
+  if (shapes_.contains(prefix + name + ".bias")) {
+    return [norm = parent.register_module(name, nn::LayerNorm(width, options))](
+               const at::Tensor& x) { return norm->forward(x); };
+  }
+  return [norm = parent.register_module(name, nn::RmsNorm(width, options))](const at::Tensor& x) {
+    return norm->forward(x);
+  };
+}
+
+AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
+    : heads_(parts.spec().heads),
+      kv_heads_(parts.spec().num_kv_heads()),
+      qkv_(parts.linear(*this, prefix, "qkv")),
+      out_(parts.linear(*this, prefix, "out")) {}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
+  const auto [q, k, v] =
+      nn::split_heads(qkv_(x), {.heads = heads_, .kv_heads = kv_heads_, .rotation = rotation});
+  const at::Tensor mixed = nn::causal_attention(q, k, v).transpose(1, 2);  // (B, T, H, D)
+  return out_(mixed.reshape({x.size(0), x.size(1), -1}));
+}
+
+MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
+    : gated_(parts.spec().kind == ModelKind::llama),
+      up_(parts.linear(*this, prefix, gated_ ? "gate_up" : "up")),
+      down_(parts.linear(*this, prefix, "down")) {}
+
+at::Tensor MlpImpl::forward(const at::Tensor& x) {
+  const at::Tensor inner = up_(x);
+  return down_(gated_ ? nn::swiglu(inner) : at::gelu(inner, "tanh"));
+}
+
+BlockImpl::BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
+                     std::shared_ptr<nn::RandomContext> random)
+    : recompute_(recompute), random_(std::move(random)) {
+  const std::string prefix = format("blocks.{}.", layer);
+  const double dropout = parts.spec().dropout;
+  norm1_ = parts.norm(*this, prefix, "norm1");
+  attention_ = register_module("attention", Attention(parts, prefix + "attention."));
+  dropout1_ = register_module("dropout1", nn::Dropout(dropout));
+  norm2_ = parts.norm(*this, prefix, "norm2");
+  mlp_ = register_module("mlp", Mlp(parts, prefix + "mlp."));
+  dropout2_ = register_module("dropout2", nn::Dropout(dropout));
+}
+
+at::Tensor BlockImpl::mlp_path(const at::Tensor& x) { return dropout2_(mlp_(norm2_(x))); }
+
+at::Tensor BlockImpl::run(const at::Tensor& x, const at::Tensor& rotation) {
+  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation));
+  if (recompute_ != layout::Recompute::selective) return y + mlp_path(y);
+  return y + parallel::recompute([this, y] { return mlp_path(y); }, {.random = random_});
+}
+
+at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
+  if (recompute_ != layout::Recompute::full) return run(x, rotation);
+  return parallel::recompute([this, x, rotation] { return run(x, rotation); }, {.random = random_});
+}
+
+}  // namespace lockstep::model

@@ -1,0 +1,90 @@
+// A layer of a language model: attention, then MLP, each behind a norm and beside a path around it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "lockstep/config/model_spec.h"
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/nn/dropout.h"
+#include "lockstep/nn/embedding.h"
+#include "lockstep/nn/linear.h"
+
+namespace lockstep::model {
+
+using Norm = std::function<at::Tensor(const at::Tensor&)>;
+
+// Makes modules with the shapes that the spec gives to the tensors of these names, and registers
+// them at their place: shapes are written in the spec alone.
+class Parts {
+ public:
+  Parts(const config::ModelSpec& spec, at::TensorOptions tensors);
+
+  nn::Linear linear(torch::nn::Module& parent, const std::string& prefix, const std::string& name);
+  nn::Embedding embedding(torch::nn::Module& parent, const std::string& name);
+  Norm norm(torch::nn::Module& parent, const std::string& prefix, const std::string& name);
+
+  const config::ModelSpec& spec() const { return spec_; }
+  at::TensorOptions tensors() const { return tensors_; }
+
+ private:
+  const layout::Shape& shape(const std::string& name) const;
+
+  const config::ModelSpec& spec_;
+  at::TensorOptions tensors_;
+  std::map<std::string, layout::Shape> shapes_;
+};
+
+class AttentionImpl : public torch::nn::Module {
+ public:
+  AttentionImpl(Parts& parts, const std::string& prefix);
+
+  // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
+
+ private:
+  int64_t heads_, kv_heads_;
+  nn::Linear qkv_, out_;
+};
+TORCH_MODULE(Attention);
+
+class MlpImpl : public torch::nn::Module {
+ public:
+  MlpImpl(Parts& parts, const std::string& prefix);
+
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  bool gated_;
+  nn::Linear up_, down_;  // up is gate and up where it is gated
+};
+TORCH_MODULE(Mlp);
+
+class BlockImpl : public torch::nn::Module {
+ public:
+  BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
+            std::shared_ptr<nn::RandomContext> random);
+
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
+
+ private:
+  at::Tensor mlp_path(const at::Tensor& x);
+  at::Tensor run(const at::Tensor& x, const at::Tensor& rotation);
+
+  layout::Recompute recompute_;
+  std::shared_ptr<nn::RandomContext> random_;
+  Norm norm1_, norm2_;
+  Attention attention_{nullptr};
+  Mlp mlp_{nullptr};
+  nn::Dropout dropout1_, dropout2_;
+};
+TORCH_MODULE(Block);
+
+}  // namespace lockstep::model

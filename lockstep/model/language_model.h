@@ -1,0 +1,63 @@
+// GPT-2 and Llama, as config::ModelSpec describes them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/config/model_spec.h"
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/model/block.h"
+#include "lockstep/nn/embedding.h"
+#include "lockstep/nn/random_context.h"
+
+namespace lockstep::model {
+
+struct LanguageModelOptions {
+  at::TensorOptions tensors = {};  // dtype and device of the parameters
+  // selective: each block's MLP is computed again in backward; full: the whole block is.
+  layout::Recompute recompute = layout::Recompute::none;
+};
+
+// Parameters are those of spec.tensors(), by the same names, and begin without values:
+// initialize() or load_hugging_face() gives them.
+class LanguageModelImpl : public torch::nn::Module {
+ public:
+  // The spec must be resolved.
+  explicit LanguageModelImpl(config::ModelSpec spec, LanguageModelOptions options = {});
+
+  // Tokens (B, T), at most spec().positions long, to logits (B, T, V).
+  at::Tensor forward(const at::Tensor& tokens);
+
+  const config::ModelSpec& spec() const { return spec_; }
+  // Where in the run the model is, which its dropout depends on. Set it before each forward.
+  nn::RandomContext& random() { return *random_; }
+
+ private:
+  config::ModelSpec spec_;
+  LanguageModelOptions options_;
+  std::shared_ptr<nn::RandomContext> random_;
+  nn::Embedding embed_;
+  nn::Embedding positions_{nullptr};  // gpt
+  nn::Dropout dropout_;
+  std::vector<Block> blocks_;
+  Norm norm_;
+  at::Tensor head_;      // (V, C): the embedding's where they are tied
+  at::Tensor rotation_;  // llama
+};
+
+class LanguageModel : public torch::nn::ModuleHolder<LanguageModelImpl> {
+ public:
+  using torch::nn::ModuleHolder<LanguageModelImpl>::ModuleHolder;
+  explicit LanguageModel(config::ModelSpec spec, LanguageModelOptions options = {})
+      : ModuleHolder(std::make_shared<LanguageModelImpl>(std::move(spec), options)) {}
+};
+
+// First values as the spec says, a function of (seed, name, index) alone.
+void initialize(LanguageModelImpl& model, uint64_t seed);
+
+}  // namespace lockstep::model

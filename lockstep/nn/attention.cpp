@@ -1,0 +1,148 @@
+#include "lockstep/nn/attention.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/version.h>
+
+#include <cmath>
+#include <limits>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void check_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const bool fits = q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() &&
+                    q.size(0) == k.size(0) && q.size(2) == k.size(2) && q.size(3) == k.size(3) &&
+                    k.size(1) > 0 && q.size(1) % k.size(1) == 0;
+  if (fits) return;
+  throw ConfigError(
+      format("[causal_attention] q is ({}), k ({}), v ({}), must be (B, H, T, D), "
+             "(B, K, T, D) twice, with K dividing H",
+             join(q.sizes()), join(k.sizes()), join(v.sizes())));
+}
+
+// The heads of q that share a head of k lie one below the other, so that one product serves them.
+struct Blocks {
+  int64_t batch, sharing, length, width, block;  // B * K, H / K, T, D
+
+  Blocks(const at::Tensor& q, const at::Tensor& k, int64_t block)
+      : batch(k.size(0) * k.size(1)),
+        sharing(q.size(1) / k.size(1)),
+        length(q.size(2)),
+        width(q.size(3)),
+        block(block) {}
+
+  at::Tensor of_queries(const at::Tensor& q) const {
+    return q.reshape({batch, sharing, length, width});
+  }
+  at::Tensor of_keys(const at::Tensor& k) const { return k.reshape({batch, length, width}); }
+  at::Tensor rows(const at::Tensor& queries, int64_t begin, int64_t count) const {
+    return queries.narrow(2, begin, count).reshape({batch, sharing * count, width});
+  }
+  // (B * K, H / K * count, end): probabilities of positions [begin, begin + count).
+  at::Tensor probabilities(const at::Tensor& rows, const at::Tensor& keys, int64_t begin,
+                           int64_t count) const {
+    const int64_t end = begin + count;
+    at::Tensor scores = at::bmm(rows, keys.narrow(1, 0, end).transpose(1, 2));
+    scores.mul_(scale());
+    const at::Tensor hidden =
+        at::full({count, count}, -std::numeric_limits<double>::infinity(), scores.options())
+            .triu_(1);
+    scores.view({batch, sharing, count, end}).narrow(3, begin, count).add_(hidden);
+    return at::softmax(scores, -1);
+  }
+  double scale() const { return 1 / std::sqrt(static_cast<double>(width)); }
+
+  template <class Body>
+  void for_each(Body body) const {
+    for (int64_t begin = 0; begin < length; begin += block) {
+      body(begin, std::min(block, length - begin));
+    }
+  }
+};
+
+struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, int64_t block) {
+    const Blocks blocks(q, k, block);
+    const at::Tensor queries = blocks.of_queries(q), keys = blocks.of_keys(k),
+                     values = blocks.of_keys(v);
+    at::Tensor out = at::empty_like(queries, at::MemoryFormat::Contiguous);
+    blocks.for_each([&](int64_t begin, int64_t count) {
+      const at::Tensor p =
+          blocks.probabilities(blocks.rows(queries, begin, count), keys, begin, count);
+      const at::Tensor part = at::bmm(p, values.narrow(1, 0, begin + count));
+      out.narrow(2, begin, count)
+          .copy_(part.view({blocks.batch, blocks.sharing, count, blocks.width}));
+    });
+    context->save_for_backward({q, k, v});
+    context->saved_data["block"] = block;
+    return out.view(q.sizes());
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (c10::GradMode::is_enabled()) {
+      throw Error("[causal_attention] blockwise attention can be differentiated once only");
+    }
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const Blocks blocks(q, k, context->saved_data["block"].toInt());
+    const at::Tensor queries = blocks.of_queries(q), keys = blocks.of_keys(k),
+                     values = blocks.of_keys(v), grad = blocks.of_queries(gradients[0]);
+    at::Tensor grad_q = at::empty_like(queries, at::MemoryFormat::Contiguous),
+               grad_k = at::zeros_like(keys, at::MemoryFormat::Contiguous),
+               grad_v = at::zeros_like(values, at::MemoryFormat::Contiguous);
+    blocks.for_each([&](int64_t begin, int64_t count) {
+      const int64_t end = begin + count;
+      const at::Tensor rows = blocks.rows(queries, begin, count),
+                       grad_rows = blocks.rows(grad, begin, count);
+      const at::Tensor p = blocks.probabilities(rows, keys, begin, count);
+      grad_v.narrow(1, 0, end).baddbmm_(p.transpose(1, 2), grad_rows);
+      const at::Tensor grad_p = at::bmm(grad_rows, values.narrow(1, 0, end).transpose(1, 2));
+      const at::Tensor grad_scores =
+          at::_softmax_backward_data(grad_p, p, -1, p.scalar_type()).mul_(blocks.scale());
+      grad_k.narrow(1, 0, end).baddbmm_(grad_scores.transpose(1, 2), rows);
+      grad_q.narrow(2, begin, count)
+          .copy_(at::bmm(grad_scores, keys.narrow(1, 0, end))
+                     .view({blocks.batch, blocks.sharing, count, blocks.width}));
+    });
+    return {grad_q.view(q.sizes()), grad_k.view(k.sizes()), grad_v.view(v.sizes()), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor blockwise_causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      int64_t block) {
+  check_shapes(q, k, v);
+  if (block < 1) {
+    throw ConfigError(format("[causal_attention] block is {}, must be at least 1", block));
+  }
+  return BlockwiseAttention::apply(q, k, v, block);
+}
+
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+#if TORCH_VERSION_MAJOR >= 2
+  check_shapes(q, k, v);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 5
+  return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt,
+                                          /*enable_gqa=*/q.size(1) != k.size(1));
+#else
+  const auto shared = [&](const at::Tensor& heads) {
+    return q.size(1) == k.size(1) ? heads : heads.repeat_interleave(q.size(1) / k.size(1), 1);
+  };
+  return at::scaled_dot_product_attention(q, shared(k), shared(v), {}, 0.0, /*is_causal=*/true);
+#endif
+#else
+  return blockwise_causal_attention(q, k, v);
+#endif
+}
+
+}  // namespace lockstep::nn

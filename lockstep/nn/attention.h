@@ -1,0 +1,20 @@
+// Attention of each position to itself and those before it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace lockstep::nn {
+
+// softmax(q k^T / sqrt(D)) v, where position t sees positions 0 to t. q is (B, H, T, D), k and v
+// (B, K, T, D) with K dividing H: H / K heads of q share one of k. Gives (B, H, T, D). libtorch's
+// fused one where there is one (2.x); else block by block, and backward computes the scores again,
+// so that they are never all in memory. Differentiable once.
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+// The second of the two, on any libtorch. `block` positions of q at a time.
+at::Tensor blockwise_causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      int64_t block = 128);
+
+}  // namespace lockstep::nn

@@ -1,0 +1,48 @@
+// What fused_kernels.cu offers: launches on raw memory, without torch. Private: not installed.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/core/dtype.h"
+
+namespace lockstep::nn::cuda {
+
+// Heads in memory: element (b, t, head, i) of a tensor is at b * batch + t * position + head * head
+// + i.
+struct HeadStrides {
+  int64_t batch, position, head;
+};
+
+struct HeadShape {
+  int64_t batch, length, width;  // B, T, D
+};
+
+// Copies `heads` heads from one layout to another. Those below `turned` are turned by the angles,
+// or back by them where `sign` is -1. The table is (2, positions, D / 2).
+struct TurnOptions {
+  HeadShape shape;
+  int64_t heads, turned;
+  HeadStrides from, to;
+  const float* table;
+  int64_t table_positions;
+  float sign;
+};
+void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* out, void* stream);
+
+// Rows of gate, up (2 * width) and of outputs (width).
+void launch_swiglu(int64_t rows, int64_t width, DType dtype, const void* gate_up, void* out,
+                   void* stream);
+void launch_swiglu_backward(int64_t rows, int64_t width, DType dtype, const void* gate_up,
+                            const void* grad, void* grad_gate_up, void* stream);
+
+struct CrossEntropyShape {
+  int64_t rows, classes;
+  int64_t ignored;  // the target of rows that do not count
+};
+void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const void* logits,
+                          const int64_t* targets, float scale, void* gradient, float* losses,
+                          void* stream);
+void launch_scale_unless_one(int64_t count, DType dtype, void* data, const float* factor,
+                             void* stream);
+
+}  // namespace lockstep::nn::cuda

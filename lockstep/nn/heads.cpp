@@ -1,0 +1,93 @@
+#include "lockstep/nn/heads.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/nn/fused_cuda.h"
+
+namespace lockstep::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void check_shapes(const at::Tensor& qkv, const HeadOptions& options) {
+  const int64_t heads = options.heads + 2 * options.kv_heads;
+  if (qkv.dim() != 3 || options.heads < 1 || options.kv_heads < 1 || qkv.size(2) % heads != 0) {
+    throw ConfigError(format("[split_heads] qkv is ({}), must be (B, T, ({} + 2 x {}) x D)",
+                             join(qkv.sizes()), options.heads, options.kv_heads));
+  }
+  if (!options.rotation.defined()) return;
+  const int64_t width = qkv.size(2) / heads;
+  const auto sizes = options.rotation.sizes();
+  if (sizes.size() != 3 || sizes[0] != 2 || sizes[1] < qkv.size(1) || 2 * sizes[2] != width) {
+    throw ConfigError(format("[split_heads] the rotation is ({}), must be (2, at least {}, {} / 2)",
+                             join(sizes), qkv.size(1), width));
+  }
+}
+
+// (B, T, n * D) -> (B, n, T, D)
+at::Tensor as_heads(const at::Tensor& part, int64_t width) {
+  return part.view({part.size(0), part.size(1), -1, width}).transpose(1, 2);
+}
+
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& rotation) {
+  const int64_t half = x.size(3) / 2, length = x.size(2);
+  const at::Tensor table = rotation.narrow(1, 0, length).to(x.scalar_type());
+  const at::Tensor cosine = table[0], sine = table[1];
+  const at::Tensor a = x.narrow(3, 0, half), b = x.narrow(3, half, half);
+  return at::cat({a * cosine - b * sine, b * cosine + a * sine}, -1);
+}
+
+Heads split_by_operators(const at::Tensor& qkv, const HeadOptions& options) {
+  const int64_t width = qkv.size(2) / (options.heads + 2 * options.kv_heads);
+  const auto parts = qkv.split_with_sizes(
+      {options.heads * width, options.kv_heads * width, options.kv_heads * width}, 2);
+  Heads heads{as_heads(parts[0], width), as_heads(parts[1], width), as_heads(parts[2], width)};
+  if (options.rotation.defined()) {
+    heads.q = rotate(heads.q, options.rotation);
+    heads.k = rotate(heads.k, options.rotation);
+  }
+  return heads;
+}
+
+// One kernel each way: backward puts the three gradients back together while it turns them.
+struct RotateAndSplit : torch::autograd::Function<RotateAndSplit> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& qkv,
+                               const at::Tensor& rotation, int64_t heads, int64_t kv_heads) {
+    const int64_t width = qkv.size(2) / (heads + 2 * kv_heads);
+    const at::Tensor turned = cuda::rotate_heads(qkv.contiguous(), rotation, heads + kv_heads);
+    context->saved_data["rotation"] = rotation;
+    const auto parts =
+        turned.split_with_sizes({heads * width, kv_heads * width, kv_heads * width}, 2);
+    return {as_heads(parts[0], width), as_heads(parts[1], width), as_heads(parts[2], width)};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor rotation = context->saved_data["rotation"].toTensor();
+    return {cuda::merge_heads(gradients[0], gradients[1], gradients[2], rotation), at::Tensor(),
+            at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+Heads split_heads(const at::Tensor& qkv, const HeadOptions& options) {
+  check_shapes(qkv, options);
+  if (!options.rotation.defined() || !cuda::has_fused_kernels(qkv)) {
+    return split_by_operators(qkv, options);
+  }
+  const auto heads = RotateAndSplit::apply(qkv, options.rotation, options.heads, options.kv_heads);
+  return {heads[0], heads[1], heads[2]};
+}
+
+at::Tensor rotary_table(std::span<const double> frequencies, int64_t positions) {
+  const at::Tensor frequency =
+      at::tensor(at::ArrayRef<double>(frequencies.data(), frequencies.size()), at::kDouble);
+  const at::Tensor angles = at::outer(at::arange(positions, at::kDouble), frequency);
+  return at::stack({angles.cos(), angles.sin()}).to(at::kFloat);
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,30 @@
+#include "lockstep/nn/linear.h"
+
+#include <ATen/ATen.h>
+
+namespace lockstep::nn {
+
+LinearImpl::LinearImpl(int64_t in, int64_t out, LinearOptions options)
+    : in_(in), out_(out), options_(options) {
+  reset();
+}
+
+void LinearImpl::reset() {
+  weight = register_parameter("weight", at::empty({out_, in_}, options_.tensors));
+  if (options_.bias) {
+    bias = register_parameter("bias", at::empty({out_}, options_.tensors));
+  } else {
+    bias = register_parameter("bias", {}, /*requires_grad=*/false);
+  }
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& input) const {
+  return at::linear(input, weight, bias);
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "lockstep::nn::Linear(in=" << in_ << ", out=" << out_
+         << ", bias=" << (options_.bias ? "true" : "false") << ")";
+}
+
+}  // namespace lockstep::nn

@@ -1,0 +1,43 @@
+// A linear map of the last dimension.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <ostream>
+
+namespace lockstep::nn {
+
+struct LinearOptions {
+  bool bias = true;
+  at::TensorOptions tensors = {};  // dtype and device of the parameters
+};
+
+// Computes what torch::nn::Linear does. Parameters begin without values: initialize() gives them.
+class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
+ public:
+  LinearImpl(int64_t in, int64_t out, LinearOptions options = {});
+
+  at::Tensor forward(const at::Tensor& input) const;  // (..., in) -> (..., out)
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  at::Tensor weight;  // (out, in)
+  at::Tensor bias;    // (out), or undefined
+
+ private:
+  int64_t in_, out_;
+  LinearOptions options_;
+};
+
+class Linear : public torch::nn::ModuleHolder<LinearImpl> {
+ public:
+  using torch::nn::ModuleHolder<LinearImpl>::ModuleHolder;
+  Linear(int64_t in, int64_t out, LinearOptions options = {})
+      : ModuleHolder(std::make_shared<LinearImpl>(in, out, options)) {}
+};
+
+}  // namespace lockstep::nn

@@ -1,0 +1,7 @@
+#include "lockstep/optim/adamw_cuda.h"
+
+namespace lockstep::optim::detail::cuda {
+
+bool adamw(const Update&, const AdamWFactors&) { return false; }
+
+}  // namespace lockstep::optim::detail::cuda

@@ -1,0 +1,222 @@
+// Saved tensors are intercepted by an engine of our own, the only way to do so from C++: autograd
+// asks its default engine for hooks whenever a node saves a tensor. In the first call the hooks
+// keep a number instead of the tensor; the first time that backward wants one of them, the function
+// is called again under hooks that collect the tensors in the same order.
+#include "lockstep/parallel/recompute.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/optim/autocast.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+using torch::autograd::SavedVariableHooks;
+
+// The state of torch's generators: of the CPU, and of the current CUDA device.
+class GeneratorStates {
+ public:
+  GeneratorStates() {
+    for (at::Generator& generator : all_) {
+      const std::lock_guard lock(generator.mutex());
+      states_.push_back(generator.get_state());
+    }
+  }
+  void restore() const {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      at::Generator generator = all_[i];
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(states_[i]);
+    }
+  }
+
+ private:
+  static std::vector<at::Generator> generators() {
+    std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
+    if (at::hasCUDA()) all.push_back(at::globalContext().defaultGenerator(at::kCUDA));
+    return all;
+  }
+  std::vector<at::Generator> all_ = generators();
+  std::vector<at::Tensor> states_;
+};
+
+// Sets generators and random context back for a scope, and leaves them as they were before it.
+class Past {
+ public:
+  Past(const GeneratorStates& states, const std::shared_ptr<nn::RandomContext>& random,
+       const nn::RandomContext& was)
+      : random_(random) {
+    states.restore();
+    if (random_) now_ = std::exchange(*random_, was);
+  }
+  ~Past() {
+    present_.restore();
+    if (random_) *random_ = now_;
+  }
+  Past(const Past&) = delete;
+  Past& operator=(const Past&) = delete;
+
+ private:
+  GeneratorStates present_;
+  std::shared_ptr<nn::RandomContext> random_;
+  nn::RandomContext now_;
+};
+
+// Thrown out of the second call when all that was asked for is there.
+struct Enough {};
+
+}  // namespace
+
+// One call of a function, and its repetition.
+struct Frame {
+  Frame(std::function<void()> again, RecomputeOptions options)
+      : again(std::move(again)),
+        random(std::move(options.random)),
+        was(random ? *random : nn::RandomContext{}),
+        cpu(optim::current_autocast(at::kCPU)),
+        cuda(optim::current_autocast(at::kCUDA)) {}
+
+  at::Tensor take(size_t index);
+  void repeat();
+
+  const std::function<void()> again;
+  const std::shared_ptr<nn::RandomContext> random;
+  const nn::RandomContext was;
+  const GeneratorStates generators;
+  const optim::AutocastOptions cpu, cuda;
+  size_t count = 0;                // saved in the first call
+  std::vector<at::Tensor> values;  // collected in the second; given away one by one
+};
+
+namespace {
+
+struct Active {
+  std::shared_ptr<Frame> frame;  // none: recomputation is off in a scope
+  bool collects = false;
+};
+
+// Whose saved tensors these are is a matter of the thread that runs the operators, as for autograd
+// itself; there is nothing else that the engine's call could find it by.
+std::vector<Active>& active() {
+  thread_local std::vector<Active> stack;
+  return stack;
+}
+
+class Entry {
+ public:
+  explicit Entry(Active entry) { active().push_back(std::move(entry)); }
+  ~Entry() { active().pop_back(); }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+};
+
+// Newer versions ask hooks of Python for more.
+template <class Base>
+struct Complete : Base {};
+template <class Base>
+requires requires(const Base& hooks) { hooks.retrieve_unpack_hook_data(); }
+struct Complete<Base> : Base {
+  decltype(std::declval<const Base&>().retrieve_unpack_hook_data()) retrieve_unpack_hook_data()
+      const override {
+    throw Error("[recompute] recomputed tensors cannot be traced");
+  }
+};
+
+class Numbered : public Complete<SavedVariableHooks> {
+ public:
+  explicit Numbered(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  void call_pack_hook(const at::Tensor&) override { index_ = frame_->count++; }
+  at::Tensor call_unpack_hook() override { return frame_->take(index_); }
+
+ private:
+  std::shared_ptr<Frame> frame_;
+  size_t index_ = 0;
+};
+
+class Collecting : public Complete<SavedVariableHooks> {
+ public:
+  explicit Collecting(Frame& frame) : frame_(frame) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    frame_.values.push_back(tensor.detach());
+    if (frame_.values.size() == frame_.count) throw Enough{};
+  }
+  at::Tensor call_unpack_hook() override {
+    throw Error("[recompute] the function runs a backward of its own, must not");
+  }
+
+ private:
+  Frame& frame_;
+};
+
+class HookEngine : public torch::autograd::Engine {
+ public:
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const auto& stack = active();
+    if (stack.empty()) return nullptr;
+    const Active& top = stack.back();
+    if (top.collects) return std::make_unique<Collecting>(*top.frame);
+    return std::make_unique<Numbered>(top.frame);
+  }
+};
+
+void install_engine() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    torch::autograd::set_default_engine_stub([]() -> torch::autograd::Engine& {
+      // Never destroyed, like torch's own: its threads may outlive everything.
+      static auto* const engine = new HookEngine;
+      return *engine;
+    });
+  });
+}
+
+}  // namespace
+
+void Frame::repeat() {
+  values.clear();
+  const Past past(generators, random, was);
+  const optim::AutocastGuard cpu_autocast(cpu);
+  std::optional<optim::AutocastGuard> cuda_autocast;
+  if (at::hasCUDA()) cuda_autocast.emplace(cuda);
+  const c10::AutoGradMode grad(true);
+  const Entry entry(
+      {.frame = std::shared_ptr<Frame>(std::shared_ptr<Frame>(), this), .collects = true});
+  try {
+    again();
+  } catch (const Enough&) {
+  }
+}
+
+at::Tensor Frame::take(size_t index) {
+  if (index >= values.size() || !values[index].defined()) repeat();
+  if (values.size() != count) {
+    throw Error(
+        format("[recompute] the function kept {} tensors for backward, and {} when it was "
+               "called again; it must compute the same again",
+               count, values.size()));
+  }
+  return std::exchange(values[index], {});
+}
+
+RecomputeScope::RecomputeScope(std::function<void()> again, RecomputeOptions options)
+    : active_(c10::GradMode::is_enabled()) {
+  if (!active_) return;
+  install_engine();
+  active().push_back({.frame = std::make_shared<Frame>(std::move(again), std::move(options))});
+}
+
+RecomputeScope::~RecomputeScope() {
+  if (active_) active().pop_back();
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,22 @@
+// Where a rank computes. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/config/train_config.h"
+
+namespace lockstep::train {
+
+// The device that the configuration asks for. ConfigError where there is none, or where it cannot
+// multiply matrices of the configured dtype.
+c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group);
+
+// What CUDA's allocator has had at most, and a limit for it from now on; device_cuda.cpp, or
+// device_no_cuda.cpp in builds without CUDA.
+int64_t peak_cuda_bytes();
+void limit_cuda_memory(int64_t bytes, c10::Device device);
+
+}  // namespace lockstep::train

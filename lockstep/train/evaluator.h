@@ -1,0 +1,38 @@
+// The loss on text that is not trained on.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/formats/corpus.h"
+#include "lockstep/model/language_model.h"
+
+namespace lockstep::train {
+
+struct EvaluatorOptions {
+  int64_t seq_len = 0, rows = 0;  // of a batch
+  int64_t max_tokens = 0;         // about how many are evaluated, spread over the data; 0: all
+  c10::Device device = at::kCPU;
+};
+
+// The same windows each time, whatever the number of ranks.
+class Evaluator {
+ public:
+  Evaluator(formats::Corpus corpus, comm::Group group, EvaluatorOptions options);
+
+  // Mean over all tokens of all ranks' shares. The model is in eval mode meanwhile. Collective.
+  double loss(model::LanguageModelImpl& model) const;
+  int64_t tokens() const;  // that are evaluated
+  bool empty() const { return batches_ == 0; }
+
+ private:
+  // Of batch i of `batches_`, the first window.
+  int64_t first_window(int64_t batch) const;
+
+  formats::Corpus corpus_;
+  comm::Group group_;
+  EvaluatorOptions options_;
+  int64_t windows_, batches_;
+};
+
+}  // namespace lockstep::train

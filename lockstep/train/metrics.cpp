@@ -1,0 +1,76 @@
+#include "lockstep/train/metrics.h"
+
+#include <sys/resource.h>
+
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/train/device.h"
+
+namespace lockstep::train {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json number(double value) { return std::isfinite(value) ? Json(value) : Json(); }
+
+// The lines of steps up to `last_step`; a line that was cut off by a crash ends them.
+std::vector<std::string> kept_lines(const std::string& path, int64_t last_step) {
+  std::vector<std::string> kept;
+  std::ifstream old(path);
+  for (std::string line; std::getline(old, line);) {
+    const Json parsed = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!parsed.is_object() || !parsed.contains("step")) break;
+    if (parsed["step"].get<int64_t>() <= last_step) kept.push_back(line);
+  }
+  return kept;
+}
+
+}  // namespace
+
+MetricsFile::MetricsFile(const std::string& path, int64_t last_step) {
+  if (path.empty()) return;
+  const auto kept = last_step > 0 ? kept_lines(path, last_step) : std::vector<std::string>{};
+  const auto folder = std::filesystem::path(path).parent_path();
+  std::error_code failure;
+  if (!folder.empty()) std::filesystem::create_directories(folder, failure);
+  file_.open(path, std::ios::trunc);
+  if (!file_) {
+    throw ConfigError(format("metrics.file: cannot write {}; choose another place", path));
+  }
+  for (const std::string& text : kept) line(text);
+}
+
+void MetricsFile::line(const std::string& text) {
+  if (file_.is_open()) file_ << text << "\n" << std::flush;
+}
+
+void MetricsFile::write(const StepMetrics& metrics) {
+  Json object{{"step", metrics.step},
+              {"loss", number(metrics.loss)},
+              {"grad_norm", number(metrics.grad_norm)},
+              {"lr", metrics.lr},
+              {"tokens_per_s", metrics.tokens_per_s},
+              {"step_ms", metrics.step_ms},
+              {"comm_ms", metrics.comm_ms},
+              {"peak_bytes", metrics.peak_bytes}};
+  if (metrics.skipped) object["skipped"] = true;
+  line(object.dump());
+}
+
+void MetricsFile::write_evaluation(int64_t step, double loss) {
+  line(Json{{"step", step}, {"validation_loss", number(loss)}}.dump());
+}
+
+int64_t peak_bytes(bool on_cuda) {
+  if (on_cuda) return peak_cuda_bytes();
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,42 @@
+// One JSON object for each step.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <string>
+
+namespace lockstep::train {
+
+struct StepMetrics {
+  int64_t step = 0;      // counted from 1
+  double loss = 0;       // mean over all tokens of the global batch
+  double grad_norm = 0;  // before clipping
+  double lr = 0;
+  double tokens_per_s = 0;
+  double step_ms = 0;
+  double comm_ms = 0;  // that this rank waited for communication
+  int64_t peak_bytes = 0;
+  bool skipped = false;  // the gradients were not finite, and no rank stepped
+};
+
+// Appends lines to a file, each flushed. Numbers that JSON does not have become null. Without a
+// path it does nothing.
+class MetricsFile {
+ public:
+  // Lines of steps after `last_step`, which a run that is resumed does again, are dropped; at step
+  // 0 the file begins anew. ConfigError where it cannot be written.
+  MetricsFile(const std::string& path, int64_t last_step);
+
+  void write(const StepMetrics& metrics);
+  void write_evaluation(int64_t step, double loss);
+
+ private:
+  void line(const std::string& text);
+  std::ofstream file_;
+};
+
+// The most memory that this process has had: the device's allocator's where there is one, else the
+// system's count of resident bytes.
+int64_t peak_bytes(bool on_cuda);
+
+}  // namespace lockstep::train

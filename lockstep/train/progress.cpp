@@ -1,0 +1,126 @@
+#include "lockstep/train/progress.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <string_view>
+
+#include "lockstep/core/format.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr int kMinimalBar = 10, kMaximalBar = 40;
+
+void write_out(std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t count = write(STDOUT_FILENO, text.data(), text.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return;
+    text.remove_prefix(static_cast<size_t>(count));
+  }
+}
+
+int terminal_width() {
+  winsize size{};
+  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+bool is_terminal() {
+  const char* const type = std::getenv("TERM");
+  return isatty(STDOUT_FILENO) == 1 && type != nullptr && std::string_view(type) != "dumb";
+}
+
+}  // namespace
+
+std::string short_number(double value) {
+  for (const auto& [unit, name] : {std::pair{1e9, "G"}, {1e6, "M"}, {1e3, "k"}}) {
+    if (value < unit) continue;
+    const double scaled = value / unit;
+    return format("{:.{}f}{}", scaled, scaled < 9.995 ? 2 : scaled < 99.95 ? 1 : 0, name);
+  }
+  return format("{:.0f}", value);
+}
+
+std::string short_bytes(int64_t bytes) {
+  const auto value = static_cast<double>(bytes);
+  if (bytes >= int64_t{1} << 30) return format("{:.1f} GB", value / (1 << 30));
+  if (bytes >= int64_t{1} << 20) return format("{:.0f} MB", value / (1 << 20));
+  return format("{:.0f} kB", value / (1 << 10));
+}
+
+std::string short_time(double seconds) {
+  const auto whole = static_cast<int64_t>(std::lround(std::max(seconds, 0.0)));
+  if (whole < 60) return format("{}s", whole);
+  if (whole < 3600) return format("{}m{:02}s", whole / 60, whole % 60);
+  return format("{}h{:02}m", whole / 3600, whole / 60 % 60);
+}
+
+Progress::Progress(bool speaks, int64_t first_step, int64_t total_steps, int64_t log_every)
+    : speaks_(speaks),
+      terminal_(speaks && is_terminal()),
+      first_step_(first_step),
+      total_steps_(total_steps),
+      log_every_(std::max<int64_t>(log_every, 1)),
+      start_(Clock::now()) {}
+
+Progress::~Progress() { clear_bar(); }
+
+void Progress::line(const std::string& text) {
+  if (!speaks_) return;
+  clear_bar();
+  write_out(text + "\n");
+}
+
+void Progress::step(const StepMetrics& metrics) {
+  if (!speaks_) return;
+  if (metrics.step % log_every_ == 0 || metrics.step == first_step_ + 1 ||
+      metrics.step == total_steps_) {
+    const auto width = std::to_string(total_steps_).size();
+    line(format(
+        "step {:>{}}/{}  loss {:.4f}  grad {:.3f}  lr {:.2e}  {:>5} tok/s  {:>4.0f} ms  {}  "
+        "left {}{}",
+        metrics.step, width, total_steps_, metrics.loss, metrics.grad_norm, metrics.lr,
+        short_number(metrics.tokens_per_s), metrics.step_ms, short_bytes(metrics.peak_bytes),
+        short_time(seconds_left(metrics.step)), metrics.skipped ? "  skipped: not finite" : ""));
+  }
+  if (terminal_) draw_bar(metrics.step);
+}
+
+void Progress::pause() { paused_at_ = Clock::now(); }
+
+void Progress::resume() { paused_seconds_ += seconds_since(paused_at_); }
+
+double Progress::seconds_left(int64_t step) const {
+  const double spent = seconds_since(start_) - paused_seconds_;
+  return spent / static_cast<double>(std::max<int64_t>(step - first_step_, 1)) *
+         static_cast<double>(total_steps_ - step);
+}
+
+void Progress::draw_bar(int64_t step) {
+  const double done = static_cast<double>(step) / static_cast<double>(total_steps_);
+  const std::string words = format(" {:3.0f}%  step {}/{}  left {}", 100 * done, step, total_steps_,
+                                   short_time(seconds_left(step)));
+  const int room = terminal_width() - 1 - static_cast<int>(words.size()) - 2;
+  std::string text = words.substr(1);
+  if (room >= kMinimalBar) {
+    const int width = std::min(room, kMaximalBar), filled = static_cast<int>(done * width);
+    text = "[" + std::string(static_cast<size_t>(filled), '#') +
+           std::string(static_cast<size_t>(width - filled), '.') + "]" + words;
+  }
+  text.resize(std::min(text.size(), static_cast<size_t>(std::max(terminal_width() - 1, 0))));
+  write_out("\r\x1b[K" + text);
+  bar_drawn_ = true;
+}
+
+void Progress::clear_bar() {
+  if (bar_drawn_) write_out("\r\x1b[K");
+  bar_drawn_ = false;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,348 @@
+#include "lockstep/train/trainer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/config/inputs.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+#include "lockstep/core/version.h"
+#include "lockstep/formats/batch_reader.h"
+#include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/formats/entropy.h"
+#include "lockstep/mesh/mesh.h"
+#include "lockstep/model/hugging_face.h"
+#include "lockstep/model/language_model.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/lr_schedule.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/optim/step_guard.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/train/batches.h"
+#include "lockstep/train/device.h"
+#include "lockstep/train/evaluator.h"
+#include "lockstep/train/metrics.h"
+#include "lockstep/train/progress.h"
+#include "lockstep/train/stop_request.h"
+
+namespace lockstep::train {
+namespace {
+
+using config::TrainConfig;
+using parallel::DistributedDataParallel;
+
+// The same number on every rank: what a sum over threads depends on.
+int set_threads(const TrainConfig& config, const comm::Group& group) {
+  const int threads = config.threads(at::get_num_threads());
+  at::set_num_threads(threads);
+  const at::Tensor all = at::empty({group.size()}, at::kInt);
+  comm::all_gather(all, at::full({1}, threads, at::kInt), group, {.tag = "threads"}).wait();
+  if (config.train.reproducible && !all.eq(threads).all().item<bool>()) {
+    throw ConfigError(
+        format("train.reproducible needs the same number of threads on every rank; "
+               "they have from {} to {}: set train.threads",
+               all.min().item<int>(), all.max().item<int>()));
+  }
+  return threads;
+}
+
+model::LanguageModel make_model(const TrainConfig& config, c10::Device device) {
+  const bool half = config.train.dtype == config::Precision::bfloat16;
+  const auto tensors = at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
+  model::LanguageModel model(config.model, {.tensors = tensors, .recompute = config.recompute()});
+  if (config.model_path.empty()) {
+    model::initialize(*model, static_cast<uint64_t>(config.train.seed));
+  } else {
+    model::load_hugging_face(*model, config.model_path);
+  }
+  model->random().seed = static_cast<uint64_t>(config.train.seed);
+  return model;
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
+                                                 const torch::nn::Module& model) {
+  const config::OptimConfig& options = config.optim;
+  auto groups = optim::decay_groups(model, options.weight_decay);
+  if (options.name == config::OptimizerKind::sgd) {
+    return std::make_unique<optim::SGD>(
+        std::move(groups), optim::SGDOptions{.lr = options.lr, .momentum = options.momentum});
+  }
+  return std::make_unique<optim::AdamW>(std::move(groups),
+                                        optim::AdamWOptions{.lr = options.lr,
+                                                            .beta1 = options.betas[0],
+                                                            .beta2 = options.betas[1],
+                                                            .eps = options.eps});
+}
+
+optim::LrSchedule make_schedule(const TrainConfig& config) {
+  return optim::LrSchedule(optim::parse_schedule(config.optim.schedule),
+                           {.lr = config.optim.lr,
+                            .warmup_steps = config.warmup(),
+                            .total_steps = config.train.steps,
+                            .decay_steps = config.optim.decay_steps,
+                            .min_ratio = config.optim.min_lr_ratio});
+}
+
+TrainConfig with_model(TrainConfig config, int64_t tokenizer_vocab) {
+  config.model = config::resolve_model(config, tokenizer_vocab);
+  return config;
+}
+
+}  // namespace
+
+struct Trainer::State {
+  State(TrainConfig given, comm::Group group);
+
+  void resume();
+  End run();
+  StepMetrics step();
+  void say_what_is_trained();
+  void evaluate();
+  void save();
+
+  const comm::Group world;
+  const mesh::Mesh mesh;
+  const comm::Group dp;
+  const config::Data data;
+  const TrainConfig config;
+  const int threads;
+  const c10::Device device;
+  const int64_t accumulation, global_batch;
+  model::LanguageModel model;
+  DistributedDataParallel<model::LanguageModel> ddp;
+  const std::unique_ptr<optim::Optimizer> optimizer;
+  const std::vector<at::Tensor> parameters;
+  const optim::LrSchedule schedule;
+  optim::StepGuard guard;
+  const Evaluator evaluator;
+  int64_t done = 0;     // steps
+  int64_t samples = 0;  // that these steps have seen
+  int64_t saved_at = -1;
+  bool stopping = false;
+  std::string resumed_from;
+  std::optional<formats::BatchReader> reader;
+  std::optional<MetricsFile> metrics;
+  std::optional<Progress> progress;
+  StopRequest stop;
+};
+
+Trainer::State::State(TrainConfig given, comm::Group group)
+    : world(std::move(group)),
+      mesh(mesh::Mesh::parallel(world, given.dims(world.size()))),
+      dp(mesh["dp"]),
+      data(config::open_data(given)),
+      config(with_model(std::move(given), data.tokenizer.vocab_size())),
+      threads(set_threads(config, world)),
+      device(choose_device(config, world)),
+      accumulation(config.accumulation(world.size())),
+      global_batch(config.global_batch(world.size())),
+      model(make_model(config, device)),
+      ddp(parallel::ddp(model, dp, {.reproducible = config.train.reproducible})),
+      optimizer(make_optimizer(config, *model)),
+      parameters(optimizer->parameters()),
+      schedule(make_schedule(config)),
+      guard(dp),
+      evaluator(data.validation, dp,
+                {.seq_len = config.train.seq_len,
+                 .rows = config.train.micro_batch,
+                 .max_tokens = config.train.eval_tokens,
+                 .device = device}) {
+  if (config.memory.max_per_device > 0 && device.is_cuda()) {
+    limit_cuda_memory(config.memory.max_per_device, device);
+  }
+  if (config.train.reproducible && device.is_cuda()) {
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  }
+  resume();
+  reader.emplace(data.train, formats::BatchPlan{.seq_len = config.train.seq_len,
+                                                .micro_batch = config.train.micro_batch,
+                                                .accumulation = accumulation,
+                                                .dp = dp.size(),
+                                                .dp_rank = dp.rank(),
+                                                .seed = static_cast<uint64_t>(config.train.seed),
+                                                .vocab = config.model.vocab,
+                                                .first_sample = samples});
+  const bool speaks = world.rank() == 0;
+  metrics.emplace(speaks ? config.metrics.file : "", done);
+  progress.emplace(speaks, done, config.train.steps, config.train.log_every);
+}
+
+void Trainer::State::resume() {
+  const auto path = config::find_checkpoint(config.checkpoint);
+  if (!path) return;
+  const auto manifest = checkpoint::load(
+      *path, checkpoint::slices_of(*model) + checkpoint::slices_of(*optimizer), world);
+  done = manifest.step;
+  samples = std::stoll(manifest.state.at("samples"));
+  saved_at = config.checkpoint.resume == "auto" ? done : -1;
+  resumed_from = *path;
+}
+
+void Trainer::State::say_what_is_trained() {
+  const auto dims = config.dims(world.size());
+  progress->line(format(
+      "lockstep {}: {} rank{} ({}), {} thread{} each, {} on {}", LOCKSTEP_VERSION, world.size(),
+      world.size() > 1 ? "s" : "", world.size() > 1 ? world.backend() : "alone", threads,
+      threads > 1 ? "s" : "",
+      config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
+  progress->line(format("model  {}; {} parameters", config.model.describe(),
+                        short_number(static_cast<double>(config.model.parameters()))));
+  progress->line(format("data   {}; {} tokens held out", data.train.describe(),
+                        short_number(static_cast<double>(data.validation.size()))));
+  if (config.model.vocab <= 256) {
+    if (const auto entropy = formats::entropy(data.train)) {
+      progress->line(
+          format("       a model that knows how often each token occurs has loss {:.3f}; "
+                 "after each other token, {:.3f}",
+                 entropy->unigram, entropy->bigram));
+    }
+  }
+  progress->line(
+      format("batch  {} rows of {} tokens: {} dp x {} rows x {} accumulated; {} steps, "
+             "{} epochs",
+             global_batch, config.train.seq_len, dims.dp, config.train.micro_batch, accumulation,
+             config.train.steps,
+             format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
+                                  static_cast<double>(reader->samples()))));
+  if (!resumed_from.empty()) {
+    progress->line(format("resume {} at step {}", resumed_from, done));
+  }
+}
+
+// One exchange for the losses of all micro-batches, which are summed in the order of the batch, and
+// for whether any rank was asked to stop.
+struct StepSums {
+  double loss;
+  bool stop;
+};
+
+static StepSums combine(const std::vector<at::Tensor>& losses, bool stop, const comm::Group& dp) {
+  const auto count = static_cast<int64_t>(losses.size());
+  const at::Tensor mine = at::empty({count + 1}, at::kDouble);
+  mine.narrow(0, 0, count).copy_(at::stack(losses));
+  mine[count] = stop ? 1 : 0;
+  const at::Tensor all = at::empty({dp.size(), count + 1}, at::kDouble);
+  comm::all_gather(all, mine, dp, {.tag = "losses"}).wait();
+  StepSums sums{0, false};
+  const auto values = all.accessor<double, 2>();
+  for (int64_t rank = 0; rank < dp.size(); ++rank) {
+    for (int64_t i = 0; i < count; ++i) sums.loss += values[rank][i];
+    sums.stop = sums.stop || values[rank][count] != 0;
+  }
+  sums.loss /= dp.size();
+  return sums;
+}
+
+StepMetrics Trainer::State::step() {
+  const trace::Span span("train", "step");
+  const auto start = Clock::now();
+  const auto blocked = world.blocked_time();
+  const auto tokens = static_cast<double>(global_batch * config.train.seq_len);
+  std::vector<at::Tensor> losses;
+  for (int64_t i = 0; i < accumulation; ++i) {
+    const Tensors batch = to_tensors(reader->next(), config.train.seq_len, device);
+    model->random().position = {.step = static_cast<uint32_t>(done),
+                                .micro_batch = static_cast<uint32_t>(dp.rank() * accumulation + i)};
+    std::optional<parallel::NoSync> no_sync;
+    if (i + 1 < accumulation) no_sync.emplace(ddp.no_sync());
+    // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
+    const at::Tensor loss =
+        nn::cross_entropy(ddp.forward(batch.input).flatten(0, 1), batch.target,
+                          {.scale = dp.size() / tokens, .overwrite_logits = true});
+    loss.backward();
+    losses.push_back(loss.detach());
+  }
+  const double norm = config.optim.clip > 0 ? optim::clip_grad_norm(parameters, config.optim.clip)
+                                            : optim::grad_norm(parameters);
+  StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
+  optimizer->set_lr(result.lr);
+  result.skipped = !guard.step(*optimizer, norm);
+  optimizer->zero_grad();
+  const StepSums sums = combine(losses, stop.signal() != 0, dp);
+  ++done;
+  samples += global_batch;
+  stopping = sums.stop;
+  result.loss = sums.loss;
+  const double seconds = seconds_since(start);
+  result.step_ms = 1e3 * seconds;
+  result.tokens_per_s = tokens / seconds;
+  result.comm_ms =
+      std::chrono::duration<double, std::milli>(world.blocked_time() - blocked).count();
+  result.peak_bytes = peak_bytes(device.is_cuda());
+  return result;
+}
+
+void Trainer::State::evaluate() {
+  if (evaluator.empty()) return;
+  progress->pause();
+  const double loss = evaluator.loss(*model);
+  progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
+                        loss, std::exp(loss),
+                        short_number(static_cast<double>(evaluator.tokens()))));
+  metrics->write_evaluation(done, loss);
+  progress->resume();
+}
+
+void Trainer::State::save() {
+  if (config.checkpoint.dir.empty() || saved_at == done) return;
+  progress->pause();
+  const auto start = Clock::now();
+  const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*optimizer);
+  const std::string path =
+      checkpoint::save(config.checkpoint.dir,
+                       {.step = done,
+                        .slices = slices,
+                        .state = {{"samples", std::to_string(samples)},
+                                  {"tokens", std::to_string(samples * config.train.seq_len)}},
+                        .config = config::to_json(config)},
+                       world);
+  if (world.rank() == 0 && config.checkpoint.keep > 0) {
+    formats::prune(config.checkpoint.dir, static_cast<int>(config.checkpoint.keep));
+  }
+  saved_at = done;
+  progress->line(format("step {}: saved {} ({:.1f} s)", done, path, seconds_since(start)));
+  progress->resume();
+}
+
+End Trainer::State::run() {
+  say_what_is_trained();
+  int64_t evaluated_at = -1;
+  const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
+  while (done < config.train.steps && !stopping) {
+    const StepMetrics result = step();
+    metrics->write(result);
+    progress->step(result);
+    if (due(config.train.eval_every)) {
+      evaluate();
+      evaluated_at = done;
+    }
+    if (due(config.checkpoint.every)) save();
+  }
+  save();
+  if (stopping && done < config.train.steps) {
+    progress->line(format("stopped at step {} of {}", done, config.train.steps));
+    return End::stopped;
+  }
+  if (evaluated_at != done) evaluate();
+  return End::finished;
+}
+
+Trainer::Trainer(config::TrainConfig config, comm::Group group)
+    : state_(std::make_unique<State>(std::move(config), std::move(group))) {}
+
+Trainer::~Trainer() = default;
+
+End Trainer::run() { return state_->run(); }
+
+}  // namespace lockstep::train

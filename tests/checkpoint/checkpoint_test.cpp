@@ -1,0 +1,194 @@
+#include "lockstep/checkpoint/checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/formats/safetensors.h"
+#include "lockstep/optim/adamw.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::HasSubstr;
+
+at::Tensor counting(at::IntArrayRef sizes, double first = 0) {
+  return (at::arange(layout::numel_of(sizes.vec()), at::kFloat) + first).view(sizes);
+}
+
+// Rows [begin, end) of `whole`, as a rank would hold them.
+NamedSlice rows(const std::string& name, const at::Tensor& whole, int64_t begin, int64_t end) {
+  const auto placement =
+      layout::Placement::whole(name, whole.sizes().vec(), {"dp"}).narrow(0, {begin, end}, "dp");
+  return {placement, whole.narrow(0, begin, end - begin).clone()};
+}
+
+TEST(Checkpoint, AModelAndItsOptimizerComeBack) {
+  const test::TempDir folder;
+  const auto make = [] {
+    torch::nn::Sequential model(torch::nn::Linear(6, 4), torch::nn::BatchNorm1d(4),
+                                torch::nn::Linear(4, 2));
+    return model;
+  };
+  auto model = make(), other = make();
+  optim::AdamW optimizer(*model), second(*other);
+  for (int i = 0; i < 3; ++i) {
+    optimizer.zero_grad();
+    model->forward(counting({5, 6}, i)).square().sum().backward();
+    optimizer.step();
+  }
+  const std::string path = save(folder.path(), {.step = 3,
+                                                .slices = slices_of(*model) + slices_of(optimizer),
+                                                .state = {{"samples", "15"}},
+                                                .config = R"({"a": 1})"});
+  const auto manifest = load(path, slices_of(*other) + slices_of(second));
+  EXPECT_EQ(manifest.step, 3);
+  EXPECT_EQ(manifest.state.at("samples"), "15");
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_TRUE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
+  }
+  for (const auto& item : model->named_buffers()) {
+    EXPECT_TRUE(at::equal(item.value(), other->named_buffers()[item.key()])) << item.key();
+  }
+  const auto state = optimizer.state(), loaded = second.state();
+  ASSERT_EQ(state.size(), loaded.size());
+  for (size_t i = 0; i < state.size(); ++i) {
+    EXPECT_TRUE(at::equal(state[i].tensor, loaded[i].tensor)) << state[i].name;
+  }
+  // The model alone.
+  auto third = make();
+  load(path, slices_of(*third), {}, {.may_ignore = {"optim."}});
+  EXPECT_TRUE(at::equal(third->parameters()[0], model->parameters()[0]));
+}
+
+TEST(Checkpoint, RanksThatHoldTheSameShareTheWriting) {
+  const test::TempDir folder;
+  const std::vector<std::string> names{"a", "b", "c", "d", "e"};
+  comm::run_threads(3, [&](const comm::Group& group) {
+    std::vector<NamedSlice> slices;
+    for (const std::string& name : names) {
+      slices.push_back({layout::Placement::whole(name, {4, 2}), counting({4, 2}, name[0])});
+    }
+    save(folder.path(), {.step = 1, .slices = slices}, group);
+  });
+  std::map<std::string, int> written;
+  int files = 0;
+  for (const auto& entry : fs::directory_iterator(folder.path() + "/step-00000001")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    ++files;
+    const formats::SafetensorsFile file(entry.path());
+    for (const auto& tensor : file.entries()) ++written[tensor.name];
+  }
+  EXPECT_EQ(files, 3);
+  for (const std::string& name : names) EXPECT_EQ(written[name], 1) << name;
+}
+
+// Shards of one layout, read into another.
+TEST(Checkpoint, AnyLayoutReadsAnyOther) {
+  const test::TempDir folder;
+  const at::Tensor weight = counting({10, 3}), bias = counting({7}, 100), scale = at::tensor(2.5F);
+  const auto slices_for = [&](const comm::Group& group) {
+    const int64_t n = group.size(), r = group.rank();
+    const auto cut = [&](int64_t size, int64_t i) { return size * i / n; };
+    return std::vector<NamedSlice>{rows("weight", weight, cut(10, r), cut(10, r + 1)),
+                                   rows("bias", bias, cut(7, r), cut(7, r + 1)),
+                                   {layout::Placement::whole("scale", {}), scale.clone()}};
+  };
+  for (const int from : {1, 2, 3}) {
+    comm::run_threads(from, [&](const comm::Group& group) {
+      save(folder.path(), {.step = from, .slices = slices_for(group)}, group);
+    });
+    for (const int to : {1, 2, 4}) {
+      std::atomic<int> different = 0;
+      comm::run_threads(to, [&](const comm::Group& group) {
+        auto targets = slices_for(group);
+        const auto expected = slices_for(group);
+        for (NamedSlice& target : targets) target.tensor.zero_();
+        load(folder.path() + "/" + formats::step_folder_name(from), targets, group);
+        for (size_t i = 0; i < targets.size(); ++i) {
+          if (!at::equal(targets[i].tensor, expected[i].tensor)) ++different;
+        }
+      });
+      EXPECT_EQ(different, 0) << from << " to " << to;
+    }
+  }
+}
+
+TEST(Checkpoint, ConvertsTypes) {
+  const test::TempDir folder;
+  const at::Tensor values = counting({8});
+  const std::string path =
+      save(folder.path(), {.step = 1, .slices = {{layout::Placement::whole("x", {8}), values}}});
+  const at::Tensor target = at::zeros({8}, at::kBFloat16);
+  load(path, {{layout::Placement::whole("x", {8}), target}});
+  EXPECT_TRUE(at::equal(target, values.to(at::kBFloat16)));
+}
+
+std::string failure(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Checkpoint, NamesWhatDoesNotFit) {
+  const test::TempDir folder;
+  const auto slice = [](const std::string& name, const layout::Shape& shape) {
+    return NamedSlice{layout::Placement::whole(name, shape), at::ones(shape)};
+  };
+  const std::string path = save(
+      folder.path(), {.step = 1, .slices = {slice("a", {2}), slice("b", {3}), slice("c", {4})}});
+  const NamedSlice wrong = slice("b", {5});
+  const NamedSlice right = slice("a", {2});
+  right.tensor.zero_();
+  const std::string text = failure([&] { load(path, {right, wrong, slice("d", {1})}); });
+  EXPECT_THAT(text, AllOf(HasSubstr("lacks: d"), HasSubstr("b is (3) there, (5) here"),
+                          HasSubstr("no: c")));
+  EXPECT_TRUE(at::equal(right.tensor, at::zeros({2})));  // nothing was written
+}
+
+// A rank that cannot write must not leave the others waiting, nor a checkpoint that looks whole.
+TEST(Checkpoint, OneRanksFailureIsEveryRanks) {
+  const test::TempDir folder;
+  std::vector<std::string> texts(2);
+  comm::run_threads(2, [&](const comm::Group& group) {
+    NamedSlice slice{layout::Placement::whole("x", {2}), at::ones({2})};
+    if (group.rank() == 1) slice.tensor = at::ones({3});  // not what its placement says
+    texts[static_cast<size_t>(group.rank())] =
+        failure([&] { save(folder.path(), {.step = 1, .slices = {slice}}, group); });
+  });
+  EXPECT_THAT(texts[0], AllOf(HasSubstr("rank 1 failed"), HasSubstr("(3), must be (2)")));
+  EXPECT_THAT(texts[1], HasSubstr("(3), must be (2)"));
+  EXPECT_TRUE(formats::list_complete(folder.path()).empty());
+}
+
+TEST(Checkpoint, DamageIsNoticed) {
+  const test::TempDir folder;
+  const NamedSlice slice{layout::Placement::whole("x", {100}), at::ones({100})};
+  const std::string path = save(folder.path(), {.step = 1, .slices = {slice}});
+  const std::string file = path + "/shard-00001-model-00001-of-00001.safetensors";
+  std::string bytes = test::read_file(file);
+  bytes.back() = 'x';
+  test::write_file(file, bytes);
+  EXPECT_THAT(failure([&] { load(path, {slice}); }), HasSubstr(file));
+}
+
+}  // namespace
+}  // namespace lockstep::checkpoint

@@ -1,0 +1,175 @@
+#include "lockstep/config/train_arguments.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "lockstep/config/schema_text.h"
+#include "lockstep/core/error.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::config {
+namespace {
+
+using testing::HasSubstr;
+using testing::StrEq;
+using testing::ThrowsMessage;
+using Words = std::vector<std::string>;
+
+// A file of this test, removed with it.
+class ConfigFile {
+ public:
+  explicit ConfigFile(const std::string& text) { test::write_file(path(), text); }
+  std::string path() const { return folder_.path() + "/run.toml"; }
+
+ private:
+  test::TempDir folder_;
+};
+
+void expect_refused(const Words& words, const std::string& message) {
+  EXPECT_THAT([&] { parse_train_arguments(words); }, ThrowsMessage<ConfigError>(StrEq(message)));
+}
+
+TEST(TrainArguments, FlagsInBothForms) {
+  const auto parsed =
+      parse_train_arguments({"-n", "4", "--train.steps=20", "--data.path", "a=b.txt",
+                             "--train.steps", "30", "--optim.lr=-0", "--metrics.file="});
+  EXPECT_EQ(parsed.ranks, 4);
+  EXPECT_EQ(parsed.config.train.steps, 30);  // the last of two
+  EXPECT_EQ(parsed.config.data.path, "a=b.txt");
+  EXPECT_EQ(parsed.config.metrics.file, "");
+  EXPECT_EQ(parsed.origins.at("train.steps"), Origin::flag);
+  EXPECT_EQ(parsed.origins.at("train.seq_len"), Origin::by_default);
+  EXPECT_FALSE(parsed.print_config);
+  EXPECT_FALSE(parsed.help);
+  EXPECT_EQ(parse_train_arguments({}).config, TrainConfig{});
+  EXPECT_EQ(parse_train_arguments({}).ranks, std::nullopt);
+}
+
+TEST(TrainArguments, FlagOverFile) {
+  const ConfigFile file("[train]\nsteps = 5\nseq_len = 64\n");
+  for (const Words& words : {Words{"--train.steps", "6", "--config", file.path()},
+                             Words{"--config=" + file.path(), "--train.steps", "6"}}) {
+    const auto parsed = parse_train_arguments(words);
+    EXPECT_EQ(parsed.config.train.steps, 6);
+    EXPECT_EQ(parsed.config.train.seq_len, 64);
+    EXPECT_EQ(parsed.config_file, file.path());
+    EXPECT_EQ(parsed.origins.at("train.seq_len"), Origin::file);
+    EXPECT_EQ(parsed.origins.at("train.steps"), Origin::flag);
+  }
+}
+
+TEST(TrainArguments, Refused) {
+  expect_refused({"--train.step", "5"}, "--train.step is not an option; did you mean train.steps?");
+  expect_refused({"--steps", "5"}, "--steps is not an option; did you mean train.steps?");
+  expect_refused({"--train.step"}, "--train.step is not an option; did you mean train.steps?");
+  expect_refused({"--train.steps"}, "--train.steps needs a value");
+  expect_refused({"--train.steps", "--train.seed"}, "--train.steps needs a value");
+  expect_refused({"--train.reproducible", "yes"},
+                 "--train.reproducible is 'yes', must be true or false");
+  expect_refused({"-n", "0"}, "-n is '0', must be a whole number at least 1");
+  expect_refused({"-n", "two"}, "-n is 'two', must be a whole number at least 1");
+  expect_refused({"file.toml"}, "'file.toml' is not understood; options are --SECTION.KEY VALUE");
+  expect_refused({"--print-config=yes"}, "--print-config takes no value, but has 'yes'");
+  expect_refused({"--config", "a", "--config", "b"}, "--config is given twice; a was the first");
+  expect_refused({"--config", "/nowhere/x"},
+                 "cannot read the configuration /nowhere/x: No such file or directory");
+  const ConfigFile file("[train]\nsteps = 5\n\nseqlen = 64\n");
+  expect_refused({"--config", file.path()},
+                 file.path() + ":4: train.seqlen is not an option; did you mean train.seq_len?");
+}
+
+TEST(TrainArguments, HelpComesFirst) {
+  EXPECT_TRUE(parse_train_arguments({"--nonsense", "--help"}).help);
+  EXPECT_TRUE(parse_train_arguments({"-h"}).help);
+  EXPECT_TRUE(parse_train_arguments({"--print-config"}).print_config);
+}
+
+TEST(TrainArguments, PrintedConfigReadsBack) {
+  const Words words{"--train.steps",
+                    "77",
+                    "--optim.betas",
+                    "0.8,0.9",
+                    "--optim.lr",
+                    "3e-4",
+                    "--data.path",
+                    "some \"data\".txt",
+                    "--model.kind",
+                    "llama",
+                    "--optim.warmup",
+                    "0",
+                    "--memory.max_per_device",
+                    "8GB",
+                    "--parallel.schedule",
+                    "1f1b",
+                    "--model.rope_scaling",
+                    "8,1,4,8192",
+                    "--data.validation",
+                    "0.1"};
+  const auto parsed = parse_train_arguments(words);
+  const std::string printed = print_config(parsed);
+  EXPECT_THAT(printed, HasSubstr("max_per_device = \"8GB\""));
+  EXPECT_THAT(printed, HasSubstr("[train]\nsteps = 77                                # flag\n"
+                                 "seq_len = 256                             # default\n"));
+  const ConfigFile file(printed);
+  const auto again = parse_train_arguments({"--config", file.path()});
+  EXPECT_EQ(again.config, parsed.config);
+  EXPECT_EQ(again.origins.at("train.seq_len"), Origin::file);
+}
+
+TEST(TrainArguments, HelpFitsATerminal) {
+  const std::string help = train_help();
+  std::istringstream lines(help);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 98u) << line;
+  TrainConfig config;
+  const Schema schema = train_schema(config);
+  for (const Section& section : schema.sections())
+    for (const Option& option : section.options)
+      EXPECT_THAT(help, HasSubstr("  --" + option.name + " "));
+}
+
+// docs/configuration.md comes from the schema. LOCKSTEP_UPDATE_HELP=1 writes it anew.
+TEST(TrainArguments, ReferencePageIsCurrent) {
+  TrainConfig config;
+  const std::string page =
+      "# Configuration of a training run\n\n"
+      "Every key is a flag of `lockstep train` and a key of its configuration file, with the same "
+      "name and meaning:\n\n"
+      "    lockstep train -n 2 --config run.toml --train.steps 500\n\n"
+      "A file is TOML or JSON:\n\n"
+      "    [train]                        {\"train\": {\"steps\": 500},\n"
+      "    steps = 500                     \"optim.lr\": 3e-4}\n"
+      "    [optim]\n"
+      "    lr = 3e-4\n\n"
+      "A flag wins over the file, the file over the default; of two equal flags the last wins. "
+      "`--print-config` prints the result as TOML,\n"
+      "with the origin of each value, in a form that `--config` reads. A name that is not known is "
+      "an error with the nearest name that is.\n"
+      "Sizes in bytes may have a unit (KB, MB, GB, TB: powers of 1024). Lists are `[0.9, 0.95]` in "
+      "files, `0.9,0.95` in flags. Names of choices\n"
+      "may be written with hyphens or underscores. Paths are relative to where the command is "
+      "started.\n\n"
+      "Of TOML, files may use comments, sections, dotted keys, strings on one line, numbers, true "
+      "and false, and lists of numbers.\n\n"
+      "This version trains with data parallelism. It refuses values of `parallel.tp`, `pp`, "
+      "`shard`, "
+      "`chunks` and `comm.strategy` other than\n"
+      "the defaults, and `memory.strategy = \"extreme\"`, with a line that says what there is.\n\n"
+      "This page is made from the program's own table of options "
+      "(`lockstep/config/train_schema.cpp`) "
+      "by a test; change it there.\n" +
+      markdown_text(train_schema(config));
+  const std::string path = LOCKSTEP_SOURCE_DIR "/docs/configuration.md";
+  if (const char* update = std::getenv("LOCKSTEP_UPDATE_HELP"); update != nullptr && *update == '1')
+    std::ofstream(path) << page;
+  std::ostringstream kept;
+  kept << std::ifstream(path).rdbuf();
+  EXPECT_EQ(kept.str(), page) << "if that is meant, run this test with LOCKSTEP_UPDATE_HELP=1";
+}
+
+}  // namespace
+}  // namespace lockstep::config

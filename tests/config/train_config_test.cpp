@@ -1,0 +1,314 @@
+#include "lockstep/config/train_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::config {
+namespace {
+
+using layout::MemoryStrategy;
+using layout::Recompute;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+TrainConfig valid() {
+  TrainConfig config;
+  config.data.path = "data.txt";
+  return config;
+}
+
+using Change = std::function<void(TrainConfig&)>;
+
+void expect_refused(int world, const Change& change, const std::string& message) {
+  TrainConfig config = valid();
+  change(config);
+  EXPECT_THAT([&] { config.validate(world); }, ThrowsMessage<ConfigError>(StrEq(message)));
+}
+
+void expect_valid(int world, const Change& change) {
+  TrainConfig config = valid();
+  change(config);
+  EXPECT_NO_THROW(config.validate(world));
+}
+
+TEST(TrainConfig, DefaultsAreValidWithData) {
+  for (const int world : {1, 2, 3, 8}) EXPECT_NO_THROW(valid().validate(world));
+  EXPECT_THAT([] { TrainConfig{}.validate(1); },
+              ThrowsMessage<ConfigError>(
+                  StrEq("data.path is empty, must name a text or token file to train on")));
+}
+
+TEST(TrainConfig, RanksMustMatch) {
+  expect_valid(4, [](auto& c) { c.parallel.dp = 4; });
+  expect_refused(
+      4, [](auto& c) { c.parallel.dp = 3; },
+      "parallel.dp 3 x tp 1 x pp 1 = 3, must equal the 4 ranks that are started; "
+      "parallel.dp 0 takes what there is");
+  expect_refused(
+      4, [](auto& c) { c.parallel.tp = 3; },
+      "4 ranks must be divisible by parallel.tp 3 x parallel.pp 1 = 3");
+  expect_refused(
+      0, [](auto&) {}, "0 ranks, must be at least 1");
+}
+
+TEST(TrainConfig, DpTakesWhatIsLeft) {
+  TrainConfig config = valid();
+  EXPECT_EQ(config.dp(6), 6);
+  config.parallel.tp = 2;
+  config.parallel.pp = 3;
+  EXPECT_EQ(config.dims(12), (layout::ParallelDims{2, 2, 3}));
+}
+
+TEST(TrainConfig, BatchAndAccumulation) {
+  TrainConfig config = valid();
+  EXPECT_EQ(config.accumulation(2), 1);
+  EXPECT_EQ(config.global_batch(2), 16);
+  config.train.global_batch = 48;
+  EXPECT_EQ(config.accumulation(2), 3);
+  EXPECT_EQ(config.accumulation(1), 6);
+  EXPECT_EQ(config.global_batch(2), 48);
+  EXPECT_NO_THROW(config.validate(2));
+  expect_refused(
+      2, [](auto& c) { c.train.global_batch = 20; },
+      "train.global_batch is 20, must be a multiple of train.micro_batch 8 x dp 2 = 16: "
+      "16 or 32");
+  expect_refused(
+      2, [](auto& c) { c.train.global_batch = 8; },
+      "train.global_batch is 8, must be a multiple of train.micro_batch 8 x dp 2 = 16: "
+      "16");
+  expect_refused(
+      4, [](auto& c) { c.train.micro_batch = 1 << 30; },
+      "train.micro_batch 1073741824 x dp 4 and train.global_batch 0 must be below 2^31");
+}
+
+TEST(TrainConfig, RangesHoldForValuesSetInCode) {
+  expect_refused(
+      1, [](auto& c) { c.train.steps = 0; }, "train.steps is 0, must be a whole number at least 1");
+  expect_refused(
+      1, [](auto& c) { c.train.micro_batch = 0; },
+      "train.micro_batch is 0, must be a whole number at least 1");
+  expect_refused(
+      1, [](auto& c) { c.train.seq_len = -1; },
+      "train.seq_len is -1, must be a whole number at least 1");
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.optim.betas = {0.9, 1};
+      },
+      "optim.betas is [0.9, 1], must be a list of numbers at least 0 and below 1");
+  expect_refused(
+      1, [](auto& c) { c.optim.betas = {0.9}; }, "optim.betas has 1 numbers, must have 2");
+  expect_refused(
+      1, [](auto& c) { c.optim.schedule = "square"; },
+      "optim.schedule is \"square\", must be one of constant, linear, cosine, wsd");
+  expect_refused(
+      1, [](auto& c) { c.comm.timeout = 0; },
+      "comm.timeout is 0.0, must be a number at least 0.001 and at most 604800");
+}
+
+TEST(TrainConfig, ModelRules) {
+  expect_refused(
+      1, [](auto& c) { c.model.heads = 3; }, "[model] hidden is 128, must be divisible by 3 heads");
+  expect_refused(
+      1, [](auto& c) { c.model.positions = 100; },
+      "train.seq_len is 256, must be at most model.positions 100");
+  expect_valid(1, [](auto& c) { c.model.positions = 256; });
+  expect_valid(1, [](auto& c) {  // the folder's sizes count, not these
+    c.model.heads = 3;
+    c.model_path = "folder";
+  });
+}
+
+TEST(TrainConfig, WarmupAndDecay) {
+  TrainConfig config = valid();
+  EXPECT_EQ(config.warmup(), 100);
+  config.train.steps = 50;
+  EXPECT_EQ(config.warmup(), 5);
+  EXPECT_NO_THROW(config.validate(1));
+  config.train.steps = 1;
+  EXPECT_NO_THROW(config.validate(1));
+  config.optim.warmup = 0;
+  EXPECT_EQ(config.warmup(), 0);
+  expect_refused(
+      1, [](auto& c) { c.optim.warmup = 1001; },
+      "optim.warmup is 1001, must be at most train.steps 1000");
+  expect_refused(
+      1, [](auto& c) { c.optim.warmup = 1000; },
+      "optim.warmup is 1000, must be below train.steps 1000: the cosine schedule begins "
+      "after it");
+  expect_valid(1, [](auto& c) {
+    c.optim.warmup = 1000;
+    c.optim.schedule = "constant";
+  });
+  expect_refused(
+      1, [](auto& c) { c.optim.schedule = "wsd"; },
+      "optim.decay_steps is 0, must be at least 1 for wsd; a fifth of the steps, 200, is "
+      "usual");
+  expect_refused(
+      1, [](auto& c) { c.optim.decay_steps = 901; },
+      "optim.decay_steps is 901, must be at most 900: train.steps 1000 - warm-up 100");
+  expect_valid(1, [](auto& c) { c.optim.decay_steps = 900; });
+}
+
+TEST(TrainConfig, MomentumIsOfSgd) {
+  expect_refused(
+      1, [](auto& c) { c.optim.momentum = 0.9; },
+      "optim.momentum is 0.9, must be 0 for adamw, which has betas");
+  expect_valid(1, [](auto& c) {
+    c.optim.momentum = 0.9;
+    c.optim.name = OptimizerKind::sgd;
+  });
+}
+
+TEST(TrainConfig, ValidationIsAFractionOrAFile) {
+  EXPECT_EQ(valid().data.validation_fraction(), 0.05);
+  expect_refused(
+      1, [](auto& c) { c.data.validation = "0.6"; },
+      "data.validation is 0.6, must be at least 0 and at most 0.5, or a file");
+  expect_valid(1, [](auto& c) {
+    c.data.validation = "held_out.txt";
+    c.train.eval_every = 5;
+  });
+  expect_valid(1, [](auto& c) { c.data.validation = "0"; });
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.data.validation = "0";
+        c.train.eval_every = 5;
+      },
+      "train.eval_every is 5, but data.validation is 0: nothing is left to measure on");
+}
+
+TEST(TrainConfig, CheckpointsNeedAFolder) {
+  expect_valid(1, [](auto& c) { c.checkpoint.dir = ""; });
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.checkpoint.dir = "";
+        c.checkpoint.every = 5;
+      },
+      "checkpoint.every is 5, but checkpoint.dir is empty");
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.checkpoint.dir = "";
+        c.checkpoint.resume = "auto";
+      },
+      "checkpoint.resume is auto, but checkpoint.dir is empty");
+}
+
+TEST(TrainConfig, StrategyDecidesRecomputation) {
+  const auto recompute = [](MemoryStrategy strategy, std::optional<Recompute> explicit_choice) {
+    TrainConfig config = valid();
+    config.memory.strategy = strategy;
+    config.train.recompute = explicit_choice;
+    return config.recompute();
+  };
+  EXPECT_EQ(valid().recompute(), Recompute::none);
+  EXPECT_EQ(recompute(MemoryStrategy::standard, std::nullopt), Recompute::selective);
+  EXPECT_EQ(recompute(MemoryStrategy::aggressive, std::nullopt), Recompute::full);
+  EXPECT_EQ(recompute(MemoryStrategy::aggressive, Recompute::none), Recompute::none);
+  EXPECT_EQ(recompute(MemoryStrategy::basic, Recompute::full), Recompute::full);
+}
+
+TEST(TrainConfig, ThreadsAndTimeout) {
+  TrainConfig config = valid();
+  EXPECT_EQ(config.threads(4), 4);
+  EXPECT_EQ(config.threads(0), 1);
+  config.train.reproducible = true;
+  EXPECT_EQ(config.threads(4), 1);
+  config.train.threads = 3;
+  EXPECT_EQ(config.threads(4), 3);
+  config.comm.timeout = 0.25;
+  EXPECT_EQ(config.timeout(), milliseconds{250});
+}
+
+TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
+  expect_refused(
+      2, [](auto& c) { c.parallel.tp = 2; },
+      "parallel.tp is 2, only 1 is supported: data parallelism");
+  expect_refused(
+      2, [](auto& c) { c.parallel.pp = 2; },
+      "parallel.pp is 2, only 1 is supported: data parallelism");
+  expect_refused(
+      2, [](auto& c) { c.parallel.shard = Shard::grad; },
+      "parallel.shard is grad, only none is supported: every rank holds the whole model");
+  expect_refused(
+      2, [](auto& c) { c.parallel.chunks = 2; }, "parallel.chunks is 2, only 1 is supported");
+  expect_refused(
+      2, [](auto& c) { c.parallel.schedule = layout::PipelineSchedule::gpipe; },
+      "parallel.schedule is gpipe, but parallel.pp is 1: leave it auto");
+  expect_refused(
+      2, [](auto& c) { c.comm.strategy = layout::CommStrategy::tree; },
+      "comm.strategy is tree, only all-reduce, the backend's own, is supported");
+  expect_refused(
+      2, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; },
+      "memory.strategy is extreme, supported are basic, standard and aggressive");
+}
+
+// Every enum's names stand in the order of its values.
+TEST(TrainConfig, NamesOfChoices) {
+  TrainConfig config;
+  Schema schema = train_schema(config);
+  const auto set = [&](const char* name, const char* text) { schema.set_flag(name, text); };
+  set("model.kind", "llama");
+  set("train.dtype", "bfloat16");
+  set("train.device", "cuda");
+  set("train.recompute", "selective");
+  set("optim.name", "sgd");
+  set("parallel.shard", "optimizer");
+  set("parallel.schedule", "round_robin");
+  set("memory.strategy", "aggressive");
+  set("comm.strategy", "adaptive");
+  EXPECT_EQ(config.model.kind, ModelKind::llama);
+  EXPECT_EQ(config.train.dtype, Precision::bfloat16);
+  EXPECT_EQ(config.train.device, DeviceKind::cuda);
+  EXPECT_EQ(config.train.recompute, Recompute::selective);
+  EXPECT_EQ(config.optim.name, OptimizerKind::sgd);
+  EXPECT_EQ(config.parallel.shard, Shard::optimizer);
+  EXPECT_EQ(config.parallel.schedule, layout::PipelineSchedule::round_robin);
+  EXPECT_EQ(config.memory.strategy, MemoryStrategy::aggressive);
+  EXPECT_EQ(config.comm.strategy, layout::CommStrategy::adaptive);
+  for (const char* name : {"none", "full", "grad", "hybrid", "optimizer"}) {
+    set("parallel.shard", name);
+    EXPECT_EQ(name_of(config.parallel.shard), name);
+  }
+  for (const char* name : {"gpipe", "1f1b", "interleaved"}) {
+    set("parallel.schedule", name);
+    EXPECT_EQ(layout::name_of(*config.parallel.schedule), name);
+  }
+}
+
+TEST(TrainConfig, JsonGoesBothWays) {
+  TrainConfig config = valid();
+  EXPECT_EQ(train_config_from_json(to_json(config), "x"), config);
+  config.model = {.kind = ModelKind::llama,
+                  .layers = 2,
+                  .kv_heads = 2,
+                  .dropout = 0.1,
+                  .tied = true,
+                  .rope_theta = 5e5,
+                  .rope_scaling = RopeScaling{32, 1, 4, 8192}};
+  config.train.recompute = Recompute::none;
+  config.optim.warmup = 7;
+  config.memory.max_per_device = int64_t{8} << 30;
+  config.parallel.dp = 2;
+  config.data.validation = "a file.txt";
+  EXPECT_EQ(train_config_from_json(to_json(config), "x"), config);
+}
+
+TEST(TrainConfig, RopeScalingIsFourNumbersOrNone) {
+  TrainConfig config;
+  EXPECT_THAT([&] { train_schema(config).set_flag("model.rope_scaling", "1,2"); },
+              ThrowsMessage<ConfigError>(StrEq(
+                  "model.rope_scaling is [1, 2], must be empty or four numbers: factor, low and "
+                  "high frequency factor, original positions")));
+}
+
+}  // namespace
+}  // namespace lockstep::config

@@ -1,0 +1,238 @@
+#include "lockstep/formats/manifest.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "lockstep/core/error.h"
+#include "lockstep/formats/crc32c.h"
+#include "lockstep/formats/shard_file.h"
+#include "lockstep/layout/shard_math.h"
+
+namespace lockstep::formats {
+namespace {
+
+using layout::Box;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+Manifest sample() {
+  return {.step = 100,
+          .tensors =
+              {{"w", {"F32", {8, 4}, {{"f", {{{0, 4}, {0, 4}}}}, {"g", {{{4, 8}, {0, 4}}}}}}},
+               {"qkv",
+                {"BF16", {6}, {{"f", {{{0, 2}}}}, {"f", {{{4, 6}}}, "qkv#1"}, {"g", {{{2, 4}}}}}}},
+               {"scalar", {"I64", {}, {{"g", Box::whole({})}}}},
+               {"empty", {"F32", {0, 3}, {{"g", Box::whole({0, 3})}}}}},
+          .files = {{"f", {123, 0xabcdef}}, {"g", {uint64_t{1} << 40, 1}}},
+          .state = {{"samples", "18446744073709551615"}, {"scaler", R"({"scale":65536.1})"}},
+          .config = R"({"model":{"layers":2}})"};
+}
+
+TEST(Manifest, RoundTrip) {
+  const auto text = sample().to_json();
+  EXPECT_EQ(Manifest::from_json(text, "m"), sample());
+  EXPECT_EQ(Manifest::from_json(text, "m").to_json(), text);
+  EXPECT_EQ(Manifest::from_json(Manifest{}.to_json(), "m"), Manifest{});
+  EXPECT_THAT(
+      text,
+      HasSubstr(
+          R"("scalar": {"dtype":"I64","shape":[],"slices":[{"file":"g","offsets":[],"shape":[]}]})"));
+}
+
+// The text of version 1, which later versions of Lockstep must read.
+TEST(Manifest, Frozen) {
+  Manifest manifest{.step = 7};
+  manifest.files["f"] = {24, 0x0a};
+  manifest.tensors["w"] = {"F32", {2, 3}, {{"f", Box::whole({2, 3})}}};
+  manifest.state["tokens"] = "12";
+  EXPECT_EQ(manifest.to_json(), R"({
+"format": "lockstep.checkpoint",
+"version": 1,
+"step": 7,
+"config": {},
+"state": {
+"tokens": 12
+},
+"files": {
+"f": {"bytes":24,"crc32c":"0000000a"}
+},
+"tensors": {
+"w": {"dtype":"F32","shape":[2,3],"slices":[{"file":"f","offsets":[0,0],"shape":[2,3]}]}
+},
+"crc32c": "f9324616"
+}
+)");
+}
+
+// Text with a right checksum, so that what is behind it is reached.
+std::string sealed(const std::string& text) {
+  const auto body = text.substr(0, text.rfind(",\n\"crc32c\""));
+  char crc[9];
+  std::snprintf(crc, sizeof crc, "%08x", crc32c(std::as_bytes(std::span(body))));
+  return body + ",\n\"crc32c\": \"" + crc + "\"\n}\n";
+}
+
+TEST(Manifest, EveryDamagedBitIsNoticed) {
+  const auto text = sample().to_json();
+  for (size_t i = 0; i < text.size(); ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      auto damaged = text;
+      damaged[i] = static_cast<char>(damaged[i] ^ (1 << bit));
+      ASSERT_THROW(Manifest::from_json(damaged, "m"), CheckpointError) << i << " " << bit;
+    }
+    ASSERT_THROW(Manifest::from_json(text.substr(0, i), "m"), CheckpointError) << i;
+  }
+}
+
+TEST(Manifest, StrictText) {
+  const auto text = sample().to_json();
+  const auto refused = [&](const std::string& from, const std::string& to, const char* rule) {
+    const auto at = text.find(from);
+    ASSERT_NE(at, std::string::npos) << from;
+    const auto changed = sealed(std::string(text).replace(at, from.size(), to));
+    EXPECT_THAT(
+        [&] { Manifest::from_json(changed, "dir/manifest.json"); },
+        ThrowsMessage<CheckpointError>(AllOf(HasSubstr("dir/manifest.json"), HasSubstr(rule))));
+  };
+  refused("\"version\": 1", "\"version\": 2", "version 2, this Lockstep reads version 1");
+  refused("lockstep.checkpoint", "other", "is not a checkpoint's manifest");
+  refused("\"step\": 100", "\"step\": 100, \"step\": 100", "key step is given twice");
+  refused("\"step\": 100", "\"step\": -1", "-1 must be a whole number");
+  refused("\"step\": 100", "\"step\": 1.5", "1.5 must be a whole number");
+  refused("\"step\": 100,", "", "has no step");
+  refused("\"step\": 100", "\"step\": 1, \"more\": 1", "unknown member more");
+  refused("00abcdef", "abcdef", "8 hexadecimal digits");
+  refused("00abcdef", "00abcdeg", "8 hexadecimal digits");
+  refused("\"bytes\":123", "\"bytes\":\"123\"", "file f: \"123\" must be a whole number");
+  refused("\"offsets\":[4,0]", "\"offsets\":[4]", "must have 2 numbers each");
+  refused("\"offsets\":[4,0]", "\"offsets\":[5,0]", "tensor w: a slice: offsets (5, 0) and shape");
+  refused("\"offsets\":[4,0]", "\"offsets\":[9223372036854775807,0]", "reach outside");
+  refused("\"shape\":[8,4]", "\"shape\":[8,9223372036854775807]", "below 2^63");
+  refused("BF16", "BF17", "known type");
+  refused("{\"layers\":2}", std::string(40, '[') + std::string(40, ']'), "nested deeper than 32");
+  EXPECT_THAT([&] { Manifest::from_json(text + " ", "m"); },
+              ThrowsMessage<CheckpointError>(HasSubstr("does not match its checksum")));
+}
+
+TEST(Manifest, Tiling) {
+  const auto refused = [](layout::Shape shape, std::vector<Box> boxes, const std::string& rule) {
+    Manifest manifest;
+    int file = 0;
+    for (const auto& box : boxes) {
+      const auto name = std::to_string(++file);
+      manifest.files[name] = {};
+      manifest.tensors["w"].slices.push_back({name, box});
+    }
+    manifest.tensors["w"].dtype = "F32";
+    manifest.tensors["w"].shape = std::move(shape);
+    if (rule.empty()) {
+      EXPECT_NO_THROW(manifest.validate("m"));
+    } else {
+      EXPECT_THAT(
+          [&] { manifest.validate("m"); },
+          ThrowsMessage<CheckpointError>(AllOf(HasSubstr("m: tensor w F32"), HasSubstr(rule))));
+    }
+  };
+  refused({4, 4}, {{{{0, 4}, {0, 4}}}}, "");
+  refused({4, 4}, {{{{0, 2}, {0, 4}}}, {{{2, 4}, {0, 1}}}, {{{2, 4}, {1, 4}}}}, "");
+  refused({4, 4}, {}, "slices hold 0 of 16 elements; missing: [0:4, 0:4]");
+  refused({4, 4}, {{{{0, 2}, {0, 4}}}, {{{2, 4}, {0, 1}}}},
+          "slices hold 10 of 16 elements; missing: [2:4, 1:4]");
+  refused({4, 4}, {{{{1, 3}, {1, 3}}}}, "missing: [0:1, 0:4], [3:4, 0:4], [1:3, 0:1], [1:3, 3:4]");
+  refused({8},
+          {
+              {{{1, 2}}},
+              {{{3, 4}}},
+              {{{5, 6}}},
+              {{{7, 8}}},
+          },
+          "missing: [0:1], [2:3], [4:5], [6:7]");
+  refused({10}, {{{{1, 2}}}, {{{3, 4}}}, {{{5, 6}}}, {{{7, 8}}}}, "and 1 more");
+  // The volume is right, and yet one element is twice there and one not at all.
+  refused({4}, {{{{0, 2}}}, {{{1, 3}}}}, "slices [0:2] in 1 and [1:3] in 2 overlap");
+  refused({2, 4}, {{{{0, 1}, {0, 4}}}, {{{0, 2}, {3, 4}}}, {{{1, 2}, {1, 3}}}}, "overlap");
+  refused({4}, {{{{0, 4}}}, {{{0, 4}}}}, "overlap");
+  refused({4}, {{{{0, 5}}}}, "slice [0:5] in 1: lies outside the tensor");
+  refused({4}, {{{{-1, 3}}}, {{{3, 4}}}}, "lies outside");
+  refused({4}, {{{{0, 4}, {0, 1}}}}, "has 2 dimensions, must have 1");
+  refused({4}, {{{{0, 4}}}, {{{4, 4}}}}, "is empty");
+  refused({0}, {{{{0, 0}}}}, "");
+  refused({0}, {}, "slices hold 0 of 0 elements");
+  refused({0}, {{{{0, 0}}}, {{{0, 0}}}}, "has no elements and 2 slices");
+  refused({}, {{{{0, 1}}}}, "");
+  refused({}, {{{{0, 1}}}, {{{0, 1}}}}, "overlap");
+}
+
+// Many slices along either dimension, quickly.
+TEST(Manifest, ManySlices) {
+  for (const bool rows : {true, false}) {
+    Manifest manifest;
+    manifest.files["f"] = {};
+    auto& tensor = manifest.tensors["w"];
+    tensor = {"F32", rows ? layout::Shape{20'000, 2} : layout::Shape{2, 20'000}, {}};
+    for (int64_t i = 0; i < 20'000; ++i) {
+      const layout::Range one{i, i + 1};
+      const layout::Range both{0, 2};
+      tensor.slices.push_back({"f", rows ? Box{{one, both}} : Box{{both, one}}, std::to_string(i)});
+    }
+    EXPECT_NO_THROW(manifest.validate("m"));
+    tensor.slices[777].box.ranges[rows ? 0 : 1] = {778, 779};
+    EXPECT_THROW(manifest.validate("m"), CheckpointError);
+  }
+}
+
+TEST(Manifest, FilesAndKeys) {
+  const auto refused = [](const auto& change, const char* rule) {
+    auto manifest = sample();
+    change(manifest);
+    EXPECT_THAT([&] { manifest.validate("m"); }, ThrowsMessage<CheckpointError>(HasSubstr(rule)));
+  };
+  refused([](Manifest& m) { m.files.erase("g"); }, "file g is not in the list of files");
+  refused([](Manifest& m) { m.files["../x"] = {}; }, "file '../x' must be a plain name");
+  refused([](Manifest& m) { m.files[".x"] = {}; }, "must be a plain name");
+  refused([](Manifest& m) { m.files[""] = {}; }, "must be a plain name");
+  refused([](Manifest& m) { m.files["manifest.json"] = {}; }, "must be a plain name");
+  refused([](Manifest& m) { m.tensors["qkv"].slices[1].key = ""; }, "two slices are qkv of f");
+  refused([](Manifest& m) { m.tensors["qkv"].slices[1].key = "w"; }, "two slices are w of f");
+  refused([](Manifest& m) { m.tensors[""] = m.tensors["scalar"]; }, "has no name");
+  refused([](Manifest& m) { m.step = -1; }, "step -1");
+  auto manifest = sample();
+  manifest.state["bad"] = "{";
+  EXPECT_THAT([&] { manifest.to_json(); }, ThrowsMessage<ConfigError>(HasSubstr("state bad")));
+  manifest = sample();
+  manifest.config = "";
+  EXPECT_THAT([&] { manifest.to_json(); }, ThrowsMessage<ConfigError>(HasSubstr("config")));
+}
+
+TEST(Manifest, MergesParts) {
+  const auto slice = [](int64_t begin, int64_t end) {
+    return ShardSlice{"w", "F32", {8}, {{{begin, end}}}};
+  };
+  auto manifest = shard_manifest(3, shard_file_name(1), {10, 1}, {slice(0, 3)});
+  const auto other = shard_manifest(3, shard_file_name(2), {20, 2}, {slice(3, 8)});
+  EXPECT_THROW(manifest.validate("m"), CheckpointError);
+  manifest.merge(Manifest::part_from_json(other.to_json(), "part"));
+  EXPECT_NO_THROW(manifest.validate("m"));
+  EXPECT_EQ(manifest.files.size(), 2u);
+
+  const auto refused = [&](const Manifest& part, const char* rule) {
+    EXPECT_THAT([&] { manifest.merge(part); }, ThrowsMessage<CheckpointError>(HasSubstr(rule)));
+  };
+  refused(other, "is in two parts");
+  refused({.step = 4}, "parts of steps 3 and 4");
+  refused({.step = 3, .tensors = {{"w", {"F16", {8}, {}}}}}, "tensor w is F32 (8) in one part");
+  refused({.step = 3, .tensors = {{"w", {"F32", {9}, {}}}}}, "F32 (9) in another");
+  manifest.state["seed"] = "1";
+  refused({.step = 3, .state = {{"seed", "2"}}}, "state seed is 1 in one part and 2 in another");
+}
+
+TEST(ShardFile, Names) {
+  EXPECT_EQ(shard_file_name(1), "shard-00001-model-00001-of-00001.safetensors");
+  EXPECT_EQ(shard_file_name(12, 3, 4), "shard-00012-model-00003-of-00004.safetensors");
+  EXPECT_THROW(shard_file_name(0), ConfigError);
+  EXPECT_THROW(shard_file_name(1, 2, 1), ConfigError);
+}
+
+}  // namespace
+}  // namespace lockstep::formats

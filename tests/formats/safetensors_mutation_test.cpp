@@ -1,0 +1,99 @@
+// Many damaged headers: each is read as a file that keeps all rules, or refused; never anything
+// else.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "lockstep/core/error.h"
+#include "lockstep/formats/dtype_names.h"
+#include "lockstep/formats/safetensors_header.h"
+
+namespace lockstep::formats {
+namespace {
+
+const std::string kHeader = R"({"__metadata__":{"format":"pt","DCP_VERSION":"1.0"},)"
+                            R"("w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
+                            R"("s":{"dtype":"F32","shape":[],"data_offsets":[24,28]},)"
+                            R"("e":{"dtype":"BF16","shape":[0,4],"data_offsets":[28,28]},)"
+                            R"("b":{"dtype":"BF16","shape":[1,3],"data_offsets":[28,34]}})";
+constexpr size_t kData = 34;
+
+const char* const kPieces[] = {"{",
+                               "}",
+                               "[",
+                               "]",
+                               ",",
+                               ":",
+                               "\"",
+                               "\\u0000",
+                               "null",
+                               "1e400",
+                               "-1",
+                               "18446744073709551615",
+                               "9223372036854775807",
+                               "0",
+                               "28",
+                               "\"shape\":[1],",
+                               "\"w\":",
+                               "F4",
+                               "F64",
+                               "\xff",
+                               " ",
+                               "[[[[[[[["};
+
+std::string mutate(std::string header, std::mt19937& random) {
+  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  for (size_t rounds = 1 + below(3); rounds > 0; --rounds) {
+    const auto at = below(header.size() + 1);
+    const auto count = std::min(below(12), header.size() - at);
+    switch (below(5)) {
+      case 0:
+        if (at < header.size()) header[at] = static_cast<char>(header[at] ^ (1 << below(8)));
+        break;
+      case 1:
+        header.erase(at, count);
+        break;
+      case 2:
+        header.insert(at, kPieces[below(std::size(kPieces))]);
+        break;
+      case 3:
+        header.replace(at, count, kPieces[below(std::size(kPieces))]);
+        break;
+      default:
+        header.insert(below(header.size() + 1), header.substr(at, count * 4));
+    }
+  }
+  return header;
+}
+
+TEST(SafetensorsMutations, ValidOrRefused) {
+  std::mt19937 random(1);
+  int valid = 0;
+  for (int i = 0; i < 30'000; ++i) {
+    const auto header = mutate(kHeader, random);
+    uint64_t size = header.size();
+    if (random() % 16 == 0) size ^= uint64_t{1} << (random() % 64);
+    std::string file(8, '\0');
+    std::memcpy(file.data(), &size, 8);
+    file += header + std::string(kData + (random() % 16 == 0 ? random() % 9 : 0), 'x');
+    try {
+      const auto parsed = parse_safetensors(std::as_bytes(std::span(file)), "f");
+      ++valid;
+      uint64_t end = 0;
+      for (const auto& entry : parsed.entries) {
+        ASSERT_EQ(entry.begin, end);
+        ASSERT_EQ(byte_size(entry.dtype, entry.shape), static_cast<int64_t>(entry.size()));
+        end = entry.end;
+      }
+      ASSERT_EQ(parsed.data_begin + end, file.size());
+    } catch (const CheckpointError&) {
+    }
+  }
+  // Changed names and white space do no harm; most changes do.
+  EXPECT_GT(valid, 300);
+  EXPECT_LT(valid, 10'000);
+}
+
+}  // namespace
+}  // namespace lockstep::formats

@@ -1,0 +1,172 @@
+#include "lockstep/model/language_model.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/model/generate.h"
+#include "lockstep/nn/loss.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::model {
+namespace {
+
+using config::ModelKind;
+using config::ModelSpec;
+using layout::Recompute;
+using testing::HasSubstr;
+
+ModelSpec small(ModelKind kind) {
+  ModelSpec spec{.kind = kind, .layers = 2, .hidden = 32, .heads = 4, .dropout = 0.1};
+  if (kind == ModelKind::llama) spec.kv_heads = 2;
+  return spec.resolved(/*seq_len=*/16, /*tokenizer_vocab=*/50);
+}
+
+constexpr ModelKind kKinds[] = {ModelKind::gpt, ModelKind::llama};
+
+at::Tensor some_tokens(int64_t rows = 3, int64_t length = 16) {
+  return at::arange(rows * length).remainder(47).view({rows, length});
+}
+
+TEST(LanguageModel, HasTheTensorsOfItsSpec) {
+  for (const ModelKind kind : kKinds) {
+    for (const bool tied : {false, true}) {
+      ModelSpec spec = small(kind);
+      spec.tied = tied;
+      LanguageModel model(spec);
+      std::set<std::string> names, expected;
+      int64_t count = 0;
+      for (const auto& item : model->named_parameters()) {
+        names.insert(item.key());
+        count += item.value().numel();
+      }
+      for (const auto& tensor : spec.tensors()) expected.insert(tensor.name);
+      EXPECT_EQ(names, expected);
+      EXPECT_EQ(count, spec.parameters());
+    }
+  }
+}
+
+TEST(LanguageModel, FirstValuesAreFunctionsOfSeedAndName) {
+  LanguageModel a(small(ModelKind::llama)), b(small(ModelKind::llama));
+  initialize(*a, 7);
+  at::manual_seed(99);
+  initialize(*b, 7);
+  for (const auto& item : a->named_parameters()) {
+    EXPECT_TRUE(at::equal(item.value(), b->named_parameters()[item.key()])) << item.key();
+  }
+  initialize(*b, 8);
+  EXPECT_FALSE(at::equal(a->parameters()[0], b->parameters()[0]));
+  EXPECT_NEAR(a->named_parameters()["blocks.0.attention.qkv.weight"].std().item<double>(), 0.02,
+              0.002);
+  EXPECT_NEAR(a->named_parameters()["blocks.1.mlp.down.weight"].std().item<double>(), 0.01, 0.001);
+}
+
+// No position sees a later one.
+TEST(LanguageModel, IsCausal) {
+  for (const ModelKind kind : kKinds) {
+    LanguageModel model(small(kind));
+    initialize(*model, 1);
+    model->eval();
+    const at::Tensor tokens = some_tokens(1);
+    at::Tensor changed = tokens.clone();
+    changed[0][9] = 48;
+    const at::Tensor before = model->forward(tokens), after = model->forward(changed);
+    EXPECT_TRUE(at::equal(before.narrow(1, 0, 9), after.narrow(1, 0, 9)));
+    EXPECT_FALSE(at::allclose(before.narrow(1, 9, 7), after.narrow(1, 9, 7)));
+  }
+}
+
+std::vector<at::Tensor> gradients(ModelKind kind, Recompute recompute) {
+  LanguageModel model(small(kind), {.recompute = recompute});
+  initialize(*model, 1);
+  model->random() = {.seed = 5, .position = {.step = 2, .micro_batch = 1}};
+  const at::Tensor tokens = some_tokens();
+  const at::Tensor loss =
+      nn::cross_entropy(model->forward(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten());
+  model->random().position = {.step = 2, .micro_batch = 2};  // as a pipeline would be further
+  loss.backward();
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& parameter : model->parameters()) all.push_back(parameter.grad());
+  return all;
+}
+
+TEST(LanguageModel, RecomputationDoesNotChangeABit) {
+  for (const ModelKind kind : kKinds) {
+    const auto expected = gradients(kind, Recompute::none);
+    for (const Recompute recompute : {Recompute::selective, Recompute::full}) {
+      const auto found = gradients(kind, recompute);
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+    }
+  }
+}
+
+TEST(LanguageModel, DropoutIsThatOfThePosition) {
+  LanguageModel model(small(ModelKind::gpt));
+  initialize(*model, 1);
+  const at::Tensor tokens = some_tokens();
+  const auto at_micro_batch = [&](uint32_t i) {
+    model->random().position = {.step = 0, .micro_batch = i};
+    return model->forward(tokens);
+  };
+  const at::Tensor first = at_micro_batch(0);
+  EXPECT_FALSE(at::equal(first, at_micro_batch(1)));
+  EXPECT_TRUE(at::equal(first, at_micro_batch(0)));
+  model->eval();
+  EXPECT_TRUE(at::equal(at_micro_batch(0), at_micro_batch(1)));
+}
+
+TEST(LanguageModel, TooLongASequenceIsRefused) {
+  LanguageModel model(small(ModelKind::gpt));
+  try {
+    model->forward(some_tokens(1, 17));
+    FAIL() << "no error";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("at most 16"));
+  }
+}
+
+// Logits of another implementation, from weights in a Hugging Face folder.
+TEST(LanguageModel, AgreesWithAPlainStatementInPyTorch) {
+  for (const char* kind : {"gpt2", "llama", "llama3"}) {
+    const test::TempDir folder;
+    test::Subprocess python({LOCKSTEP_PYTHON_WITH_TORCH,
+                             LOCKSTEP_SOURCE_DIR "/tests/model/reference.py", kind, folder.path()});
+    const auto made = python.wait(milliseconds{120'000});
+    ASSERT_EQ(made.code, 0) << made.err;
+    test::Subprocess compare({LOCKSTEP_TEST_BIN "/model_logits", folder.path(), "1e-5"});
+    const auto result = compare.wait(milliseconds{60'000});
+    EXPECT_EQ(result.code, 0) << kind << ": " << result.out << result.err;
+  }
+}
+
+TEST(Generate, IsAFunctionOfTheSeedAndEndsWhenTold) {
+  LanguageModel model(small(ModelKind::llama));
+  initialize(*model, 1);
+  const auto text = [&](const GenerateOptions& options) {
+    std::vector<int64_t> tokens;
+    generate(*model, {1, 2, 3}, options, [&](int64_t token) {
+      tokens.push_back(token);
+      return tokens.size() < 30;
+    });
+    return tokens;
+  };
+  const auto first = text({.tokens = 20});  // longer than the model's positions with the prompt
+  EXPECT_EQ(first.size(), 20U);
+  EXPECT_EQ(first, text({.tokens = 20}));
+  EXPECT_NE(first, text({.tokens = 20, .seed = 2}));
+  EXPECT_EQ(text({.tokens = 100}).size(), 30U);
+  EXPECT_EQ(text({.tokens = 20, .temperature = 0}), text({.tokens = 20, .top_k = 1}));
+  EXPECT_THROW(generate(*model, {}, {}, [](int64_t) { return true; }), ConfigError);
+  EXPECT_THROW(generate(*model, {50}, {}, [](int64_t) { return true; }), ConfigError);
+}
+
+}  // namespace
+}  // namespace lockstep::model

@@ -1,0 +1,158 @@
+// The layers of language models, each against the same by plain operators.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/nn/embedding.h"
+#include "lockstep/nn/gated.h"
+#include "lockstep/nn/heads.h"
+#include "lockstep/nn/init.h"
+#include "lockstep/nn/initialize.h"
+#include "lockstep/nn/linear.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/nn/norm.h"
+
+namespace lockstep::nn {
+namespace {
+
+bool close(const at::Tensor& a, const at::Tensor& b, double tolerance = 1e-6) {
+  return a.sizes() == b.sizes() && at::allclose(a, b, tolerance, tolerance);
+}
+
+at::Tensor noise(at::IntArrayRef sizes) {
+  at::manual_seed(sizes[0]);
+  return at::randn(sizes).set_requires_grad(true);
+}
+
+TEST(Layers, LinearAndEmbeddingAreTorchs) {
+  Linear linear(6, 4);
+  init::normal_(linear->weight, {.seed = 1, .name = "w"});
+  init::normal_(linear->bias, {.seed = 1, .name = "b"});
+  torch::nn::Linear other(6, 4);
+  other->weight.set_data(linear->weight.detach());
+  other->bias.set_data(linear->bias.detach());
+  const at::Tensor x = noise({3, 5, 6});
+  EXPECT_TRUE(close(linear(x), other(x)));
+  EXPECT_EQ(Linear(6, 4, {.bias = false})->parameters().size(), 1U);
+
+  Embedding embedding(10, 4);
+  init::normal_(embedding->weight, {.seed = 2, .name = "e"});
+  const at::Tensor tokens = at::arange(6).view({2, 3});
+  EXPECT_TRUE(close(embedding(tokens), embedding->weight.index({tokens})));
+}
+
+TEST(Layers, InitializeKnowsThem) {
+  torch::nn::Module model;
+  Linear linear = model.register_module("linear", Linear(16, 8));
+  Embedding embedding = model.register_module("embedding", Embedding(10, 4));
+  LayerNorm norm = model.register_module("norm", LayerNorm(4));
+  RmsNorm rms = model.register_module("rms", RmsNorm(4));
+  initialize(model, 3);
+  // The distribution of torch's layers: uniform within 1 / sqrt(16), and standard normal.
+  EXPECT_LE(linear->weight.abs().max().item<float>(), 0.25F);
+  EXPECT_GT(linear->weight.abs().max().item<float>(), 0.2F);
+  EXPECT_LE(linear->bias.abs().max().item<float>(), 0.25F);
+  EXPECT_GT(embedding->weight.std().item<float>(), 0.5F);
+  EXPECT_TRUE(at::equal(rms->weight, at::ones({4})));
+  EXPECT_TRUE(at::equal(norm->bias, at::zeros({4})));
+}
+
+TEST(Layers, Norms) {
+  const at::Tensor x = noise({3, 8});
+  const at::Tensor weight = at::linspace(0.5, 2, 8);
+  RmsNorm rms(8, {.epsilon = 1e-3});
+  rms->weight.set_data(weight);
+  const at::Tensor scale = (x.square().mean(1, true) + 1e-3).rsqrt();
+  EXPECT_TRUE(close(rms(x), x * scale * weight));
+  LayerNorm norm(8, {.epsilon = 1e-3});
+  norm->weight.set_data(weight);
+  norm->bias.set_data(-weight);
+  const at::Tensor centred = x - x.mean(1, true);
+  EXPECT_TRUE(
+      close(norm(x), centred * (centred.square().mean(1, true) + 1e-3).rsqrt() * weight - weight));
+}
+
+TEST(Layers, RmsNormOf16BitsIsTakenInFloat32) {
+  RmsNorm norm(256, {.tensors = at::kBFloat16});
+  const at::Tensor x = noise({4, 256}).detach().to(at::kBFloat16);
+  RmsNorm wide(256);
+  EXPECT_TRUE(close(norm(x).to(at::kFloat), wide(x.to(at::kFloat)), 1e-2));
+}
+
+TEST(Layers, SwiGlu) {
+  const at::Tensor x = noise({3, 10});
+  const at::Tensor y = noise({3, 10}).detach().set_requires_grad(true);
+  const at::Tensor expected = at::silu(y.narrow(1, 0, 5)) * y.narrow(1, 5, 5);
+  const at::Tensor found = swiglu(x);
+  EXPECT_TRUE(close(found, expected));
+  const at::Tensor grad = at::linspace(-1, 2, 15).view({3, 5});
+  found.backward(grad);
+  expected.backward(grad);
+  EXPECT_TRUE(close(x.grad(), y.grad()));
+  EXPECT_THROW(static_cast<void>(swiglu(at::zeros({2, 3}))), ConfigError);
+}
+
+// Pair i of head h at position t turns by t * frequency[i].
+TEST(Layers, HeadsAreSplitAndTurned) {
+  const std::vector<double> frequencies{1, 0.25};
+  const at::Tensor table = rotary_table(frequencies, 7);
+  ASSERT_EQ(table.sizes().vec(), (std::vector<int64_t>{2, 7, 2}));
+  const int64_t batch = 2, length = 5, width = 4;
+  const at::Tensor qkv = noise({batch, length, (2 + 2 * 1) * width});
+  const Heads heads = split_heads(qkv, {.heads = 2, .kv_heads = 1, .rotation = table});
+  ASSERT_EQ(heads.q.sizes().vec(), (std::vector<int64_t>{batch, 2, length, width}));
+  ASSERT_EQ(heads.v.sizes().vec(), (std::vector<int64_t>{batch, 1, length, width}));
+  const auto at_ = [&](int64_t b, int64_t t, int64_t i) { return qkv[b][t][i].item<double>(); };
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t t = 0; t < length; ++t) {
+      for (int64_t i = 0; i < width / 2; ++i) {
+        const double angle = static_cast<double>(t) * frequencies[static_cast<size_t>(i)];
+        const double c = std::cos(angle), s = std::sin(angle);
+        for (int64_t h = 0; h < 3; ++h) {
+          const at::Tensor& from = h < 2 ? heads.q : heads.k;
+          const double x = at_(b, t, h * width + i), y = at_(b, t, h * width + i + 2);
+          const at::Tensor row = from[b][h % 2][t];
+          EXPECT_NEAR(row[i].item<double>(), x * c - y * s, 1e-5);
+          EXPECT_NEAR(row[i + 2].item<double>(), y * c + x * s, 1e-5);
+        }
+        EXPECT_EQ(heads.v[b][0][t][i].item<double>(), at_(b, t, 3 * width + i));
+      }
+    }
+  }
+  // Turning keeps lengths, so the gradient of half the squared length is the tensor itself.
+  ((heads.q.square().sum() + heads.k.square().sum() + heads.v.square().sum()) / 2).backward();
+  EXPECT_TRUE(close(qkv.grad(), qkv, 1e-5));
+}
+
+TEST(Layers, HeadsThatDoNotFitAreRefused) {
+  EXPECT_THROW(split_heads(at::zeros({1, 2, 10}), {.heads = 2, .kv_heads = 1}), ConfigError);
+  const std::vector<double> frequencies{1, 2};
+  EXPECT_THROW(split_heads(at::zeros({1, 9, 16}),
+                           {.heads = 2, .kv_heads = 1, .rotation = rotary_table(frequencies, 8)}),
+               ConfigError);
+}
+
+TEST(Layers, CrossEntropyCountsWhatCounts) {
+  const at::Tensor logits = noise({5, 7});
+  const at::Tensor targets = at::tensor({3, -100, 6, 0, -100}, at::kLong);
+  const at::Tensor loss = cross_entropy(logits, targets, {.scale = 0.5});
+  const at::Tensor logs = logits.log_softmax(1);
+  EXPECT_NEAR(loss.item<double>(), -0.5 * (logs[0][3] + logs[2][6] + logs[3][0]).item<double>(),
+              1e-5);
+  loss.backward();
+  at::Tensor expected = logits.softmax(1).detach();
+  for (const auto& [row, target] : {std::pair{0, 3}, {2, 6}, {3, 0}}) expected[row][target] -= 1;
+  expected[1].zero_();
+  expected[4].zero_();
+  EXPECT_TRUE(close(logits.grad(), expected * 0.5));
+  EXPECT_THROW(static_cast<void>(cross_entropy(logits, targets.narrow(0, 0, 4))), ConfigError);
+}
+
+}  // namespace
+}  // namespace lockstep::nn

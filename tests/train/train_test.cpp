@@ -1,0 +1,381 @@
+// The trainer as its users meet it: the command, its files, its exit codes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+using Words = std::vector<std::string>;
+
+// Text with something to learn in it.
+std::string some_text(int lines = 400) {
+  std::string text;
+  for (int i = 0; i < lines; ++i) {
+    text += "int f" + std::to_string(i * i % 97) + "(int x) { return x + " +
+            std::to_string(i % 13) + "; }\n";
+  }
+  return text;
+}
+
+// A folder with text, and a small training run in it.
+class Train : public testing::Test {
+ protected:
+  Train() { write_file(data(), some_text()); }
+
+  std::string data() const { return folder_.path() + "/text.txt"; }
+  std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
+
+  // lockstep train on the data; later options win.
+  Words command(const Words& options) const {
+    Words words{"train",
+                "--data.path",
+                data(),
+                "--model.layers",
+                "2",
+                "--model.hidden",
+                "32",
+                "--model.heads",
+                "2",
+                "--train.seq_len",
+                "32",
+                "--train.micro_batch",
+                "2",
+                "--train.global_batch",
+                "8",
+                "--train.steps",
+                "20",
+                "--optim.warmup",
+                "5",
+                "--comm.timeout",
+                "120",
+                "--checkpoint.dir",
+                path("checkpoints"),
+                "--metrics.file",
+                path("metrics.jsonl")};
+    words.insert(words.end(), options.begin(), options.end());
+    return words;
+  }
+  Result run(const Words& options) const { return lockstep_command(command(options)); }
+  // One that must succeed, in folders of its own; its steps.
+  std::vector<json> steps(const std::string& name, const Words& options) const {
+    Words words{"--checkpoint.dir", path(name), "--metrics.file", path(name + ".jsonl")};
+    words.insert(words.end(), options.begin(), options.end());
+    const Result result = run(words);
+    EXPECT_EQ(result.code, 0) << result.out << result.err;
+    return read_steps(path(name + ".jsonl"));
+  }
+  static std::vector<json> read_steps(const std::string& path) {
+    std::vector<json> lines;
+    std::istringstream text(read_file(path));
+    for (std::string line; std::getline(text, line);) {
+      const json object = json::parse(line);
+      if (object.contains("loss")) lines.push_back(object);
+    }
+    return lines;
+  }
+
+  const TempDir folder_;
+};
+
+std::vector<double> losses(const std::vector<json>& steps) {
+  std::vector<double> values;
+  for (const json& step : steps) values.push_back(step["loss"]);
+  return values;
+}
+
+void expect_close(const std::vector<double>& a, const std::vector<double>& b, double relative) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << i;
+}
+
+TEST_F(Train, LossesDoNotDependOnTheNumberOfRanks) {
+  const Words llama{"--model.kind", "llama", "--model.dropout", "0.1"};
+  const auto with = [&](const char* ranks, const Words& more) {
+    Words words{"-n", ranks};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  for (const Words& model : {Words{"--model.dropout", "0.1"}, llama}) {
+    const auto one = steps("one" + model.back() + model[1], with("1", model));
+    ASSERT_EQ(one.size(), 20U);
+    EXPECT_LT(one.back()["loss"].get<double>(), 0.75 * one.front()["loss"].get<double>());
+    for (const char* ranks : {"2", "4"}) {
+      const auto many = steps(ranks + model[1], with(ranks, model));
+      expect_close(losses(many), losses(one), 1e-5);
+    }
+  }
+}
+
+TEST_F(Train, ReproducibleRunsAreTheSameBits) {
+  const Words options{"--train.reproducible", "true", "--model.dropout", "0.1"};
+  const auto bits = [&](const char* ranks) {
+    Words words = options;
+    words.insert(words.end(), {"-n", ranks});
+    std::string all;
+    for (const json& step : steps(std::string("r") + ranks, words)) {
+      all += step["loss"].dump() + " " + step["grad_norm"].dump() + "\n";
+    }
+    return all;
+  };
+  const std::string one = bits("1");
+  EXPECT_EQ(bits("2"), one);
+  EXPECT_EQ(bits("4"), one);
+}
+
+TEST_F(Train, ResumingIsNotHavingStopped) {
+  const auto whole = steps("whole", {"-n", "2"});
+  // Ten steps of the twenty: a signal ends the first part where its checkpoint is.
+  const Words part{"-n",
+                   "2",
+                   "--checkpoint.dir",
+                   path("part"),
+                   "--metrics.file",
+                   path("part.jsonl"),
+                   "--checkpoint.every",
+                   "10"};
+  ASSERT_EQ(run(part).code, 0);
+  fs::remove_all(path("part/step-00000020"));
+  Words again = part;
+  again.insert(again.end(), {"--checkpoint.resume", "auto"});
+  const Result resumed = run(again);
+  ASSERT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_THAT(resumed.out, HasSubstr("at step 10"));
+  const auto parts = read_steps(path("part.jsonl"));
+  ASSERT_EQ(parts.size(), 20U);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    EXPECT_EQ(parts[i]["loss"], whole[i]["loss"]) << i;
+    EXPECT_EQ(parts[i]["grad_norm"], whole[i]["grad_norm"]) << i;
+  }
+  // A finished run has nothing left to do.
+  const Result finished = run(again);
+  EXPECT_EQ(finished.code, 0) << finished.err;
+  EXPECT_EQ(read_steps(path("part.jsonl")).size(), 20U);
+}
+
+TEST_F(Train, ASignalSavesAndExits75) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const std::string dir = path("stopped" + std::to_string(signal));
+    Words words{LOCKSTEP_COMMAND};
+    const Words options = command({"-n", "2", "--train.steps", "100000", "--checkpoint.dir", dir,
+                                   "--metrics.file", dir + ".jsonl"});
+    words.insert(words.end(), options.begin(), options.end());
+    Subprocess process(words);
+    ASSERT_TRUE(eventually([&] {
+      return fs::exists(dir + ".jsonl") &&
+             read_file(dir + ".jsonl").find("\"step\":3") != std::string::npos;
+    }));
+    process.kill(signal);
+    const Result result = process.wait();
+    EXPECT_EQ(result.code, 75) << result.out << result.err;
+    EXPECT_THAT(result.out, HasSubstr("stopped at step"));
+    const auto done = read_steps(dir + ".jsonl").size();
+    Words resume =
+        command({"-n", "2", "--train.steps", std::to_string(done + 2), "--checkpoint.dir", dir,
+                 "--metrics.file", dir + ".jsonl", "--checkpoint.resume", "auto"});
+    const Result resumed = lockstep_command(resume);
+    EXPECT_EQ(resumed.code, 0) << resumed.err;
+    EXPECT_EQ(read_steps(dir + ".jsonl").size(), done + 2);
+  }
+}
+
+TEST_F(Train, MetricsHaveWhatTheyPromise) {
+  const auto all = steps("metrics", {"-n", "2", "--train.eval_every", "10"});
+  ASSERT_EQ(all.size(), 20U);
+  for (const json& step : all) {
+    for (const char* key :
+         {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "comm_ms", "peak_bytes"}) {
+      EXPECT_TRUE(step.contains(key)) << key;
+    }
+    EXPECT_GT(step["peak_bytes"].get<int64_t>(), 1 << 20);
+    EXPECT_GT(step["comm_ms"].get<double>(), 0);
+    EXPECT_LT(step["comm_ms"].get<double>(), step["step_ms"].get<double>());
+  }
+  EXPECT_EQ(all[0]["step"], 1);
+  EXPECT_NEAR(all[0]["lr"].get<double>(), 1e-3 / 5, 1e-9);
+  // Twice while it runs; the second is also the end.
+  const std::string text = read_file(path("metrics.jsonl"));
+  size_t count = 0;
+  for (size_t at = text.find("validation_loss"); at != std::string::npos;
+       at = text.find("validation_loss", at + 1)) {
+    ++count;
+  }
+  EXPECT_EQ(count, 2U);
+}
+
+TEST_F(Train, RanksOfAnotherLauncher) {
+  Words words{"run", "-n", "2", LOCKSTEP_COMMAND};
+  const Words options = command({});
+  words.insert(words.end(), options.begin(), options.end());
+  const Result result = lockstep_command(words);
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("2 ranks"));
+  expect_close(losses(read_steps(path("metrics.jsonl"))), losses(steps("alone", {})), 1e-5);
+}
+
+TEST_F(Train, OptionsAct) {
+  const auto plain = losses(steps("plain", {}));
+  // Those that change what is computed.
+  for (const Words& option : std::vector<Words>{{"--optim.name", "sgd", "--optim.lr", "0.1"},
+                                                {"--optim.betas", "0.5,0.9"},
+                                                {"--optim.weight_decay", "1"},
+                                                {"--optim.clip", "0.01"},
+                                                {"--optim.schedule", "constant"},
+                                                {"--optim.warmup", "0"},
+                                                {"--model.tied", "false"},
+                                                {"--model.ffn", "64"},
+                                                {"--train.seed", "2"}}) {
+    const auto changed = losses(steps(option[0] + option[1], option));
+    EXPECT_GT(std::abs(changed.back() - plain.back()), 1e-6) << option[0];
+  }
+  // Those that do not.
+  for (const Words& option : std::vector<Words>{{"--train.recompute", "full"},
+                                                {"--train.recompute", "selective"},
+                                                {"--memory.strategy", "aggressive"},
+                                                {"--comm.backend", "gloo", "-n", "2"},
+                                                {"--train.micro_batch", "4"}}) {
+    expect_close(losses(steps(option[0] + option[1] + "2", option)), plain, 1e-5);
+  }
+}
+
+TEST_F(Train, TraceShowsComputingAndCommunication) {
+  steps("traced", {"-n", "2", "--train.steps", "2", "--metrics.trace", path("trace")});
+  std::string all;
+  for (const auto& entry : fs::directory_iterator(path("trace"))) all += read_file(entry.path());
+  EXPECT_THAT(all, AllOf(HasSubstr("\"step\""), HasSubstr("all_reduce")));
+}
+
+TEST_F(Train, OldCheckpointsArePruned) {
+  steps("pruned", {"--checkpoint.every", "5", "--checkpoint.keep", "2"});
+  EXPECT_FALSE(fs::exists(path("pruned/step-00000010")));
+  EXPECT_TRUE(fs::exists(path("pruned/step-00000015")));
+  EXPECT_TRUE(fs::exists(path("pruned/step-00000020")));
+}
+
+TEST_F(Train, GoesOnWithoutAReader) {
+  // The shell closes stdout, and a reader goes away after a line.
+  const std::string line = [&] {
+    std::string text = LOCKSTEP_COMMAND;
+    for (const std::string& word : command({"-n", "2"})) text += " '" + word + "'";
+    return text;
+  }();
+  for (const std::string& how : {std::string(" >&-"), std::string(" | head -n 1")}) {
+    fs::remove_all(path("checkpoints"));
+    Subprocess shell({"sh", "-c", line + how});
+    const Result result = shell.wait(milliseconds{120'000});
+    EXPECT_EQ(result.code, 0) << how << result.err;
+    EXPECT_EQ(read_steps(path("metrics.jsonl")).size(), 20U) << how;
+  }
+}
+
+TEST_F(Train, PrintConfigReadsBack) {
+  const Result first = run({"--print-config", "--optim.betas", "0.8,0.9"});
+  ASSERT_EQ(first.code, 0) << first.err;
+  write_file(path("config.toml"), first.out);
+  const Result second =
+      lockstep_command({"train", "--config", path("config.toml"), "--print-config"});
+  EXPECT_EQ(second.code, 0) << second.err;
+  EXPECT_THAT(second.out, HasSubstr("betas = [0.8, 0.9]"));
+}
+
+// Each ends in one line that names the value and the fix, starts nothing, and leaves nothing.
+TEST_F(Train, BadInputIsOneClearLine) {
+  write_file(path("empty.txt"), "");
+  write_file(path("short.txt"), "short");
+  write_file(path("bad.toml"), "[train]\nsteps = \"many\"\n");
+  write_file(path("ids.bin"),
+             std::string("\x01\x00\x02\x00\x2c\x01\x03\x00", 8) + std::string(400, '\0'));
+  write_file(path("file"), "x");
+  struct Case {
+    Words options;
+    std::vector<std::string> words;
+  };
+  const std::vector<Case> cases{
+      {{"--data.path", path("missing.txt")}, {"missing.txt"}},
+      {{"--data.path", path("empty.txt")}, {"empty.txt"}},
+      {{"--data.path", path("short.txt")}, {"short.txt", "seq_len 32"}},
+      {{"--data.path", path("ids.bin"), "--train.seq_len", "8", "--model.vocab", "256"},
+       {"300", "256", "model.vocab"}},
+      {{"--model.hidden", "30", "--model.heads", "4"}, {"30", "4"}},
+      {{"--checkpoint.dir", path("file") + "/below"}, {path("file")}},
+      {{"--config", path("bad.toml")}, {"train.steps", "many", "bad.toml"}},
+      {{"-n", "0"}, {"-n", "0"}},
+      {{"-n", "-3"}, {"-3"}},
+      {{"-n", "3"}, {"8", "2", "3"}},
+      {{"--train.setps", "3"}, {"setps", "train.steps"}},
+      {{"--train.steps", "few"}, {"train.steps", "few"}},
+      {{"--data.tokenizer", path("nothing.json")}, {"nothing.json"}},
+      {{"--model.path", path("no_model")}, {"no_model"}},
+      {{"--checkpoint.resume", path("nowhere")}, {"nowhere"}},
+      {{"--memory.max_per_device", "1kB"}, {"max_per_device"}},
+      {{"--parallel.tp", "2", "-n", "2"}, {"parallel.tp", "2"}},
+      {{"--metrics.file", path("file") + "/below.jsonl"}, {path("file")}},
+  };
+  for (const Case& bad : cases) {
+    Words words{LOCKSTEP_COMMAND};
+    const Words options = command(bad.options);
+    words.insert(words.end(), options.begin(), options.end());
+    SCOPED_TRACE(testing::PrintToString(bad.options));
+    Subprocess process(words);
+    const Result result = process.wait();
+    EXPECT_NE(result.code, 0);
+    EXPECT_EQ(result.out, "");
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+    for (const std::string& word : bad.words) EXPECT_THAT(result.err, HasSubstr(word));
+  }
+}
+
+TEST_F(Train, DamagedCheckpointsAreRefused) {
+  ASSERT_EQ(run({}).code, 0);
+  const std::string checkpoint = path("checkpoints/step-00000020");
+  // A run without --checkpoint.resume does not touch what is there.
+  const Result second = run({});
+  EXPECT_EQ(second.code, 2);
+  EXPECT_THAT(second.err, HasSubstr("--checkpoint.resume auto"));
+  std::string file;
+  for (const auto& entry : fs::directory_iterator(checkpoint)) {
+    if (entry.path().extension() == ".safetensors") file = entry.path();
+  }
+  std::string bytes = read_file(file);
+  bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
+  write_file(file, bytes);
+  const Result damaged = run({"--checkpoint.resume", checkpoint});
+  EXPECT_NE(damaged.code, 0);
+  EXPECT_THAT(damaged.err, AllOf(HasSubstr(file), Not(HasSubstr("\n\n"))));
+  const Result sampled =
+      lockstep_command({"sample", "--checkpoint", checkpoint, "--prompt", "int"});
+  EXPECT_NE(sampled.code, 0);
+  EXPECT_THAT(sampled.err, HasSubstr(file));
+}
+
+TEST_F(Train, SampleContinuesThePrompt) {
+  ASSERT_EQ(run({"--train.steps", "5"}).code, 0);
+  const Words words{"sample", "--checkpoint", path("checkpoints"), "--prompt", "int f", "--tokens",
+                    "12"};
+  const Result first = lockstep_command(words);
+  ASSERT_EQ(first.code, 0) << first.err;
+  EXPECT_TRUE(first.out.starts_with("int f"));
+  EXPECT_EQ(first.out.size(), 5U + 12 + 1);
+  EXPECT_EQ(lockstep_command(words).out, first.out);
+  const Result bad = lockstep_command({"sample", "--checkpoint", path("none"), "--prompt", "x"});
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_THAT(bad.err, HasSubstr(path("none")));
+}
+
+}  // namespace
+}  // namespace lockstep::test
