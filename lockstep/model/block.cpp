@@ -4,8 +4,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention.h"
-#include "lockstep/nn/gated.h"
 #include "lockstep/nn/heads.h"
 #include "lockstep/nn/norm.h"
 #include "lockstep/parallel/recompute.h"
@@ -70,7 +70,7 @@ MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
 
 at::Tensor MlpImpl::forward(const at::Tensor& x) {
   const at::Tensor inner = up_(x);
-  return down_(gated_ ? nn::swiglu(inner) : at::gelu(inner, "tanh"));
+  return down_(gated_ ? nn::swiglu(inner) : nn::gelu(inner));
 }
 
 BlockImpl::BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,

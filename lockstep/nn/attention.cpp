@@ -1,15 +1,18 @@
 #include "lockstep/nn/attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/activation_kernels.h"
 
 namespace lockstep::nn {
 namespace {
@@ -26,6 +29,39 @@ void check_shapes(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)
       format("[causal_attention] q is ({}), k ({}), v ({}), must be (B, H, T, D), "
              "(B, K, T, D) twice, with K dividing H",
              join(q.sizes()), join(k.sizes()), join(v.sizes())));
+}
+
+// bmm, on the CPU matrix by matrix: oneDNN, which libtorch would take for it on arm64, is slower
+// than the BLAS.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cpu()) return at::bmm(a, b);
+  at::Tensor out = at::empty({a.size(0), a.size(1), b.size(2)}, a.options());
+  for (int64_t i = 0; i < a.size(0); ++i) {
+    at::Tensor part = out.select(0, i);
+    at::mm_out(part, a.select(0, i), b.select(0, i));
+  }
+  return out;
+}
+// sum += a b
+void add_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cpu()) {
+    sum.baddbmm_(a, b);
+    return;
+  }
+  for (int64_t i = 0; i < a.size(0); ++i) {
+    sum.select(0, i).addmm_(a.select(0, i), b.select(0, i));
+  }
+}
+
+// Calls body(row, its values) for the rows of the last dimension, in parallel.
+template <class Body>
+void for_rows(const at::Tensor& tensor, Body body) {
+  const int64_t width = tensor.size(-1), rows = tensor.numel() / width;
+  auto* const data = tensor.data_ptr<float>();
+  at::parallel_for(0, rows, std::max<int64_t>((1 << 15) / width, 1),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t row = begin; row < end; ++row) body(row, data + row * width);
+                   });
 }
 
 // The heads of q that share a head of k lie one below the other, so that one product serves them.
@@ -50,13 +86,33 @@ struct Blocks {
   at::Tensor probabilities(const at::Tensor& rows, const at::Tensor& keys, int64_t begin,
                            int64_t count) const {
     const int64_t end = begin + count;
-    at::Tensor scores = at::bmm(rows, keys.narrow(1, 0, end).transpose(1, 2));
-    scores.mul_(scale());
+    const at::Tensor scores = product(rows, keys.narrow(1, 0, end).transpose(1, 2));
+    if (scores.is_cpu() && scores.scalar_type() == at::kFloat) {
+      for_rows(scores, [&](int64_t row, float* values) {
+        activation_kernels().softmax(values, begin + row % count + 1, end,
+                                     static_cast<float>(scale()));
+      });
+      return scores;
+    }
     const at::Tensor hidden =
         at::full({count, count}, -std::numeric_limits<double>::infinity(), scores.options())
             .triu_(1);
+    scores.mul_(scale());
     scores.view({batch, sharing, count, end}).narrow(3, begin, count).add_(hidden);
     return at::softmax(scores, -1);
+  }
+  // May be in the memory of grad_p.
+  at::Tensor grad_scores(const at::Tensor& p, const at::Tensor& grad_p) const {
+    if (p.is_cpu() && p.scalar_type() == at::kFloat) {
+      const int64_t end = p.size(2);
+      const float* probabilities = p.data_ptr<float>();
+      for_rows(grad_p, [&](int64_t row, float* values) {
+        activation_kernels().softmax_backward(probabilities + row * end, values, end,
+                                              static_cast<float>(scale()));
+      });
+      return grad_p;
+    }
+    return at::_softmax_backward_data(grad_p, p, -1, p.scalar_type()).mul_(scale());
   }
   double scale() const { return 1 / std::sqrt(static_cast<double>(width)); }
 
@@ -78,7 +134,7 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
     blocks.for_each([&](int64_t begin, int64_t count) {
       const at::Tensor p =
           blocks.probabilities(blocks.rows(queries, begin, count), keys, begin, count);
-      const at::Tensor part = at::bmm(p, values.narrow(1, 0, begin + count));
+      const at::Tensor part = product(p, values.narrow(1, 0, begin + count));
       out.narrow(2, begin, count)
           .copy_(part.view({blocks.batch, blocks.sharing, count, blocks.width}));
     });
@@ -104,13 +160,12 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
       const at::Tensor rows = blocks.rows(queries, begin, count),
                        grad_rows = blocks.rows(grad, begin, count);
       const at::Tensor p = blocks.probabilities(rows, keys, begin, count);
-      grad_v.narrow(1, 0, end).baddbmm_(p.transpose(1, 2), grad_rows);
-      const at::Tensor grad_p = at::bmm(grad_rows, values.narrow(1, 0, end).transpose(1, 2));
-      const at::Tensor grad_scores =
-          at::_softmax_backward_data(grad_p, p, -1, p.scalar_type()).mul_(blocks.scale());
-      grad_k.narrow(1, 0, end).baddbmm_(grad_scores.transpose(1, 2), rows);
+      add_product(grad_v.narrow(1, 0, end), p.transpose(1, 2), grad_rows);
+      const at::Tensor grad_p = product(grad_rows, values.narrow(1, 0, end).transpose(1, 2));
+      const at::Tensor grad_scores = blocks.grad_scores(p, grad_p);
+      add_product(grad_k.narrow(1, 0, end), grad_scores.transpose(1, 2), rows);
       grad_q.narrow(2, begin, count)
-          .copy_(at::bmm(grad_scores, keys.narrow(1, 0, end))
+          .copy_(product(grad_scores, keys.narrow(1, 0, end))
                      .view({blocks.batch, blocks.sharing, count, blocks.width}));
     });
     return {grad_q.view(q.sizes()), grad_k.view(k.sizes()), grad_v.view(v.sizes()), at::Tensor()};

@@ -101,7 +101,7 @@ TEST(Checkpoint, RanksThatHoldTheSameShareTheWriting) {
 // Shards of one layout, read into another.
 TEST(Checkpoint, AnyLayoutReadsAnyOther) {
   const test::TempDir folder;
-  const at::Tensor weight = counting({10, 3}), bias = counting({7}, 100), scale = at::tensor(2.5F);
+  const at::Tensor weight = counting({10, 3}), bias = counting({7}, 100), scale = at::scalar_tensor(2.5);
   const auto slices_for = [&](const comm::Group& group) {
     const int64_t n = group.size(), r = group.rank();
     const auto cut = [&](int64_t size, int64_t i) { return size * i / n; };

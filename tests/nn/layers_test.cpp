@@ -6,11 +6,13 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/activations.h"
 #include "lockstep/nn/embedding.h"
-#include "lockstep/nn/gated.h"
 #include "lockstep/nn/heads.h"
 #include "lockstep/nn/init.h"
 #include "lockstep/nn/initialize.h"
@@ -83,6 +85,25 @@ TEST(Layers, RmsNormOf16BitsIsTakenInFloat32) {
   const at::Tensor x = noise({4, 256}).detach().to(at::kBFloat16);
   RmsNorm wide(256);
   EXPECT_TRUE(close(norm(x).to(at::kFloat), wide(x.to(at::kFloat)), 1e-2));
+}
+
+// Also where the exponential underflows, overflows or is not a number.
+TEST(Layers, Gelu) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+    at::Tensor x = at::cat({at::linspace(-30, 30, 1003), at::tensor({-1e4F, 1e4F, infinity})})
+                       .to(type)
+                       .set_requires_grad(true);
+    at::Tensor y = x.detach().to(at::kDouble, false, true).set_requires_grad(true);
+    const at::Tensor found = nn::gelu(x);
+    const at::Tensor expected =
+        y / 2 * (1 + at::tanh(std::sqrt(2 / M_PI) * (y + 0.044715 * y * y * y)));
+    EXPECT_TRUE(close(found.to(at::kDouble), expected));
+    found.narrow(0, 0, 1005).sum().backward();
+    expected.narrow(0, 0, 1005).sum().backward();
+    EXPECT_TRUE(close(x.grad().narrow(0, 0, 1003).to(at::kDouble), y.grad().narrow(0, 0, 1003)));
+  }
+  EXPECT_TRUE(nn::gelu(at::tensor({NAN, 1.0F}))[0].isnan().item<bool>());
 }
 
 TEST(Layers, SwiGlu) {

@@ -61,7 +61,9 @@ class Train : public testing::Test {
                 "--train.steps",
                 "20",
                 "--optim.warmup",
-                "5",
+                "2",
+                "--optim.lr",
+                "0.01",
                 "--comm.timeout",
                 "120",
                 "--checkpoint.dir",
@@ -207,7 +209,7 @@ TEST_F(Train, MetricsHaveWhatTheyPromise) {
     EXPECT_LT(step["comm_ms"].get<double>(), step["step_ms"].get<double>());
   }
   EXPECT_EQ(all[0]["step"], 1);
-  EXPECT_NEAR(all[0]["lr"].get<double>(), 1e-3 / 5, 1e-9);
+  EXPECT_NEAR(all[0]["lr"].get<double>(), 1e-2 / 2, 1e-9);
   // Twice while it runs; the second is also the end.
   const std::string text = read_file(path("metrics.jsonl"));
   size_t count = 0;
@@ -254,7 +256,7 @@ TEST_F(Train, OptionsAct) {
 }
 
 TEST_F(Train, TraceShowsComputingAndCommunication) {
-  steps("traced", {"-n", "2", "--train.steps", "2", "--metrics.trace", path("trace")});
+  steps("traced", {"-n", "2", "--train.steps", "3", "--metrics.trace", path("trace")});
   std::string all;
   for (const auto& entry : fs::directory_iterator(path("trace"))) all += read_file(entry.path());
   EXPECT_THAT(all, AllOf(HasSubstr("\"step\""), HasSubstr("all_reduce")));
