@@ -57,9 +57,9 @@ int train(const Words& arguments) {
   const RankEnv env = RankEnv::detect();
   if (parsed.ranks && env.launcher != Launcher::none) {
     throw ConfigError(
-        format("train: -n {} under {}, which has started {} ranks already; leave -n "
-               "out",
-               *parsed.ranks, name_of(env.launcher), env.world_size));
+        format("train: -n {} under {}, which has started the ranks already; leave "
+               "-n out",
+               *parsed.ranks, name_of(env.launcher)));
   }
   if (parsed.ranks && *parsed.ranks < 1) {
     throw ConfigError(format("train: -n is {}, must be at least 1", *parsed.ranks));

@@ -52,6 +52,20 @@ void check_memory(const TrainConfig& config, const ModelSpec& model) {
              limit, model.parameters(), needed, each));
 }
 
+void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
+                      const std::string& path) {
+  for (const TensorSpec& tensor : model.tensors()) {
+    const auto found = manifest.tensors.find(tensor.name);
+    if (found != manifest.tensors.end() && found->second.shape == tensor.shape) continue;
+    const std::string there =
+        found == manifest.tensors.end() ? "is not" : "is " + layout::describe(found->second.shape);
+    const std::string hint =
+        tensor.name == "positions.weight" ? "; model.positions may differ from train.seq_len" : "";
+    throw ConfigError(format("{} is a checkpoint of another model: {} {} there, {} as configured{}",
+                             path, tensor.name, there, layout::describe(tensor.shape), hint));
+  }
+}
+
 void check_metrics_file(const std::string& path) {
   if (path.empty()) return;
   std::error_code failure;
@@ -82,11 +96,19 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
   return spec;
 }
 
+std::string tokenizer_name(const TrainConfig& config) {
+  const std::string& name = config.data.tokenizer;
+  if (name == "bytes") return name;
+  if (name != "auto") return fs::absolute(name).string();
+  const std::string beside = config.model_path + "/tokenizer.json";
+  return !config.model_path.empty() && fs::exists(beside) ? fs::absolute(beside).string() : "bytes";
+}
+
 Data open_data(const TrainConfig& config) {
   if (config.data.path.empty()) {
     throw ConfigError("data.path is not set: name a text file, a folder of text, or token files");
   }
-  formats::Tokenizer tokenizer = formats::Tokenizer::open(config.data.tokenizer);
+  formats::Tokenizer tokenizer = formats::Tokenizer::open(tokenizer_name(config));
   const formats::Corpus all = formats::Corpus::open(config.data.path, tokenizer);
   const auto fraction = config.data.validation_fraction();
   const formats::Split split = formats::hold_out(all, fraction.value_or(0));
@@ -114,7 +136,7 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
 void check_inputs(const TrainConfig& config, int world) {
   config.validate(world);
   // Encoding is left to the ranks; all else is quick.
-  const bool quick = config.data.tokenizer == "bytes";
+  const bool quick = tokenizer_name(config) == "bytes";
   int64_t tokenizer_vocab = 0;
   if (quick || config.data.path.empty()) {
     const Data data = open_data(config);
@@ -123,20 +145,20 @@ void check_inputs(const TrainConfig& config, int world) {
     check_vocabulary(data.train, "data.path", vocab);
     check_vocabulary(data.validation, "data.validation", vocab);
   } else {
-    tokenizer_vocab = formats::Tokenizer::open(config.data.tokenizer).vocab_size();
+    tokenizer_vocab = formats::Tokenizer::open(tokenizer_name(config)).vocab_size();
     formats::find_data_files(config.data.path);
   }
   const ModelSpec model = resolve_model(config, tokenizer_vocab);
   if (model.vocab < tokenizer_vocab && !quick) {
     throw ConfigError(format("model.vocab is {}, but the tokenizer {} has {} tokens", model.vocab,
-                             config.data.tokenizer, tokenizer_vocab));
+                             tokenizer_name(config), tokenizer_vocab));
   }
   check_memory(config, model);
   check_metrics_file(config.metrics.file);
   if (config.checkpoint.dir.empty()) return;
   formats::check_writable(config.checkpoint.dir);
   if (const auto path = find_checkpoint(config.checkpoint)) {
-    formats::verify(*path);
+    check_same_model(formats::verify(*path), model, *path);
   } else if (config.checkpoint.resume == "none") {
     const auto others = formats::list_complete(config.checkpoint.dir);
     if (!others.empty()) {

@@ -14,6 +14,9 @@ namespace lockstep::config {
 // The model with nothing left open: from model.path where that is set, else as configured.
 ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab);
 
+// data.tokenizer with nothing left open: "bytes", or an absolute path.
+std::string tokenizer_name(const TrainConfig& config);
+
 struct Data {
   formats::Tokenizer tokenizer;
   formats::Corpus train, validation;  // validation may be empty

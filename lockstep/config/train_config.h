@@ -27,7 +27,7 @@ std::string_view name_of(Shard shard);
 
 struct DataConfig {
   std::string path = {};            // text or token file
-  std::string tokenizer = "bytes";  // or a tokenizer.json
+  std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: model.path's, else bytes
   std::string validation = "0.05";  // a fraction of the data, or a path
 
   // None: `validation` is a path.

@@ -75,7 +75,10 @@ void add_model(Schema& schema, TrainConfig& config) {
 void add_data(Schema& schema, DataConfig& data) {
   schema.section("data", "The data");
   schema.add("path", data.path, "Text or token file to train on.");
-  schema.add("tokenizer", data.tokenizer, "bytes (256 tokens), or a tokenizer file.");
+  schema.add(
+      "tokenizer", data.tokenizer,
+      "bytes (256 tokens), or a tokenizer.json or its folder; auto: the one in model.path, else "
+      "bytes.");
   schema.add_text_or_number("validation", data.validation,
                             "What the validation loss is measured on: a fraction of the data, 0 to "
                             "0.5, taken from its end; or a file.");
@@ -92,7 +95,7 @@ void add_train(Schema& schema, RunConfig& train) {
              kFromZero);
   schema.add("seed", train.seed, "Of first weights, dropout and the order of the data.", kFromZero);
   schema.add_choice("dtype", train.dtype, {"float32", "bfloat16"},
-                    "Of the matrix products; weights are always kept in float32.");
+                    "Of weights and activations; the optimizer keeps its own weights in float32.");
   schema.add_choice("recompute", train.recompute, {"none", "selective", "full"},
                     "What backward computes again instead of keeping it. auto: memory.strategy "
                     "decides.");
@@ -180,7 +183,7 @@ void add_output(Schema& schema, TrainConfig& config) {
              "of a checkpoint.");
 
   schema.section("metrics", "What is recorded");
-  schema.add("file", config.metrics.file, "One line of JSON for each logged step; empty: none.");
+  schema.add("file", config.metrics.file, "One line of JSON for each step; empty: none.");
   schema.add("trace", config.metrics.trace,
              "Folder for Chrome traces, one of each rank; empty: none.");
 }

@@ -287,7 +287,8 @@ std::string Attempt::describe(const Worker& worker) const {
   const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
   const std::string log =
       options.log_dir.empty()
-          ? "its output is above (--log-dir keeps it in files)"
+          ? options.bare_rank_0 ? "its output is above"
+                                : "its output is above (--log-dir keeps it in files)"
           : "its log is " + log_folder(options.log_dir, generation_, worker.rank);
   return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(),
                 worker.status->text(), log);

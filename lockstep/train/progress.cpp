@@ -33,6 +33,8 @@ int terminal_width() {
 
 bool is_terminal() {
   const char* const type = std::getenv("TERM");
+  // mpirun gives rank 0 a terminal that is none: what is drawn there ends up in files.
+  if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr) return false;
   return isatty(STDOUT_FILENO) == 1 && type != nullptr && std::string_view(type) != "dumb";
 }
 

@@ -42,6 +42,8 @@ namespace {
 using config::TrainConfig;
 using parallel::DistributedDataParallel;
 
+constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
+
 // The same number on every rank: what a sum over threads depends on.
 int set_threads(const TrainConfig& config, const comm::Group& group) {
   const int threads = config.threads(at::get_num_threads());
@@ -94,8 +96,10 @@ optim::LrSchedule make_schedule(const TrainConfig& config) {
                             .min_ratio = config.optim.min_lr_ratio});
 }
 
-TrainConfig with_model(TrainConfig config, int64_t tokenizer_vocab) {
-  config.model = config::resolve_model(config, tokenizer_vocab);
+// With nothing left open that a later reader of the checkpoint would have to know.
+TrainConfig completed(TrainConfig config, const formats::Tokenizer& tokenizer) {
+  config.model = config::resolve_model(config, tokenizer.vocab_size());
+  config.data.tokenizer = config::tokenizer_name(config);
   return config;
 }
 
@@ -129,6 +133,7 @@ struct Trainer::State {
   int64_t done = 0;     // steps
   int64_t samples = 0;  // that these steps have seen
   int64_t saved_at = -1;
+  int64_t skipped_in_a_row = 0;
   bool stopping = false;
   std::string resumed_from;
   std::optional<formats::BatchReader> reader;
@@ -142,7 +147,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       mesh(mesh::Mesh::parallel(world, given.dims(world.size()))),
       dp(mesh["dp"]),
       data(config::open_data(given)),
-      config(with_model(std::move(given), data.tokenizer.vocab_size())),
+      config(completed(std::move(given), data.tokenizer)),
       threads(set_threads(config, world)),
       device(choose_device(config, world)),
       accumulation(config.accumulation(world.size())),
@@ -268,6 +273,7 @@ StepMetrics Trainer::State::step() {
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
   optimizer->set_lr(result.lr);
   result.skipped = !guard.step(*optimizer, norm);
+  skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
   optimizer->zero_grad();
   const StepSums sums = combine(losses, stop.signal() != 0, dp);
   ++done;
@@ -327,7 +333,14 @@ End Trainer::State::run() {
       evaluate();
       evaluated_at = done;
     }
-    if (due(config.checkpoint.every)) save();
+    if (skipped_in_a_row == kHopeless) {
+      throw Error(
+          format("the gradients of the last {} steps were not finite, the last at step {}; "
+                 "go on from an older checkpoint with a lower optim.lr",
+                 kHopeless, done));
+    }
+    // Weights that give such gradients must not replace good ones.
+    if (due(config.checkpoint.every) && skipped_in_a_row == 0) save();
   }
   save();
   if (stopping && done < config.train.steps) {

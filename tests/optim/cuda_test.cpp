@@ -1,5 +1,6 @@
 // The same steps, norms and scales on CUDA as on the CPU.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -53,6 +54,33 @@ TEST(Cuda, AdamWAsOnTheCpu) {
         type, [](auto parameters) { return AdamW(parameters, {.lr = 1e-2, .weight_decay = 0.1}); });
   }
 }
+
+#ifdef LOCKSTEP_NVCC
+TEST(Cuda, AdamWHasTheCpusBits) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    at::manual_seed(2);
+    const auto expected = parameters_of_many_sizes(type), tensors = on_device(expected);
+    AdamW reference(named(expected)), optimizer(named(tensors));
+    for (int step = 0; step < 5; ++step) {
+      set_grads(expected, expected);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        tensors[i].mutable_grad() = expected[i].grad().to(at::kCUDA);
+      }
+      reference.step();
+      optimizer.step();
+      // A parameter that somebody else writes wins over its master.
+      if (step == 2) {
+        const at::NoGradGuard no_grad;
+        tensors[1].mul_(2);
+        expected[1].mul_(2);
+      }
+    }
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      EXPECT_TRUE(at::equal(tensors[i].cpu(), expected[i])) << c10::toString(type) << " " << i;
+    }
+  }
+}
+#endif
 
 TEST(Cuda, SgdAsOnTheCpu) {
   for (const auto type : {at::kFloat, at::kBFloat16, at::kHalf}) {

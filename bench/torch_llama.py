@@ -1,0 +1,105 @@
+"""PyTorch's side of trainer.py: a Llama-style model on one GPU, bf16, AdamW (fused), random tokens.
+
+    torch_llama.py MODEL MODE STEPS      MODEL: 162M or 1.2B
+
+MODE: plain (float32 weights under autocast), eager (fully_shard over one rank: bf16 weights, float32 masters), compile (the same with
+compiled blocks). No positions, no clipping: less work than Lockstep's model and trainer do. Prints one JSON line with the best step.
+"""
+import json
+import os
+import sys
+import time
+
+for key, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1").items():
+    os.environ.setdefault(key, value)
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from llama_sizes import SIZES
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.weight, 1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        width = size["hidden"]
+        self.heads = size["heads"]
+        self.norm1, self.norm2 = RmsNorm(width), RmsNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, size["ffn"], bias=False), nn.Linear(width, size["ffn"], bias=False)
+        self.down = nn.Linear(size["ffn"], width, bias=False)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.embed = nn.Embedding(size["vocab"], size["hidden"])
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size["layers"])])
+        self.norm = RmsNorm(size["hidden"])
+        self.head = nn.Linear(size["hidden"], size["vocab"], bias=False)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+def main(name, mode, steps):
+    size = SIZES[name]
+    plain = mode == "plain"
+    torch.manual_seed(0)
+    with torch.device("cuda" if plain else "meta"):
+        model = Model(size)
+    if not plain:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        getattr(parameter, "_local_tensor", parameter.data).normal_(0, 0.02)
+    if mode == "compile":
+        for block in model.blocks:
+            block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    tokens, targets = (torch.randint(size["vocab"], (size["rows"], size["length"]), device="cuda") for _ in range(2))
+    seconds = []
+    for _ in range(int(steps)):
+        torch.cuda.synchronize()
+        start = time.time()
+        with torch.autocast("cuda", torch.bfloat16, enabled=plain):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds.append(time.time() - start)
+    print(json.dumps(dict(best_ms=1e3 * min(seconds[1:]), median_ms=1e3 * sorted(seconds[1:])[len(seconds[1:]) // 2])))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl")
+    main(*sys.argv[1:4])
+    dist.destroy_process_group()
