@@ -14,7 +14,7 @@ import tempfile
 
 from llama_sizes import SIZES
 
-ROUNDS, STEPS = 3, 20
+ROUNDS, STEPS = 2, 20
 HERE = pathlib.Path(__file__).resolve().parent
 
 

@@ -17,6 +17,9 @@ namespace {
 // Others may still be writing gigabytes; a rank that has died is noticed at once all the same.
 constexpr std::chrono::minutes kPatience{30};
 
+// What a rank's text begins with.
+constexpr char kGood = '+', kFailed = '-', kBadCheckpoint = 'C';
+
 }  // namespace
 
 std::vector<std::string> exchange_texts(const std::string& mine, const comm::Group& group) {
@@ -47,17 +50,22 @@ std::vector<std::string> together(const char* what, const comm::Group& group,
   std::exception_ptr failure;
   std::string text;
   try {
-    text = "+" + function();
+    text = kGood + function();
+  } catch (const CheckpointError& error) {
+    failure = std::current_exception();
+    text = std::string(1, kBadCheckpoint) + error.what();
   } catch (const std::exception& error) {
     failure = std::current_exception();
-    text = std::string("-") + error.what();
+    text = std::string(1, kFailed) + error.what();
   }
   std::vector<std::string> texts = exchange_texts(text, group);
   if (failure) std::rethrow_exception(failure);
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].front() == '-') {
-      throw Error(format("[{}] rank {} failed: {}", what, rank, texts[rank].substr(1)));
-    }
+    const std::string problem =
+        format("[{}] rank {} failed: {}", what, rank, texts[rank].substr(1));
+    // The same class on all ranks: what they do about it, they do together.
+    if (texts[rank].front() == kBadCheckpoint) throw CheckpointError(problem);
+    if (texts[rank].front() == kFailed) throw Error(problem);
     texts[rank].erase(0, 1);
   }
   return texts;

@@ -104,7 +104,8 @@ std::string save(const std::string& dir, const Contents& contents, const comm::G
     std::string list;
     for (const NamedSlice& slice : contents.slices) {
       check_slice(slice);
-      if (slice.placement.is_empty()) continue;
+      // Nothing of a tensor that others hold; a tensor without elements is whole, and kept.
+      if (slice.placement.is_empty() && !slice.placement.is_whole()) continue;
       list += std::to_string(slice.tensor.nbytes()) + " " + identity(slice) + '\0';
     }
     return list;

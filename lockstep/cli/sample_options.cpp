@@ -32,7 +32,7 @@ std::optional<int> parse_sample(const std::vector<std::string>& arguments, Sampl
     return status;
   }
   if (options.prompt.empty()) throw ConfigError("sample: --prompt is empty, must have a character");
-  options.checkpoint = *config::find_checkpoint({.resume = options.checkpoint});
+  options.checkpoint = config::checkpoint_at(options.checkpoint);
   return std::nullopt;
 }
 

@@ -1,5 +1,6 @@
 #include "lockstep/cli/train.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <iostream>
 
@@ -18,24 +19,17 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-// The arguments without -n, for the ranks.
-Words for_ranks(const Words& arguments) {
-  Words words;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i] == "-n") {
-      ++i;
-    } else if (!(arguments[i].starts_with("-n") && !arguments[i].starts_with("--"))) {
-      words.push_back(arguments[i]);
-    }
-  }
-  return words;
-}
-
 // What libraries read when they are loaded.
 void set_variables(const config::TrainConfig& config) {
   if (!config.metrics.trace.empty()) setenv("LOCKSTEP_TRACE", config.metrics.trace.c_str(), 1);
   // Without it cuBLAS may choose another order of summation from run to run.
   if (config.train.reproducible) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+  // Some builds of OpenBLAS take no other word for it.
+  if (config.train.reproducible || config.train.threads > 0) {
+    const std::string threads = std::to_string(config.threads(1));
+    setenv("OMP_NUM_THREADS", threads.c_str(), 1);
+    setenv("OPENBLAS_NUM_THREADS", threads.c_str(), 1);
+  }
 }
 
 }  // namespace
@@ -61,19 +55,20 @@ int train(const Words& arguments) {
                "-n out",
                *parsed.ranks, name_of(env.launcher)));
   }
-  if (parsed.ranks && *parsed.ranks < 1) {
-    throw ConfigError(format("train: -n is {}, must be at least 1", *parsed.ranks));
+  // One rank looks at the files for all. Where others are waiting for it already it does not read
+  // whole checkpoints; they do when they load them.
+  if (env.rank == 0) {
+    config::check_inputs(parsed.config, parsed.ranks.value_or(env.world_size),
+                         {.verify = env.launcher == Launcher::none});
   }
-  // One rank looks at the files for all.
-  if (env.rank == 0) config::check_inputs(parsed.config, parsed.ranks.value_or(env.world_size));
   set_variables(parsed.config);
   Words command{torch_path(), "train"};
-  const Words rest = for_ranks(arguments);
-  command.insert(command.end(), rest.begin(), rest.end());
+  command.insert(command.end(), arguments.begin(), arguments.end());
   if (!parsed.ranks) become_program(command);
   launch::LaunchOptions options;
   options.ranks = *parsed.ranks;
   options.bare_rank_0 = true;
+  options.stop_grace = std::chrono::minutes{30};  // a step, and a checkpoint of any size
   options.command = command;
   return launch::run(options);
 }

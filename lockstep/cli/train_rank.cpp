@@ -62,7 +62,8 @@ int sample_rank(const std::vector<std::string>& arguments) {
                   {.tokens = options.tokens,
                    .temperature = options.temperature,
                    .top_k = options.top_k,
-                   .seed = static_cast<uint64_t>(options.seed)},
+                   .seed = static_cast<uint64_t>(options.seed),
+                   .vocab = tokenizer.vocab_size()},
                   [&](int64_t token) {
                     const auto id = static_cast<int32_t>(token);
                     if (tokenizer.end_of_text() == id) return false;

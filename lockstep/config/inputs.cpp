@@ -8,6 +8,7 @@
 #include "lockstep/config/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/mapped_file.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/sampler.h"
@@ -66,6 +67,44 @@ void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
   }
 }
 
+// Data and order are the configuration's, the position in it the checkpoint's.
+void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& config,
+                         const std::string& path) {
+  const TrainConfig before = train_config_from_json(manifest.config, path);
+  const auto compare = [&](const char* key, const auto& was, const auto& is) {
+    if (was == is) return;
+    log::warn(
+        format("{} was written with {} {}, now it is {}: samples may be seen twice or not at "
+               "all",
+               path, key, was, is));
+  };
+  compare("train.seq_len", before.train.seq_len, config.train.seq_len);
+  compare("train.seed", before.train.seed, config.train.seed);
+  compare("data.path", before.data.path, config.data.path);
+  compare("data.validation", before.data.validation, config.data.validation);
+}
+
+// Opens what is quick to open; encoding is left to the ranks. Returns the model.
+ModelSpec check_data(const TrainConfig& config) {
+  const std::string name = tokenizer_name(config);
+  if (name == "bytes" || config.data.path.empty()) {
+    const Data data = open_data(config);
+    const ModelSpec model = resolve_model(config, data.tokenizer.vocab_size());
+    check_vocabulary(data.train, "data.path", model.vocab);
+    check_vocabulary(data.validation, "data.validation", model.vocab);
+    return model;
+  }
+  formats::find_data_files(config.data.path);
+  if (!config.data.validation_fraction()) formats::find_data_files(config.data.validation);
+  const int64_t vocab = formats::Tokenizer::open(name).vocab_size();
+  const ModelSpec model = resolve_model(config, vocab);
+  if (model.vocab < vocab) {
+    throw ConfigError(
+        format("model.vocab is {}, but the tokenizer {} has {} tokens", model.vocab, name, vocab));
+  }
+  return model;
+}
+
 void check_metrics_file(const std::string& path) {
   if (path.empty()) return;
   std::error_code failure;
@@ -122,53 +161,43 @@ Data open_data(const TrainConfig& config) {
           fraction ? split.validation : formats::Corpus::open(config.data.validation, tokenizer)};
 }
 
-std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
-  if (config.resume == "none") return std::nullopt;
-  const bool automatic = config.resume == "auto";
-  const std::string& place = automatic ? config.dir : config.resume;
-  if (!automatic && fs::exists(place + "/manifest.json")) return place;
-  const auto newest = formats::newest(place);
-  if (newest) return newest->path;
-  if (automatic) return std::nullopt;
-  throw ConfigError(format("there is no complete checkpoint in {}", place));
+std::string checkpoint_at(const std::string& path) {
+  if (fs::exists(path + "/manifest.json")) return path;
+  const auto newest = formats::newest(path);
+  if (!newest) throw ConfigError(format("there is no complete checkpoint in {}", path));
+  return newest->path;
 }
 
-void check_inputs(const TrainConfig& config, int world) {
+std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
+  if (config.resume == "none") return std::nullopt;
+  if (config.resume != "auto") return checkpoint_at(config.resume);
+  const auto newest = formats::newest(config.dir);
+  return newest ? std::optional(newest->path) : std::nullopt;
+}
+
+void check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
   config.validate(world);
-  // Encoding is left to the ranks; all else is quick.
-  const bool quick = tokenizer_name(config) == "bytes";
-  int64_t tokenizer_vocab = 0;
-  if (quick || config.data.path.empty()) {
-    const Data data = open_data(config);
-    tokenizer_vocab = data.tokenizer.vocab_size();
-    const int64_t vocab = resolve_model(config, tokenizer_vocab).vocab;
-    check_vocabulary(data.train, "data.path", vocab);
-    check_vocabulary(data.validation, "data.validation", vocab);
-  } else {
-    tokenizer_vocab = formats::Tokenizer::open(tokenizer_name(config)).vocab_size();
-    formats::find_data_files(config.data.path);
-  }
-  const ModelSpec model = resolve_model(config, tokenizer_vocab);
-  if (model.vocab < tokenizer_vocab && !quick) {
-    throw ConfigError(format("model.vocab is {}, but the tokenizer {} has {} tokens", model.vocab,
-                             tokenizer_name(config), tokenizer_vocab));
-  }
+  const ModelSpec model = check_data(config);
   check_memory(config, model);
   check_metrics_file(config.metrics.file);
-  if (config.checkpoint.dir.empty()) return;
-  formats::check_writable(config.checkpoint.dir);
+  const std::string& dir = config.checkpoint.dir;
+  if (!dir.empty()) formats::check_writable(dir);
+  int64_t begin = -1;
   if (const auto path = find_checkpoint(config.checkpoint)) {
-    check_same_model(formats::verify(*path), model, *path);
-  } else if (config.checkpoint.resume == "none") {
-    const auto others = formats::list_complete(config.checkpoint.dir);
-    if (!others.empty()) {
-      throw ConfigError(
-          format("checkpoint.dir: {} has checkpoints of another run, up to step {}; "
-                 "go on from there with --checkpoint.resume auto, or choose another "
-                 "--checkpoint.dir",
-                 config.checkpoint.dir, others.back().step));
-    }
+    const auto manifest = options.verify ? formats::verify(*path) : formats::read_manifest(*path);
+    check_same_model(manifest, model, *path);
+    warn_of_differences(manifest, config, *path);
+    begin = manifest.step;
   }
+  const auto others =
+      dir.empty() ? std::vector<formats::Checkpoint>{} : formats::list_complete(dir);
+  // With an older one to begin from, what this run saves would count as old, and be removed.
+  if (others.empty() || others.back().step <= begin || config.checkpoint.resume == "auto") return;
+  throw ConfigError(
+      format("checkpoint.dir: {} has checkpoints of another run, up to step {}; "
+             "go on from there with --checkpoint.resume auto, or choose another "
+             "--checkpoint.dir",
+             dir, others.back().step));
 }
 
 }  // namespace lockstep::config

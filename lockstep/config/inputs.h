@@ -30,8 +30,15 @@ Data open_data(const TrainConfig& config);
 // the newest in the folder named. ConfigError where that is missing.
 std::optional<std::string> find_checkpoint(const CheckpointConfig& config);
 
+// A checkpoint, or the newest in a folder of them. ConfigError where there is none.
+std::string checkpoint_at(const std::string& path);
+
+struct CheckOptions {
+  bool verify = true;  // reads every byte of the checkpoint to resume from
+};
+
 // All that can be known before ranks are started, beside what validate() says: ConfigError or
 // CheckpointError in one line. Makes checkpoint.dir.
-void check_inputs(const TrainConfig& config, int world);
+void check_inputs(const TrainConfig& config, int world, const CheckOptions& options = {});
 
 }  // namespace lockstep::config

@@ -159,7 +159,9 @@ void add_layout(Schema& schema, TrainConfig& config) {
                     "selective recomputation. aggressive: full recomputation. extreme: and what "
                     "is still kept goes to disk.");
   schema.add_bytes("max_per_device", config.memory.max_per_device,
-                   "Most that a rank may take, such as 8GB; 0: what there is.");
+                   "Most that a rank may take, such as 8GB: weights, gradients and optimizer state "
+                   "must fit, and "
+                   "on CUDA the allocator holds to it. 0: what there is.");
 
   schema.section("comm", "Communication");
   schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo"},
@@ -168,8 +170,9 @@ void add_layout(Schema& schema, TrainConfig& config) {
                     {"all-reduce", "hierarchical", "ring", "tree", "adaptive"},
                     "How sums are formed: the backend's own, within each host first, in a ring, in "
                     "a tree, or by size from a measured table.");
-  schema.add("timeout", config.comm.timeout, "Seconds to wait for a rank that is late.",
-             {.min = 0.001, .max = 604800});
+  schema.add("timeout", config.comm.timeout,
+             "Seconds to wait for a rank that is late; 0: LOCKSTEP_TIMEOUT, or 30.",
+             {.min = 0, .max = 604800});
 }
 
 void add_output(Schema& schema, TrainConfig& config) {

@@ -47,7 +47,8 @@ void generate(LanguageModelImpl& model, std::vector<int64_t> prompt, const Gener
     const at::Tensor seen =
         at::tensor(at::ArrayRef<int64_t>(prompt).slice(prompt.size() - static_cast<size_t>(length)),
                    at::kLong);
-    const at::Tensor logits = model.forward(seen.to(device).unsqueeze(0))[0][-1].cpu();
+    at::Tensor logits = model.forward(seen.to(device).unsqueeze(0))[0][-1].cpu();
+    if (options.vocab > 0) logits = logits.narrow(0, 0, std::min(options.vocab, logits.size(0)));
     const RandomKey key =
         random_key(options.seed, "generate", "", {.step = static_cast<uint32_t>(i)});
     const int64_t token = draw(logits, options, uniform(key, 0));

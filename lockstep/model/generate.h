@@ -14,6 +14,7 @@ struct GenerateOptions {
   double temperature = 0.8;  // 0: always the most likely one
   int64_t top_k = 40;        // only the k most likely are drawn from; 0: all
   uint64_t seed = 1;
+  int64_t vocab = 0;  // only tokens below this; 0: all that the model has
 };
 
 // Calls `emit` with each new token, until it returns false. The model sees the last

@@ -8,6 +8,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/nn/activation_kernels.h"
 #include "lockstep/nn/fused_cuda.h"
+#include "lockstep/nn/one_derivative.h"
 
 namespace lockstep::nn {
 namespace {
@@ -37,6 +38,7 @@ struct Gelu : torch::autograd::Function<Gelu> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require_one_derivative("gelu");
     const at::Tensor input = context->get_saved_variables()[0];
     if (!has_cpu_kernel(input)) return {at::gelu_backward(gradients[0], input, "tanh")};
     const at::Tensor x = input.contiguous(), grad = gradients[0].contiguous();
@@ -83,6 +85,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require_one_derivative("swiglu");
     const at::Tensor input = context->get_saved_variables()[0];
     const at::Tensor& grad = gradients[0];
     if (cuda::has_fused_kernels(input)) {

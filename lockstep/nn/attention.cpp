@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/version.h>
 
@@ -13,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/activation_kernels.h"
+#include "lockstep/nn/one_derivative.h"
 
 namespace lockstep::nn {
 namespace {
@@ -144,9 +144,7 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    if (c10::GradMode::is_enabled()) {
-      throw Error("[causal_attention] blockwise attention can be differentiated once only");
-    }
+    require_one_derivative("causal_attention");
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const Blocks blocks(q, k, context->saved_data["block"].toInt());

@@ -29,6 +29,7 @@ at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64
   const c10::cuda::CUDAGuard guard(qkv.device());
   const int64_t width = 2 * rotation.size(2), row = qkv.size(2);
   at::Tensor out = at::empty_like(qkv);
+  if (out.numel() == 0) return out;
   const HeadStrides strides{qkv.size(1) * row, row, width};
   launch_turn({.shape = {qkv.size(0), qkv.size(1), width},
                .heads = row / width,
@@ -49,6 +50,7 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   const int64_t batch = q.size(0), length = q.size(2), width = q.size(3);
   const int64_t heads = q.size(1) + k.size(1) + v.size(1), row = heads * width;
   at::Tensor out = at::empty({batch, length, row}, q.options());
+  if (out.numel() == 0) return out;
   auto* place = static_cast<char*>(out.data_ptr());
   const auto put = [&](const at::Tensor& part, bool turned) {
     // Only the last dimension must be dense.

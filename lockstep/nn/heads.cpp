@@ -6,6 +6,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/fused_cuda.h"
+#include "lockstep/nn/one_derivative.h"
 
 namespace lockstep::nn {
 namespace {
@@ -66,6 +67,7 @@ struct RotateAndSplit : torch::autograd::Function<RotateAndSplit> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require_one_derivative("split_heads");
     const at::Tensor rotation = context->saved_data["rotation"].toTensor();
     return {cuda::merge_heads(gradients[0], gradients[1], gradients[2], rotation), at::Tensor(),
             at::Tensor(), at::Tensor()};

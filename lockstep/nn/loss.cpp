@@ -6,6 +6,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/fused_cuda.h"
+#include "lockstep/nn/one_derivative.h"
 
 namespace lockstep::nn {
 namespace {
@@ -24,6 +25,7 @@ struct FusedCrossEntropy : torch::autograd::Function<FusedCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    require_one_derivative("cross_entropy");
     const at::Tensor gradient = context->saved_data["gradient"].toTensor();
     cuda::scale_unless_one(gradient, gradients[0]);
     return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
@@ -38,7 +40,13 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
     throw ConfigError(format("[cross_entropy] logits are ({}), targets ({}), must be (N, V), (N)",
                              join(logits.sizes()), join(targets.sizes())));
   }
-  if (cuda::has_fused_kernels(logits) && logits.is_contiguous() && logits.requires_grad()) {
+  if (logits.device() != targets.device()) {
+    throw ConfigError(
+        format("[cross_entropy] logits are on {}, targets on {}, must be on one device",
+               logits.device().str(), targets.device().str()));
+  }
+  if (cuda::has_fused_kernels(logits) && logits.is_contiguous() &&
+      (logits.requires_grad() || options.overwrite_logits)) {
     return FusedCrossEntropy::apply(logits, targets.contiguous(), options.scale,
                                     options.overwrite_logits);
   }

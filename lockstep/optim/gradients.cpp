@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,14 +20,26 @@ double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 
 // A norm of each tensor by torch's operators, all fetched from the device at once.
 std::vector<double> norms_by_operators(std::span<const at::Tensor> tensors, NormType type) {
+  if (tensors.empty()) return {};
   std::vector<at::Tensor> norms;
   const double order = type == NormType::l2 ? 2 : std::numeric_limits<double>::infinity();
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor norm = at::linalg_vector_norm(tensor, order, {}, false, at::kDouble);
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 4)
+  // A few kernels for all of them, where they are on one device.
+  const auto alike = [&](const at::Tensor& tensor) {
+    return tensor.device() == tensors[0].device() &&
+           tensor.scalar_type() == tensors[0].scalar_type();
+  };
+  if (std::ranges::all_of(tensors, alike)) {
+    norms =
+        at::_foreach_norm(at::TensorList(tensors.data(), tensors.size()), order,
+                          tensors[0].element_size() == 2 ? at::kFloat : tensors[0].scalar_type());
+  }
+#endif
+  for (size_t i = norms.size(); i < tensors.size(); ++i) {
+    const at::Tensor norm = at::linalg_vector_norm(tensors[i], order, {}, false, at::kDouble);
     norms.push_back(norm.to(tensors[0].device()));
   }
-  if (norms.empty()) return {};
-  const at::Tensor fetched = at::stack(norms).cpu();
+  const at::Tensor fetched = at::stack(norms).to(at::kCPU, at::kDouble);
   const double* first = fetched.data_ptr<double>();
   return {first, first + fetched.numel()};
 }
@@ -113,9 +126,8 @@ std::vector<at::Tensor> scale_memory(std::span<const at::Tensor> gradients, doub
 void scale(std::span<const at::Tensor> gradients, double factor) {
   const at::NoGradGuard no_grad;
   double largest = 0;
-  for (const at::Tensor& gradient : scale_memory(gradients, factor, largest)) {
-    gradient.mul_(factor);
-  }
+  const std::vector<at::Tensor> rest = scale_memory(gradients, factor, largest);
+  if (!rest.empty()) at::_foreach_mul_(rest, at::Scalar(factor));
 }
 
 double scale_and_measure(std::span<const at::Tensor> gradients, double factor) {

@@ -96,6 +96,8 @@ struct Frame {
   const optim::AutocastOptions cpu, cuda;
   size_t count = 0;                // saved in the first call
   std::vector<at::Tensor> values;  // collected in the second; given away one by one
+  std::vector<int64_t> versions;   // of the values when they were saved
+  std::mutex mutex;                // backward has a thread for each device
 };
 
 namespace {
@@ -148,6 +150,7 @@ class Collecting : public Complete<SavedVariableHooks> {
   explicit Collecting(Frame& frame) : frame_(frame) {}
   void call_pack_hook(const at::Tensor& tensor) override {
     frame_.values.push_back(tensor.detach());
+    frame_.versions.push_back(frame_.values.back()._version());
     if (frame_.values.size() == frame_.count) throw Enough{};
   }
   at::Tensor call_unpack_hook() override {
@@ -184,6 +187,7 @@ void install_engine() {
 
 void Frame::repeat() {
   values.clear();
+  versions.clear();
   const Past past(generators, random, was);
   const optim::AutocastGuard cpu_autocast(cpu);
   std::optional<optim::AutocastGuard> cuda_autocast;
@@ -198,12 +202,16 @@ void Frame::repeat() {
 }
 
 at::Tensor Frame::take(size_t index) {
+  const std::lock_guard lock(mutex);
   if (index >= values.size() || !values[index].defined()) repeat();
   if (values.size() != count) {
     throw Error(
         format("[recompute] the function kept {} tensors for backward, and {} when it was "
                "called again; it must compute the same again",
                count, values.size()));
+  }
+  if (values[index]._version() != versions[index]) {
+    throw Error("[recompute] a tensor that backward needs was changed in place by the function");
   }
   return std::exchange(values[index], {});
 }

@@ -30,6 +30,7 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "train.device is cuda, but this machine has none that libtorch can use; "
         "train.device cpu, or auto, takes the CPU");
   }
+  make_current(found);
   if (config.train.dtype == config::Precision::bfloat16 && !multiplies(at::kBFloat16, found)) {
     throw ConfigError(format(
         "train.dtype is bfloat16, but this libtorch cannot multiply bfloat16 matrices on {}; "

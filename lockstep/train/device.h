@@ -14,9 +14,10 @@ namespace lockstep::train {
 // multiply matrices of the configured dtype.
 c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group);
 
-// What CUDA's allocator has had at most, and a limit for it from now on; device_cuda.cpp, or
-// device_no_cuda.cpp in builds without CUDA.
-int64_t peak_cuda_bytes();
+// What CUDA's allocator has had at most; the device that libraries take where none is named; a
+// limit; device_cuda.cpp, or device_no_cuda.cpp in builds without CUDA.
+int64_t peak_cuda_bytes(c10::Device device);
+void make_current(c10::Device device);
 void limit_cuda_memory(int64_t bytes, c10::Device device);
 
 }  // namespace lockstep::train

@@ -9,9 +9,13 @@
 
 namespace lockstep::train {
 
-int64_t peak_cuda_bytes() {
-  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(c10::cuda::current_device());
+int64_t peak_cuda_bytes(c10::Device device) {
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
   return stats.allocated_bytes[0].peak;  // of all pools
+}
+
+void make_current(c10::Device device) {
+  if (device.is_cuda()) c10::cuda::set_device(device.index());
 }
 
 void limit_cuda_memory(int64_t bytes, c10::Device device) {

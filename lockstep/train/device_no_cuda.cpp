@@ -2,7 +2,8 @@
 
 namespace lockstep::train {
 
-int64_t peak_cuda_bytes() { return 0; }
+int64_t peak_cuda_bytes(c10::Device) { return 0; }
+void make_current(c10::Device) {}
 void limit_cuda_memory(int64_t, c10::Device) {}
 
 }  // namespace lockstep::train

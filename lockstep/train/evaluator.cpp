@@ -62,7 +62,7 @@ double Evaluator::loss(model::LanguageModelImpl& model) const {
                                                           .rows = options_.rows});
     const Tensors tensors = to_tensors(rows, options_.seq_len, options_.device);
     const at::Tensor logits = model.forward(tensors.input).flatten(0, 1);
-    const at::Tensor loss = nn::cross_entropy(logits, tensors.target);
+    const at::Tensor loss = nn::cross_entropy(logits, tensors.target, {.overwrite_logits = true});
     sums[0] += loss.item<double>();
     sums[1] += static_cast<double>(std::ranges::count_if(
         rows.target, [](int64_t target) { return target != nn::kIgnoredTarget; }));

@@ -24,7 +24,9 @@ std::vector<std::string> kept_lines(const std::string& path, int64_t last_step) 
   std::ifstream old(path);
   for (std::string line; std::getline(old, line);) {
     const Json parsed = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object() || !parsed.contains("step")) break;
+    if (!parsed.is_object() || !parsed.contains("step") || !parsed["step"].is_number_integer()) {
+      break;
+    }
     if (parsed["step"].get<int64_t>() <= last_step) kept.push_back(line);
   }
   return kept;
@@ -38,11 +40,14 @@ MetricsFile::MetricsFile(const std::string& path, int64_t last_step) {
   const auto folder = std::filesystem::path(path).parent_path();
   std::error_code failure;
   if (!folder.empty()) std::filesystem::create_directories(folder, failure);
-  file_.open(path, std::ios::trunc);
-  if (!file_) {
+  // In a new file, which takes the old one's place when it is complete.
+  const std::string temporary = path + ".tmp";
+  file_.open(temporary, std::ios::trunc);
+  for (const std::string& text : kept) line(text);
+  if (file_) std::filesystem::rename(temporary, path, failure);
+  if (!file_ || failure) {
     throw ConfigError(format("metrics.file: cannot write {}; choose another place", path));
   }
-  for (const std::string& text : kept) line(text);
 }
 
 void MetricsFile::line(const std::string& text) {
@@ -66,8 +71,8 @@ void MetricsFile::write_evaluation(int64_t step, double loss) {
   line(Json{{"step", step}, {"validation_loss", number(loss)}}.dump());
 }
 
-int64_t peak_bytes(bool on_cuda) {
-  if (on_cuda) return peak_cuda_bytes();
+int64_t peak_bytes(c10::Device device) {
+  if (device.is_cuda()) return peak_cuda_bytes(device);
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return int64_t{usage.ru_maxrss} * 1024;

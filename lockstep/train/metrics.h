@@ -5,6 +5,8 @@
 #include <fstream>
 #include <string>
 
+#include <c10/core/Device.h>
+
 namespace lockstep::train {
 
 struct StepMetrics {
@@ -37,6 +39,6 @@ class MetricsFile {
 
 // The most memory that this process has had: the device's allocator's where there is one, else the
 // system's count of resident bytes.
-int64_t peak_bytes(bool on_cuda);
+int64_t peak_bytes(c10::Device device);
 
 }  // namespace lockstep::train

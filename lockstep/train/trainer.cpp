@@ -189,12 +189,20 @@ void Trainer::State::resume() {
   const auto manifest = checkpoint::load(
       *path, checkpoint::slices_of(*model) + checkpoint::slices_of(*optimizer), world);
   done = manifest.step;
-  samples = std::stoll(manifest.state.at("samples"));
+  const auto position = manifest.state.find("samples");
+  if (position == manifest.state.end()) {
+    throw CheckpointError(
+        format("{} was not written by lockstep train: it does not say how much of "
+               "the data was seen",
+               *path));
+  }
+  samples = std::stoll(position->second);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
   resumed_from = *path;
 }
 
 void Trainer::State::say_what_is_trained() {
+  if (world.rank() != 0) return;
   const auto dims = config.dims(world.size());
   progress->line(format(
       "lockstep {}: {} rank{} ({}), {} thread{} each, {} on {}", LOCKSTEP_VERSION, world.size(),
@@ -232,11 +240,9 @@ struct StepSums {
   bool stop;
 };
 
-static StepSums combine(const std::vector<at::Tensor>& losses, bool stop, const comm::Group& dp) {
-  const auto count = static_cast<int64_t>(losses.size());
-  const at::Tensor mine = at::empty({count + 1}, at::kDouble);
-  mine.narrow(0, 0, count).copy_(at::stack(losses));
-  mine[count] = stop ? 1 : 0;
+static StepSums combine(const at::Tensor& losses, bool stop, const comm::Group& dp) {
+  const int64_t count = losses.numel();
+  const at::Tensor mine = at::cat({losses, at::full({1}, stop ? 1 : 0, at::kDouble)});
   const at::Tensor all = at::empty({dp.size(), count + 1}, at::kDouble);
   comm::all_gather(all, mine, dp, {.tag = "losses"}).wait();
   StepSums sums{0, false};
@@ -270,12 +276,14 @@ StepMetrics Trainer::State::step() {
   }
   const double norm = config.optim.clip > 0 ? optim::clip_grad_norm(parameters, config.optim.clip)
                                             : optim::grad_norm(parameters);
+  // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
+  const at::Tensor on_host = at::stack(losses).to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
   optimizer->set_lr(result.lr);
   result.skipped = !guard.step(*optimizer, norm);
   skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
   optimizer->zero_grad();
-  const StepSums sums = combine(losses, stop.signal() != 0, dp);
+  const StepSums sums = combine(on_host, stop.signal() != 0, dp);
   ++done;
   samples += global_batch;
   stopping = sums.stop;
@@ -285,7 +293,7 @@ StepMetrics Trainer::State::step() {
   result.tokens_per_s = tokens / seconds;
   result.comm_ms =
       std::chrono::duration<double, std::milli>(world.blocked_time() - blocked).count();
-  result.peak_bytes = peak_bytes(device.is_cuda());
+  result.peak_bytes = peak_bytes(device);
   return result;
 }
 
@@ -313,7 +321,7 @@ void Trainer::State::save() {
                                   {"tokens", std::to_string(samples * config.train.seq_len)}},
                         .config = config::to_json(config)},
                        world);
-  if (world.rank() == 0 && config.checkpoint.keep > 0) {
+  if (world.rank() == 0 && config.checkpoint.keep > 0 && skipped_in_a_row == 0) {
     formats::prune(config.checkpoint.dir, static_cast<int>(config.checkpoint.keep));
   }
   saved_at = done;
@@ -336,7 +344,8 @@ End Trainer::State::run() {
     if (skipped_in_a_row == kHopeless) {
       throw Error(
           format("the gradients of the last {} steps were not finite, the last at step {}; "
-                 "go on from an older checkpoint with a lower optim.lr",
+                 "go on from an older checkpoint in another checkpoint.dir with a lower "
+                 "optim.lr",
                  kHopeless, done));
     }
     // Weights that give such gradients must not replace good ones.

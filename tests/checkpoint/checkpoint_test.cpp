@@ -101,7 +101,8 @@ TEST(Checkpoint, RanksThatHoldTheSameShareTheWriting) {
 // Shards of one layout, read into another.
 TEST(Checkpoint, AnyLayoutReadsAnyOther) {
   const test::TempDir folder;
-  const at::Tensor weight = counting({10, 3}), bias = counting({7}, 100), scale = at::scalar_tensor(2.5);
+  const at::Tensor weight = counting({10, 3}), bias = counting({7}, 100),
+                   scale = at::scalar_tensor(2.5);
   const auto slices_for = [&](const comm::Group& group) {
     const int64_t n = group.size(), r = group.rank();
     const auto cut = [&](int64_t size, int64_t i) { return size * i / n; };
@@ -127,6 +128,13 @@ TEST(Checkpoint, AnyLayoutReadsAnyOther) {
       EXPECT_EQ(different, 0) << from << " to " << to;
     }
   }
+}
+
+TEST(Checkpoint, KeepsTensorsWithoutElements) {
+  const test::TempDir folder;
+  const NamedSlice slice{layout::Placement::whole("cache", {0, 4}), at::empty({0, 4})};
+  const std::string path = save(folder.path(), {.step = 1, .slices = {slice}});
+  EXPECT_EQ(load(path, {slice}).tensors.size(), 1U);
 }
 
 TEST(Checkpoint, ConvertsTypes) {
@@ -162,6 +170,26 @@ TEST(Checkpoint, NamesWhatDoesNotFit) {
   EXPECT_THAT(text, AllOf(HasSubstr("lacks: d"), HasSubstr("b is (3) there, (5) here"),
                           HasSubstr("no: c")));
   EXPECT_TRUE(at::equal(right.tensor, at::zeros({2})));  // nothing was written
+}
+
+// Ranks decide together what to do about it.
+TEST(Checkpoint, ABadCheckpointIsTheSameErrorOnAllRanks) {
+  const test::TempDir folder;
+  const NamedSlice slice{layout::Placement::whole("x", {2}), at::ones({2})};
+  const std::string path = save(folder.path(), {.step = 1, .slices = {slice}});
+  std::atomic<int> caught = 0;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    std::vector<NamedSlice> wanted{slice};
+    if (group.rank() == 1) {
+      wanted.push_back({layout::Placement::whole("y", {2}), at::ones({2})});
+    }
+    try {
+      load(path, wanted, group);
+    } catch (const CheckpointError&) {
+      ++caught;
+    }
+  });
+  EXPECT_EQ(caught, 2);
 }
 
 // A rank that cannot write must not leave the others waiting, nor a checkpoint that looks whole.

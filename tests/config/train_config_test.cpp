@@ -107,8 +107,8 @@ TEST(TrainConfig, RangesHoldForValuesSetInCode) {
       1, [](auto& c) { c.optim.schedule = "square"; },
       "optim.schedule is \"square\", must be one of constant, linear, cosine, wsd");
   expect_refused(
-      1, [](auto& c) { c.comm.timeout = 0; },
-      "comm.timeout is 0.0, must be a number at least 0.001 and at most 604800");
+      1, [](auto& c) { c.comm.timeout = -1; },
+      "comm.timeout is -1.0, must be a number at least 0 and at most 604800");
 }
 
 TEST(TrainConfig, ModelRules) {

@@ -22,7 +22,7 @@ struct Outcome {
 Outcome run(const at::Tensor& input,
             const std::function<std::vector<at::Tensor>(const at::Tensor&)>& function) {
   const at::Tensor x = input.detach().clone().set_requires_grad(true);
-  Outcome result{.outputs = function(x)};
+  Outcome result{.outputs = function(x), .gradient = {}};
   at::Tensor sum = at::zeros({}, x.options());
   for (const at::Tensor& output : result.outputs) {
     const auto weights = at::cos(at::arange(output.numel(), output.options().dtype(at::kDouble)))

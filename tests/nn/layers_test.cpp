@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
@@ -104,6 +105,15 @@ TEST(Layers, Gelu) {
     EXPECT_TRUE(close(x.grad().narrow(0, 0, 1003).to(at::kDouble), y.grad().narrow(0, 0, 1003)));
   }
   EXPECT_TRUE(nn::gelu(at::tensor({NAN, 1.0F}))[0].isnan().item<bool>());
+}
+
+TEST(Layers, SecondDerivativesAreRefused) {
+  const at::Tensor x = noise({2, 4});
+  for (const at::Tensor& y : {nn::gelu(x), swiglu(x)}) {
+    EXPECT_THROW(torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true,
+                                       /*create_graph=*/true),
+                 Error);
+  }
 }
 
 TEST(Layers, SwiGlu) {

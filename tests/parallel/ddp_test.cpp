@@ -457,13 +457,14 @@ TEST(Ddp, TellsWhatItIs) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 77});
     EXPECT_EQ(ddp.rank(), group.rank());
-    auto placed = parallel::ddp_on_detected_device(Branches(), group);
-    EXPECT_THAT(placed.devices(), ElementsAre(parallel::detected_device(group)));
     EXPECT_EQ(ddp.world_size(), 2);
     EXPECT_EQ(ddp.group().name(), group.name());
     EXPECT_EQ(ddp.options().bucket_bytes, 77u);
     EXPECT_THAT(ddp.devices(), ElementsAre(c10::Device(at::kCPU)));
   });
+  const comm::Group alone;
+  auto placed = parallel::ddp_on_detected_device(Branches(), alone);
+  EXPECT_THAT(placed.devices(), ElementsAre(parallel::detected_device(alone)));
 }
 
 }  // namespace

@@ -196,6 +196,17 @@ TEST(Recompute, AFunctionThatChangesIsNoticed) {
   }
 }
 
+// Without recomputation autograd would say so.
+TEST(Recompute, ChangesInPlaceAreNoticed) {
+  const at::Tensor x = at::randn({4}).set_requires_grad(true);
+  const at::Tensor out = recompute([&] {
+    const at::Tensor y = x.exp();
+    y.mul_(2);
+    return y.sin();
+  });
+  EXPECT_THROW(out.sum().backward(), Error);
+}
+
 TEST(Recompute, ErrorsOfTheFunctionReachTheCaller) {
   Net net;
   const at::Tensor x = at::randn({4, 8});

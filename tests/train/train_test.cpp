@@ -365,6 +365,43 @@ TEST_F(Train, DamagedCheckpointsAreRefused) {
   EXPECT_THAT(sampled.err, HasSubstr(file));
 }
 
+// What a run saves must not be taken for older than what another run left there.
+TEST_F(Train, GoingBackNeedsAFolderOfItsOwn) {
+  ASSERT_EQ(run({"--checkpoint.every", "10"}).code, 0);
+  const std::string older = path("checkpoints/step-00000010");
+  const Result back = run({"--checkpoint.resume", older});
+  EXPECT_EQ(back.code, 2);
+  EXPECT_THAT(back.err, HasSubstr("up to step 20"));
+  const Result elsewhere =
+      run({"--checkpoint.resume", older, "--checkpoint.dir", path("branch"), "--train.seed", "3"});
+  EXPECT_EQ(elsewhere.code, 0) << elsewhere.err;
+  EXPECT_THAT(elsewhere.err, HasSubstr("train.seed 1, now it is 3"));
+  EXPECT_TRUE(fs::exists(path("branch/step-00000020")));
+}
+
+TEST_F(Train, AnotherModelsCheckpointIsRefusedBeforeAnythingStarts) {
+  ASSERT_EQ(run({"--train.steps", "5"}).code, 0);
+  for (const Words& other : std::vector<Words>{
+           {"--model.hidden", "16"}, {"--model.layers", "3"}, {"--train.seq_len", "16"}}) {
+    Words words{"--checkpoint.dir", "", "--checkpoint.resume", path("checkpoints")};
+    words.insert(words.end(), other.begin(), other.end());
+    const Result result = run(words);
+    EXPECT_EQ(result.code, 2);
+    EXPECT_THAT(result.err, HasSubstr("another model"));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+}
+
+// Weights that are lost: the run ends by itself, and its last good checkpoint stays.
+TEST_F(Train, AHopelessRunEnds) {
+  const Result result =
+      run({"--optim.lr", "1e30", "--optim.warmup", "0", "--optim.clip", "0", "--train.steps", "100",
+           "--checkpoint.every", "1", "--checkpoint.keep", "1"});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("not finite"));
+  EXPECT_FALSE(fs::exists(path("checkpoints/step-00000011")));
+}
+
 TEST_F(Train, SampleContinuesThePrompt) {
   ASSERT_EQ(run({"--train.steps", "5"}).code, 0);
   const Words words{"sample", "--checkpoint", path("checkpoints"), "--prompt", "int f", "--tokens",
@@ -377,6 +414,17 @@ TEST_F(Train, SampleContinuesThePrompt) {
   const Result bad = lockstep_command({"sample", "--checkpoint", path("none"), "--prompt", "x"});
   EXPECT_EQ(bad.code, 2);
   EXPECT_THAT(bad.err, HasSubstr(path("none")));
+  for (const char* word : {"none", "auto"}) {
+    EXPECT_THAT(lockstep_command({"sample", "--checkpoint", word}).err, HasSubstr(word));
+  }
+}
+
+// Ids that the tokenizer does not have are not drawn.
+TEST_F(Train, SampleOfAPaddedVocabulary) {
+  ASSERT_EQ(run({"--train.steps", "3", "--model.vocab", "4000"}).code, 0);
+  const Result result = lockstep_command({"sample", "--checkpoint", path("checkpoints"), "--prompt",
+                                          "x", "--tokens", "20", "--top-k", "0"});
+  EXPECT_EQ(result.code, 0) << result.err;
 }
 
 }  // namespace
