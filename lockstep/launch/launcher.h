@@ -15,8 +15,8 @@ struct LaunchOptions {
   int node_rank = 0;
   std::string rendezvous;  // HOST:PORT on node 0; empty, on one node: loopback and a free port
   int max_restarts = 0;
-  std::string log_dir;     // empty: no files
-  int hang_rank = -1;      // -1: none
+  std::string log_dir;  // empty: no files
+  int hang_rank = -1;   // -1: none
   // Rank 0 writes to the launcher's own stdout and stderr, without a prefix: it may draw on a
   // terminal.
   bool bare_rank_0 = false;
