@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kHelpColumn = 34, kWidth = 98;
 
-const char* placeholder(const Option& option) {
+const char* value_name(const Option& option) {
   switch (option.type) {
     case OptionType::integer:
       return "N";
@@ -89,7 +89,7 @@ std::string help_text(const Schema& schema) {
   for (const Section& section : schema.sections()) {
     out += format("\n{}:\n", section.title);
     for (const Option& option : section.options) {
-      std::string flag = format("  --{} {}", option.name, placeholder(option));
+      std::string flag = format("  --{} {}", option.name, value_name(option));
       flag += flag.size() + 2 > kHelpColumn ? format("\n{}", std::string(kHelpColumn, ' '))
                                             : std::string(kHelpColumn - flag.size(), ' ');
       std::string help = option.help;
