@@ -4,89 +4,164 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include <numeric>
+#include <utility>
+
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
 #include "lockstep/layout/shard_math.h"
 
 namespace lockstep::comm {
 namespace {
 
-// Every rank sums one block of the tensor; `flat` is contiguous and on the CPU.
-class BlockSum final : public detail::Pending {
+// Every rank sums one block of the tensor; at once it begins to bring that block from everyone.
+class BlockSum {
  public:
-  BlockSum(at::Tensor flat, const Group& group, ReduceOptions options)
-      : flat_(std::move(flat)), group_(group), options_(std::move(options)) {
-    for (int rank = 0; rank < group.size(); ++rank)
-      counts_.push_back(layout::balanced_range(flat_.numel(), group.size(), rank).size());
-    begin_ = layout::balanced_range(flat_.numel(), group.size(), group.rank()).begin;
-    const int64_t mine = counts_[static_cast<size_t>(group.rank())];
-    blocks_ = at::empty({group.size(), mine}, flat_.options());
+  BlockSum(const at::Tensor& input, const std::vector<int64_t>& counts, const Group& group,
+           const ReduceOptions& options)
+      : op_(options.op), dtype_(detail::dtype_of(input, "all_to_all")) {
+    const int64_t mine = counts[static_cast<size_t>(group.rank())];
+    blocks_ = at::empty({group.size(), mine}, input.options().device(at::kCPU));
     exchange_ =
-        all_to_all(blocks_, flat_, group,
-                   {.input_counts = counts_,
+        all_to_all(blocks_, input, group,
+                   {.input_counts = counts,
                     .output_counts = std::vector<int64_t>(static_cast<size_t>(group.size()), mine),
-                    .timeout = options_.timeout,
-                    .tag = options_.tag});
+                    .timeout = options.timeout,
+                    .tag = options.tag});
   }
+
+  // `output` is contiguous and on the CPU.
+  void wait_and_write(const at::Tensor& output) {
+    exchange_.wait();
+    std::vector<const std::byte*> inputs;
+    for (int64_t rank = 0; rank < blocks_.size(0); ++rank)
+      inputs.push_back(detail::bytes_of(blocks_[rank]).data());
+    std::byte* const sum = detail::bytes_of(output).data();
+    fabric::reduce(dtype_, op_, {&sum, 1}, inputs, static_cast<size_t>(output.numel()));
+  }
+
+ private:
+  ReduceOp op_;
+  DType dtype_;
+  at::Tensor blocks_;
+  Work exchange_;
+};
+
+void copy_back(const at::Tensor& target, const at::Tensor& host) {
+  if (host.is_alias_of(target)) return;
+  const c10::AutoGradMode no_grad(false);
+  target.copy_(host);
+}
+
+class OrderedAllReduce final : public detail::Pending {
+ public:
+  OrderedAllReduce(const at::Tensor& target, const Group& group, ReduceOptions options)
+      : target_(target.detach()),
+        host_(target_.to(at::kCPU).contiguous()),
+        flat_(host_.view({-1})),
+        group_(group),
+        options_(std::move(options)),
+        counts_(balanced_counts(flat_.numel(), group.size())),
+        sum_(flat_, counts_, group, options_) {}
 
   void wait() override {
     if (done_) return;
-    exchange_.wait();
-    const int64_t mine = counts_[static_cast<size_t>(group_.rank())];
-    const at::Tensor sum = flat_.narrow(0, begin_, mine);
-    std::vector<const std::byte*> inputs;
-    for (int rank = 0; rank < group_.size(); ++rank)
-      inputs.push_back(detail::bytes_of(blocks_[rank]).data());
-    std::byte* const output = detail::bytes_of(sum).data();
-    fabric::reduce(detail::dtype_of(flat_, "all_reduce"), options_.op, {&output, 1}, inputs,
-                   static_cast<size_t>(mine));
-    all_gather(flat_, sum, group_,
+    const auto range = layout::balanced_range(flat_.numel(), group_.size(), group_.rank());
+    const at::Tensor mine = flat_.narrow(0, range.begin, range.size());
+    sum_.wait_and_write(mine);
+    all_gather(flat_, mine, group_,
                {.counts = counts_, .timeout = options_.timeout, .tag = options_.tag})
         .wait();
+    copy_back(target_, host_);
     done_ = true;
   }
   bool done() const override { return done_; }
 
  private:
-  at::Tensor flat_, blocks_;
+  static std::vector<int64_t> balanced_counts(int64_t total, int size) {
+    std::vector<int64_t> counts;
+    for (int rank = 0; rank < size; ++rank)
+      counts.push_back(layout::balanced_range(total, size, rank).size());
+    return counts;
+  }
+
+  at::Tensor target_, host_, flat_;
   Group group_;
   ReduceOptions options_;
   std::vector<int64_t> counts_;
-  int64_t begin_ = 0;
-  Work exchange_;
+  BlockSum sum_;
   bool done_ = false;
 };
 
-class CopiedBack final : public detail::Pending {
+class OrderedReduceScatter final : public detail::Pending {
  public:
-  CopiedBack(const at::Tensor& target, const Group& group, ReduceOptions options)
-      : target_(target.detach()),
-        host_(target_.to(at::kCPU).contiguous()),
-        sum_(host_.view({-1}), group, std::move(options)) {}
+  OrderedReduceScatter(const at::Tensor& target, BlockSum sum)
+      : target_(target.detach()), sum_(std::move(sum)) {}
+
   void wait() override {
-    if (sum_.done()) return;
-    sum_.wait();
-    const c10::AutoGradMode no_grad(false);
-    target_.copy_(host_);
+    if (done_) return;
+    const at::Tensor host = target_.is_cpu() && target_.is_contiguous()
+                                ? target_
+                                : at::empty(target_.sizes(), target_.options().device(at::kCPU));
+    sum_.wait_and_write(host);
+    copy_back(target_, host);
+    done_ = true;
   }
-  bool done() const override { return sum_.done(); }
+  bool done() const override { return done_; }
 
  private:
-  at::Tensor target_, host_;
+  at::Tensor target_;
   BlockSum sum_;
+  bool done_ = false;
 };
+
+// Of every rank. What all_to_all cannot know is checked here.
+std::vector<int64_t> checked_counts(const at::Tensor& output, const at::Tensor& input,
+                                    const Group& group, std::vector<int64_t> counts) {
+  const auto refuse = [&](const std::string& rule) {
+    throw ConfigError(format("[reduce_scatter_ordered] rank {}: {}", group.rank(), rule));
+  };
+  if (!output.defined() || !input.defined()) refuse("the tensor is undefined");
+  if (output.scalar_type() != input.scalar_type()) {
+    refuse(format("input is {}, output is {}; they must be the same",
+                  c10::toString(input.scalar_type()), c10::toString(output.scalar_type())));
+  }
+  const auto size = static_cast<size_t>(group.size());
+  if (counts.empty()) counts.assign(size, output.numel());
+  if (counts.size() != size)
+    refuse(format("{} block counts for a group of {}", counts.size(), size));
+  const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const int64_t mine = counts[static_cast<size_t>(group.rank())];
+  if (sum != input.numel() || mine != output.numel()) {
+    refuse(format("input has {} elements and output {}, must have {} and {} for block counts {}",
+                  input.numel(), output.numel(), sum, mine, join(counts)));
+  }
+  return counts;
+}
+
+bool sums_in_rank_tree(const Group& group) {
+  return group.size() == 1 || group.impl().sums_in_rank_tree();
+}
 
 }  // namespace
 
 Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
-  if (group.size() == 1 || group.impl().sums_in_rank_tree())
-    return all_reduce(tensor, group, std::move(options));
+  if (sums_in_rank_tree(group)) return all_reduce(tensor, group, std::move(options));
   fabric::check_reducible(detail::dtype_of(tensor, "all_reduce"), options.op);
-  if (tensor.device().is_cpu() && tensor.is_contiguous()) {
-    return Work(std::make_shared<BlockSum>(tensor.detach().view({-1}), group, std::move(options)));
-  }
-  return Work(std::make_shared<CopiedBack>(tensor, group, std::move(options)));
+  return Work(std::make_shared<OrderedAllReduce>(tensor, group, std::move(options)));
+}
+
+Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, const Group& group,
+                            ReduceScatterOptions options) {
+  if (sums_in_rank_tree(group)) return reduce_scatter(output, input, group, std::move(options));
+  const auto counts = checked_counts(output, input, group, std::move(options.counts));
+  fabric::check_reducible(detail::dtype_of(input, "reduce_scatter"), options.op);
+  return Work(std::make_shared<OrderedReduceScatter>(
+      output, BlockSum(input, counts, group,
+                       {.op = options.op, .timeout = options.timeout, .tag = options.tag})));
 }
 
 }  // namespace lockstep::comm
