@@ -4,9 +4,11 @@
 #include <ATen/core/grad_mode.h>
 
 #include <cmath>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/optim/exact_norm.h"
 #include "lockstep/optim/gradients.h"
 
 namespace lockstep::optim {
@@ -21,7 +23,10 @@ void require_limit(const char* operation, const char* what, double limit) {
 }  // namespace
 
 double grad_norm(std::span<const at::Tensor> parameters, NormOptions options) {
-  const double norm = detail::norm_of(detail::gradients_of(parameters), options.type);
+  const auto gradients = detail::gradients_of(parameters);
+  const double norm = options.exact && options.type == NormType::l2
+                          ? detail::exact_norm(gradients, options.group)
+                          : detail::norm_of(gradients, options.type, options.group);
   if (options.error_if_nonfinite && !std::isfinite(norm)) {
     throw Error(format("[grad_norm] the norm of the gradients is {}, must be finite", norm));
   }
@@ -31,7 +36,7 @@ double grad_norm(std::span<const at::Tensor> parameters, NormOptions options) {
 double clip_grad_norm(std::span<const at::Tensor> parameters, double max_norm,
                       NormOptions options) {
   require_limit("clip_grad_norm", "max_norm", max_norm);
-  const double norm = grad_norm(parameters, options);
+  const double norm = grad_norm(parameters, std::move(options));
   clip_grad_with_norm(parameters, max_norm, norm);
   return norm;
 }

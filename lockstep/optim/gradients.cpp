@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -46,6 +47,19 @@ std::vector<double> norms_by_operators(std::span<const at::Tensor> tensors, Norm
 
 bool is_memory(const at::Tensor& tensor) { return tensor.is_cpu() && dtype_of(tensor); }
 
+double sum_over(double value, const comm::Group& group) {
+  const at::Tensor sum = at::full({1}, value, at::kDouble);
+  comm::all_reduce(sum, group, {.tag = "grad norm"}).wait();
+  return *sum.data_ptr<double>();
+}
+
+// Magnitudes order like their bits, NaN above infinity; as numbers a NaN might be lost on the way.
+double largest_over(double magnitude, const comm::Group& group) {
+  const at::Tensor bits = at::full({1}, std::bit_cast<int64_t>(std::abs(magnitude)), at::kLong);
+  comm::all_reduce(bits, group, {.op = comm::ReduceOp::max, .tag = "grad norm"}).wait();
+  return std::bit_cast<double>(*bits.data_ptr<int64_t>());
+}
+
 }  // namespace
 
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
@@ -65,7 +79,7 @@ std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   return gradients;
 }
 
-double norm_of(std::span<const at::Tensor> gradients, NormType type) {
+double norm_of(std::span<const at::Tensor> gradients, NormType type, const comm::Group& group) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> in_memory, elsewhere;
   std::vector<NormKernel> kernels;
@@ -92,7 +106,7 @@ double norm_of(std::span<const at::Tensor> gradients, NormType type) {
 
   double total = 0;
   for (const double part : parts) total = type == NormType::l2 ? total + part : larger(total, part);
-  return type == NormType::l2 ? std::sqrt(total) : total;
+  return type == NormType::l2 ? std::sqrt(sum_over(total, group)) : largest_over(total, group);
 }
 
 namespace {

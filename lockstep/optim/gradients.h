@@ -15,7 +15,8 @@ namespace lockstep::optim::detail {
 // values, after it was coalesced.
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters);
 
-double norm_of(std::span<const at::Tensor> gradients, NormType type);
+// Over all ranks of the group. Collective.
+double norm_of(std::span<const at::Tensor> gradients, NormType type, const comm::Group& group);
 
 void scale(std::span<const at::Tensor> gradients, double factor);
 // In the same pass: the largest magnitude of the result, NaN if there is one.

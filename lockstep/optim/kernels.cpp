@@ -124,6 +124,27 @@ double sum_squares(const void* data, int64_t begin, int64_t end) {
   return sums[0];
 }
 
+template <class T>
+FixedSum sum_squares_fixed(const void* data, const Grid& grid, int64_t begin, int64_t end) {
+  const T* values = static_cast<const T*>(data);
+  const double coarse = grid.coarse, fine = grid.fine;
+  const auto bits = [](double value) { return std::bit_cast<uint64_t>(value); };
+  // The bits of grid + square are those of the grid plus the number of steps: the grids are taken
+  // off at the end, and what overflows on the way does not matter.
+  uint64_t coarse_sum = 0, fine_sum = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const double value = load(values[i]);
+    const double square = value * value;
+    const double rounded = square + coarse;
+    const double rest = square - (rounded - coarse);
+    coarse_sum += bits(rounded);
+    fine_sum += bits(rest + fine);
+  }
+  const auto count = static_cast<uint64_t>(end - begin);
+  return {static_cast<int64_t>(coarse_sum - count * bits(coarse)),
+          static_cast<int64_t>(fine_sum - count * bits(fine))};
+}
+
 // Without its sign a float orders like its bits, with infinity above all numbers and NaN above
 // infinity.
 template <class V>
@@ -208,12 +229,16 @@ NormKernel find_sum_squares(DType dtype) {
 NormKernel find_max_abs(DType dtype) {
   return for_dtype<NormKernel>(dtype, []<class T>() { return max_abs<T>; });
 }
+FixedSumKernel find_sum_squares_fixed(DType dtype) {
+  return for_dtype<FixedSumKernel>(dtype, []<class T>() { return sum_squares_fixed<T>; });
+}
 ScaleKernel find_scale(DType dtype) {
   return for_dtype<ScaleKernel>(dtype, []<class T>() { return scale<T>; });
 }
 
 }  // namespace
 
-const Kernels kernels = {find_adamw, find_sgd, find_sum_squares, find_max_abs, find_scale};
+const Kernels kernels = {
+    find_adamw, find_sgd, find_sum_squares, find_max_abs, find_sum_squares_fixed, find_scale};
 
 }  // namespace lockstep::optim::detail::LOCKSTEP_ISA

@@ -39,10 +39,25 @@ struct SgdFactors {
 };
 enum class SgdKind { plain, momentum, nesterov };
 
+// Steps that squares are rounded to, each given by a number whose last bit is worth one step: 1.5
+// times a power of two, so that what is added to it may have either sign.
+struct Grid {
+  double coarse;
+  double fine;
+};
+// In steps of the grid.
+struct FixedSum {
+  int64_t coarse;
+  int64_t fine;
+};
+
 // All work on elements [begin, end).
 using AdamWKernel = void (*)(const Operands&, const AdamWFactors&, int64_t begin, int64_t end);
 using SgdKernel = void (*)(const Operands&, const SgdFactors&, int64_t begin, int64_t end);
 using NormKernel = double (*)(const void* data, int64_t begin, int64_t end);
+// Rounds every square to coarse steps and what is left of it to fine ones, and adds up whole
+// numbers: exact in any order. Squares are below 2^48 coarse steps, and elements at most 2^14.
+using FixedSumKernel = FixedSum (*)(const void* data, const Grid& grid, int64_t begin, int64_t end);
 // Multiplies, and returns the largest magnitude of the result.
 using ScaleKernel = double (*)(void* data, double factor, int64_t begin, int64_t end);
 
@@ -53,6 +68,7 @@ struct Kernels {
   SgdKernel (*sgd)(SgdKind kind, DType param, DType grad);
   NormKernel (*sum_squares)(DType);
   NormKernel (*max_abs)(DType);  // a NaN anywhere is the result
+  FixedSumKernel (*sum_squares_fixed)(DType);
   ScaleKernel (*scale)(DType);
 };
 

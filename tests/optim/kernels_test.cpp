@@ -88,11 +88,14 @@ TEST(Kernels, InstructionSetsGiveTheSameBits) {
       for (int step = 0; step < 3; ++step) set->adamw(dtype, dtype)(operands, adamw, 0, kCount);
       set->sgd(SgdKind::nesterov, dtype, dtype)(operands, sgd, 0, kCount);
       const double norm = set->sum_squares(dtype)(param.data_ptr(), 0, kCount);
+      const FixedSum fixed =
+          set->sum_squares_fixed(dtype)(param.data_ptr(), {0x1.8p20, 0x1.8p-29}, 0, kCount);
       const double largest = set->scale(dtype)(param.data_ptr(), 0.3, 0, kCount);
       results.push_back(
           {param, master, first, second,
            at::tensor({norm, largest, set->max_abs(dtype)(param.data_ptr(), 0, kCount)},
-                      at::kDouble)});
+                      at::kDouble),
+           at::tensor({fixed.coarse, fixed.fine}, at::kLong)});
     }
     for (size_t i = 0; i < results[0].size(); ++i) {
       EXPECT_TRUE(at::equal(results[0][i], results[1][i])) << name_of(dtype) << " " << i;
