@@ -45,6 +45,14 @@ at::Tensor grad_for_kernel(const Update& update) {
   return at::empty_like(update.param, update.param.options().dtype(type)).copy_(update.grad);
 }
 
+// Kernels write through pointers, which nobody sees. What an in-place operator would have done:
+// autograd learns that what it saved is gone, and whoever put a key on the parameter (to gather or
+// to guard its memory) gets the call before memory changes. Pointers are taken afterwards.
+void announce_write(const at::Tensor& param) {
+  if (param.key_set().has(c10::DispatchKey::DeferredInit)) param.as_strided({0}, {1}).zero_();
+  param.unsafeGetTensorImpl()->bump_version();
+}
+
 // The kernels' rule for masters: where a parameter is no longer its rounded master it was written
 // by someone else, and wins.
 void refresh_master(const Update& update) {
@@ -151,14 +159,12 @@ void ElementwiseOptimizer::step() {
     if (!slot.parameter.tensor.grad().defined()) continue;
     Update update = next_update(slot);
     stepped.push_back(&slot);
+    announce_write(update.param);
     if (update.grad.layout() != at::kStrided) {
       if (update_sparse(update)) continue;
       update.grad = update.grad.to_dense();
     }
-    if (update_on_device(update)) {
-      slot.parameter.tensor.unsafeGetTensorImpl()->bump_version();
-      continue;
-    }
+    if (update_on_device(update)) continue;
     (has_kernel(update) ? in_memory : by_operators).push_back(std::move(update));
   }
 
@@ -170,8 +176,6 @@ void ElementwiseOptimizer::step() {
     kernels.push_back(kernel_for(update));
   }
   blocks.for_each([&](const Block& block) { kernels[block.array](block.begin, block.end); });
-  // As an in-place operator would: autograd must notice if it still needs the old values.
-  for (Update& update : in_memory) update.param.unsafeGetTensorImpl()->bump_version();
 
   for (Update& update : by_operators) {
     refresh_master(update);
