@@ -107,6 +107,11 @@ FixedLimbs sum_squares_by_operators(const at::Tensor& tensor, const Grid& grid) 
   return total;
 }
 
+double value_of(const FixedLimbs& limbs, const Grid& grid) {
+  return number_of(limbs[0], limbs[1]) * step_of(grid.coarse) +
+         number_of(limbs[2], limbs[3]) * step_of(grid.fine);
+}
+
 double exact_norm(std::span<const at::Tensor> gradients, const comm::Group& group) {
   const at::NoGradGuard no_grad;
   const double largest = norm_of(gradients, NormType::max, group);
@@ -131,9 +136,7 @@ double exact_norm(std::span<const at::Tensor> gradients, const comm::Group& grou
   const at::Tensor sums =
       at::from_blob(limbs.data(), {static_cast<int64_t>(limbs.size())}, at::kLong);
   comm::all_reduce(sums, group, {.tag = "grad norm"}).wait();
-  const double sum = number_of(limbs[0], limbs[1]) * step_of(grid.coarse) +
-                     number_of(limbs[2], limbs[3]) * step_of(grid.fine);
-  return std::ldexp(std::sqrt(sum), scale);
+  return std::ldexp(std::sqrt(value_of(limbs, grid)), scale);
 }
 
 }  // namespace lockstep::optim::detail

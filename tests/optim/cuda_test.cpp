@@ -129,5 +129,15 @@ TEST(Cuda, Autocast) {
   EXPECT_EQ(at::mm(a, a).scalar_type(), at::kFloat);
 }
 
+TEST(Cuda, ExactNormHasTheCpusBits) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    at::manual_seed(6);
+    auto tensors = parameters_of_many_sizes(type);
+    set_grads(tensors, tensors);
+    tensors[6].mutable_grad().mul_(1e-3);
+    EXPECT_EQ(grad_norm(on_device(tensors), {.exact = true}), grad_norm(tensors, {.exact = true}));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::optim

@@ -153,6 +153,23 @@ TEST(ExactNormAccuracy, ASpikeAmongManySmallValues) {
   }
 }
 
+TEST(ExactNormAccuracy, BlocksOfTheLargestValue) {
+  for (const float value : {0x1.fffffep-1f, 1.0f, 0x1.fffffep20f}) {
+    const long double square = static_cast<long double>(value) * value;
+    expect_norm({at::full({50'000}, value)}, square * 50'000);
+  }
+}
+
+TEST(ExactNormAccuracy, CarriesDoNotMatter) {
+  const detail::Grid grid = {0x1.8p4, 0x1.8p-45};
+  // A low limb that is no double by itself.
+  constexpr int64_t kHigh = int64_t{1} << 22, kLow = (kHigh << 32) + 2;
+  EXPECT_EQ(detail::value_of({5 - kHigh, kLow, 0, 0}, grid), detail::value_of({5, 2, 0, 0}, grid));
+  EXPECT_EQ(detail::value_of({0, 0, 5 - kHigh, kLow}, grid), detail::value_of({0, 0, 5, 2}, grid));
+  EXPECT_EQ(detail::value_of({1, 0, 0, 0}, grid), std::ldexp(1, 32 - 48));
+  EXPECT_EQ(detail::value_of({0, 0, -1, 1}, grid), std::ldexp(1 - std::ldexp(1, 32), -97));
+}
+
 TEST(ExactNormAccuracy, TheEndsOfTheRange) {
   at::manual_seed(5);
   const at::Tensor normal = at::randn({20'000}, at::kDouble);
