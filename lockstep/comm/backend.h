@@ -88,6 +88,10 @@ class GroupImpl {
   virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
   // Peers can reach [data, data + bytes) without staging.
   virtual bool reaches(const void* data, size_t bytes) const = 0;
+  // How peers find [data, data + bytes), and how this rank finds what a peer has located. Thread
+  // safe. Backends without shared memory locate nothing.
+  virtual fabric::Location locate(const void*, size_t) const { return {}; }
+  virtual const std::byte* reach(int, const fabric::Location&) const { return nullptr; }
   // Reductions are a binary tree over ranks, split at the largest power of two (fabric/reduce.h).
   virtual bool sums_in_rank_tree() const { return false; }
 

@@ -37,6 +37,14 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   bool reaches(const void* data, size_t bytes) const override {
     return !heap_ || heap_->find(data, bytes).kind != fabric::Location::unreachable;
   }
+  fabric::Location locate(const void* data, size_t bytes) const override {
+    // An empty tensor has nothing to read, wherever it is.
+    if (bytes == 0) return {fabric::Location::address, 0, 0, reinterpret_cast<uint64_t>(data)};
+    return engine_.seat().locate(data, bytes);
+  }
+  const std::byte* reach(int rank, const fabric::Location& location) const override {
+    return engine_.seat().reach(rank, location);
+  }
   bool sums_in_rank_tree() const override { return true; }
 
  private:

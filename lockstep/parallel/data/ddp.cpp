@@ -63,32 +63,6 @@ void check_options(const DdpOptions& options, const NamedTensors& parameters) {
   }
 }
 
-// Backward on a GPU runs on one thread per device and process, which cannot wait for itself.
-void check_own_devices(const NamedTensors& parameters, const comm::Group& group) {
-  if (group.backend() != "thread" || parameters.empty()) return;
-  const c10::Device device = parameters[0].second.device();
-  const at::Tensor all = at::empty({group.size()}, at::kLong);
-  const int64_t mine = device.is_cuda() ? device.index() : -1 - group.rank();
-  comm::all_gather(all, at::full({1}, mine, at::kLong), group).wait();
-  const std::set<int64_t> distinct(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size());
-  if (distinct.size() == static_cast<size_t>(group.size())) return;
-  throw ConfigError(
-      format("[ddp] {} ranks that are threads train on {} devices; give each a GPU of its own, or "
-             "make them "
-             "processes",
-             group.size(), distinct.size()));
-}
-
-// Bits depend on the number of threads that compute.
-void check_same_threads(const comm::Group& group) {
-  const at::Tensor all = at::empty({group.size()}, at::kLong);
-  comm::all_gather(all, at::full({1}, at::get_num_threads(), at::kLong), group).wait();
-  if (all.eq(all[0]).all().item<bool>()) return;
-  throw ConfigError(format(
-      "[ddp] reproducible needs the same number of compute threads on all ranks; they have {}",
-      join(std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()))));
-}
-
 }  // namespace
 
 class Ddp {
@@ -104,8 +78,8 @@ class Ddp {
     buffers_ = list(model.named_buffers());
     all.insert(all.end(), buffers_.begin(), buffers_.end());
     check_same_model(all, private_group_);
-    check_own_devices(parameters, private_group_);
-    if (options_.reproducible) check_same_threads(private_group_);
+    check_own_devices("ddp", parameters, private_group_);
+    if (options_.reproducible) check_same_threads("ddp", private_group_);
     broadcast_tensors(all, private_group_, 0);
 
     std::set<std::string> sparse = sparse_weights(model);

@@ -1,11 +1,13 @@
 #include "lockstep/parallel/data/same_model.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <set>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
@@ -116,6 +118,31 @@ void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, in
       offset += target.numel();
     }
   }
+}
+
+void check_own_devices(const char* operation, const NamedTensors& parameters,
+                       const comm::Group& group) {
+  if (group.backend() != "thread" || parameters.empty()) return;
+  const c10::Device device = parameters[0].second.device();
+  const at::Tensor all = at::empty({group.size()}, at::kLong);
+  const int64_t mine = device.is_cuda() ? device.index() : -1 - group.rank();
+  comm::all_gather(all, at::full({1}, mine, at::kLong), group).wait();
+  const std::set<int64_t> distinct(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size());
+  if (distinct.size() == static_cast<size_t>(group.size())) return;
+  throw ConfigError(
+      format("[{}] {} ranks that are threads train on {} devices; give each a GPU of its own, or "
+             "make them processes",
+             operation, group.size(), distinct.size()));
+}
+
+void check_same_threads(const char* operation, const comm::Group& group) {
+  const at::Tensor all = at::empty({group.size()}, at::kLong);
+  comm::all_gather(all, at::full({1}, at::get_num_threads(), at::kLong), group).wait();
+  if (all.eq(all[0]).all().item<bool>()) return;
+  throw ConfigError(format(
+      "[{}] reproducible needs the same number of compute threads on all ranks; they have {}",
+      operation,
+      join(std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + group.size()))));
 }
 
 }  // namespace lockstep::parallel::detail

@@ -20,4 +20,11 @@ void check_same_model(const NamedTensors& tensors, const comm::Group& group);
 // Gives all ranks `root`'s values; small tensors travel together. Collective.
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root);
 
+// Ranks that are threads cannot share a GPU: backward on one runs on one thread per device and
+// process, which cannot wait for itself. Collective; ConfigError on all ranks.
+void check_own_devices(const char* operation, const NamedTensors& parameters,
+                       const comm::Group& group);
+// Bits depend on the number of threads that compute. Collective; ConfigError on all ranks.
+void check_same_threads(const char* operation, const comm::Group& group);
+
 }  // namespace lockstep::parallel::detail

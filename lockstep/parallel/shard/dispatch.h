@@ -1,0 +1,40 @@
+// The one fallback that Lockstep has in torch's dispatcher.
+#pragma once
+
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace c10 {
+class OperatorHandle;
+}
+
+namespace lockstep::parallel::detail {
+
+class Recording;
+
+// Reserved by torch for uses such as this; comes before autograd and autocast.
+inline constexpr auto kDispatchKey = c10::DispatchKey::DeferredInit;
+
+// Makes operators come here that are called with a tensor, or in a scope, that has the key. Any
+// number of calls, from any thread.
+void install_fallback();
+
+// While it lives, the operators of this thread go to the recording.
+class RecordingScope {
+ public:
+  // Throws ConfigError if the thread is in such a scope.
+  explicit RecordingScope(Recording& recording);
+  ~RecordingScope();
+  RecordingScope(const RecordingScope&) = delete;
+  RecordingScope& operator=(const RecordingScope&) = delete;
+
+ private:
+  c10::impl::IncludeDispatchKeyGuard include_;
+};
+
+// Called for an operator on a tensor that has the key.
+void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack);
+
+}  // namespace lockstep::parallel::detail

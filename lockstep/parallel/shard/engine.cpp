@@ -1,0 +1,264 @@
+#include "lockstep/parallel/shard/engine.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+Phase current_phase() {
+  if (torch::autograd::get_current_graph_task_exec_info() != nullptr) return Phase::backward;
+  return at::GradMode::is_enabled() ? Phase::forward : Phase::no_grad;
+}
+
+}  // namespace
+
+ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options)
+    : groups_(std::move(groups)),
+      options_(std::move(options)),
+      copy_thread_(groups_.all.members()[static_cast<size_t>(groups_.all.rank())]) {}
+
+void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of) {
+  size_t capacity = 0;
+  c10::Device device = at::kCPU;
+  for (const FlatPlan& plan : plans) {
+    for (const UnitParameter& parameter : plan.parameters) {
+      // In two types at most, with padding; and the gradients of shards on their way.
+      capacity += 3 * (static_cast<size_t>(parameter.tensor.numel()) * 8 + 64);
+    }
+    device = plan.device;
+  }
+  gather_memory_ = std::make_unique<GatherMemory>(capacity + 4096, device);
+  gradient_memory_ = std::make_unique<GradientMemory>(groups_.reduce, device);
+  for (FlatPlan& plan : plans) {
+    const size_t index = flats_.size();
+    const std::string name = plan.unit;
+    flats_.push_back(std::make_unique<Flat>(std::move(plan),
+                                            FlatContext{.options = &options_,
+                                                        .engine = weak_from_this(),
+                                                        .gather_memory = gather_memory_.get(),
+                                                        .gradient_memory = gradient_memory_.get(),
+                                                        .copy_thread = &copy_thread_},
+                                            index, value_of));
+    Flat& flat = *flats_.back();
+    one_sided_ = one_sided_ || flat.is_one_sided();
+    auto unit = std::find_if(units_.begin(), units_.end(),
+                             [&](const Unit& each) { return each.name == name; });
+    if (unit == units_.end()) unit = units_.insert(units_.end(), {.name = name});
+    if (!flat.is_plain() && !flat.plan().resident) unit->flats.push_back(&flat);
+    unit_of_.push_back(static_cast<size_t>(unit - units_.begin()));
+    arrived_.emplace_back(flat.members().size(), 0);
+  }
+  // Backward produces gradients roughly in reverse; the first one tells better.
+  for (size_t i = flats_.size(); i-- > 0;) {
+    if (flats_[i]->plan().trained) launch_order_.push_back(i);
+  }
+  install_hooks();
+  note_bytes();
+}
+
+// ---- parameters ----
+
+void ShardEngine::gather(Flat& flat) {
+  const bool ahead = flat.state() == ParameterState::gathering;
+  const bool communicates = flat.gather_communicates();
+  if (!flat.gather()) return;
+  if (communicates) {
+    ++counts_.all_gathers;
+    if (ahead) ++counts_.fetched_ahead;
+  }
+  note_bytes();
+}
+
+// The first use since shards could be written: all ranks show what they have.
+void ShardEngine::begin_epoch() {
+  const trace::Span span("shard", "new parameters");
+  for (const auto& flat : flats_) flat->check_members();
+  window_ = false;
+  for (const auto& flat : flats_) {
+    flat->make_stale();
+    flat->publish();
+  }
+  if (one_sided_) {
+    comm::barrier(groups_.shard, {.tag = format("parameters after backward {}", backwards_)})
+        .wait();
+  }
+  for (const auto& flat : flats_) {
+    if (flat->plan().resident) flat->prefetch();
+  }
+}
+
+Prefetch ShardEngine::prefetch_in(Phase phase) const {
+  return phase == Phase::backward ? options_.backward_prefetch : options_.forward_prefetch;
+}
+
+bool ShardEngine::may_release(const Unit& unit, Phase phase) const {
+  if (unit.pins > 0) return false;
+  // Backward will want it.
+  return options_.strategy != ShardingStrategy::shard_grad_op || phase != Phase::forward;
+}
+
+void ShardEngine::release(Unit& unit) {
+  for (Flat* flat : unit.flats) flat->release();
+}
+
+void ShardEngine::release_all() {
+  for (Unit& unit : units_) {
+    if (unit.pins == 0) release(unit);
+  }
+}
+
+void ShardEngine::fetch_ahead(const std::set<size_t>& wanted) {
+  for (const size_t unit : wanted) {
+    if (unit == current_) continue;
+    for (Flat* flat : units_[unit].flats) flat->prefetch();
+  }
+}
+
+void ShardEngine::use(size_t index, const std::set<size_t>& held) {
+  const Phase phase = current_phase();
+  const bool begins = order_.use(phase, index);
+  current_ = index;
+  std::set<size_t> wanted{index};
+  if (begins) {
+    const bool pre = prefetch_in(phase) == Prefetch::pre;
+    for (const size_t unit : order_.ahead(pre ? options_.prefetch_depth : 0)) wanted.insert(unit);
+    for (size_t other = 0; other < units_.size(); ++other) {
+      Unit& unit = units_[other];
+      if (wanted.contains(other) || held.contains(other) || !may_release(unit, phase)) continue;
+      const bool on_its_way = std::any_of(unit.flats.begin(), unit.flats.end(), [](Flat* flat) {
+        return flat->state() == ParameterState::gathering;
+      });
+      if (options_.limit_all_gathers || !on_its_way) release(unit);
+    }
+  }
+  for (Flat* flat : units_[index].flats) gather(*flat);
+  if (begins) fetch_ahead(wanted);
+}
+
+void ShardEngine::before_operator(std::span<const size_t> flats) {
+  if (window_) begin_epoch();
+  if (current_phase() == Phase::backward) {
+    // The first operator of a backward is in its outermost graph; gradients may come from inner
+    // ones.
+    const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+    if (wanted->empty()) {
+      const std::lock_guard lock(mutex_);
+      begin_round();
+    }
+  }
+  std::set<size_t> held;
+  for (const size_t flat : flats) held.insert(unit_of_[flat]);
+  for (const size_t flat : flats) {
+    if (flats_[flat]->plan().resident) {
+      gather(*flats_[flat]);
+    } else {
+      use(unit_of_[flat], held);
+    }
+  }
+}
+
+void ShardEngine::after_operator() {
+  if (drops_always_) return release_all();
+  if (current_ == SIZE_MAX || !order_.visit_is_over()) return;
+  const Phase phase = current_phase();
+  const bool post = prefetch_in(phase) == Prefetch::post;
+  if (!post && phase != Phase::no_grad) return;
+  const auto ahead = order_.ahead(post ? options_.prefetch_depth : 1);
+  Unit& unit = units_[current_];
+  if (may_release(unit, phase)) release(unit);
+  if (post) fetch_ahead({ahead.begin(), ahead.end()});
+}
+
+void ShardEngine::before_write(const Tag& tag, const at::Tensor& view) {
+  if (window_ || writable_) return;
+  throw Error(
+      format("[fully_shard] the shard of parameter {} is written, but parameters have been used "
+             "since the last backward; step between a backward and the next forward, or call "
+             "begin_update() on all ranks first",
+             tag.name_of(view)));
+}
+
+void ShardEngine::on_conversion(const Tag& tag, const at::Tensor& view) {
+  const Member* last = std::exchange(converted_, nullptr);
+  if (last != nullptr && !last->tensor.key_set().has(kShardKey)) {
+    for (const auto& flat : flats_) flat->check_members();  // says which one it is
+  }
+  const std::string& name = tag.name_of(view);
+  for (const Member& member : flats_[tag.flat]->members()) {
+    if (member.name == name) converted_ = &member;
+  }
+}
+
+// ---- users ----
+
+void ShardEngine::begin_update() {
+  release_all();
+  if (groups_.shard.size() > 1) comm::barrier(groups_.shard, {.tag = "begin_update"}).wait();
+  order_.end_pass();
+  window_ = true;
+}
+
+void ShardEngine::pin(const std::string& name) {
+  if (window_) begin_epoch();
+  bool found = false;
+  for (Unit& unit : units_) {
+    if (!name.empty() && unit.name != name) continue;
+    found = true;
+    ++unit.pins;
+    for (Flat* flat : unit.flats) gather(*flat);
+  }
+  for (const auto& flat : flats_) {
+    if (flat->plan().resident && (name.empty() || flat->plan().unit == name)) gather(*flat);
+  }
+  if (!found) {
+    throw ConfigError(
+        format("[fully_shard] there is no unit '{}'; the units are {}", name, join(unit_names())));
+  }
+}
+
+void ShardEngine::unpin(const std::string& name) {
+  for (Unit& unit : units_) {
+    if ((!name.empty() && unit.name != name) || unit.pins == 0) continue;
+    if (--unit.pins == 0) release(unit);
+  }
+}
+
+void ShardEngine::write_back() {
+  for (const auto& flat : flats_) flat->write_back();
+  window_ = true;
+}
+
+std::vector<std::string> ShardEngine::unit_names() const {
+  std::vector<std::string> names;
+  for (const Unit& unit : units_) names.push_back(unit.name);
+  return names;
+}
+
+const Flat* ShardEngine::find(const std::string& name, const Member** member) const {
+  for (const auto& flat : flats_) {
+    for (const Member& each : flat->members()) {
+      if (each.name != name) continue;
+      *member = &each;
+      return flat.get();
+    }
+  }
+  return nullptr;
+}
+
+size_t ShardEngine::current_bytes() const {
+  size_t bytes = gather_memory_->used() + gradient_memory_->occupied();
+  for (const auto& flat : flats_) bytes += flat->parameter_bytes() + flat->gradient_bytes();
+  return bytes;
+}
+
+void ShardEngine::note_bytes() { peak_bytes_ = std::max(peak_bytes_, current_bytes()); }
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,165 @@
+// Everything that happens while a sharded model runs.
+//
+// Operators say which flats they are about to use; the engine gathers them, lets others go and
+// fetches those that will be used next. Gradients arrive one by one, are laid into their flat's
+// line, and full lines are reduced in an order that all ranks share. Shards may be written from the
+// end of a backward to the next use of a parameter; then they are shown to the other ranks, and
+// nothing is read before all have shown theirs. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/core/torch_fwd.h"
+#include "lockstep/parallel/shard/buffers.h"
+#include "lockstep/parallel/shard/copy_thread.h"
+#include "lockstep/parallel/shard/flat.h"
+#include "lockstep/parallel/shard/options.h"
+#include "lockstep/parallel/shard/order.h"
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace lockstep::parallel::detail {
+
+// The ranks of a sharded model, each in groups of the engine's own.
+struct ShardGroups {
+  comm::Group all = {};
+  comm::Group shard = {};     // parameters are shared out over these
+  comm::Group reduce = {};    // the same ranks
+  comm::Group replicas = {};  // and are the same on these
+};
+
+struct ShardCounts {
+  int64_t all_gathers = 0;
+  int64_t reduce_scatters = 0;
+  int64_t all_reduces = 0;
+  int64_t fetched_ahead = 0;  // of the all-gathers
+};
+
+class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
+ public:
+  ShardEngine(ShardGroups groups, FullyShardOptions options);
+  ~ShardEngine();
+  ShardEngine(const ShardEngine&) = delete;
+  ShardEngine& operator=(const ShardEngine&) = delete;
+
+  // Makes the flats of the plans and begins to listen; once, when a shared_ptr owns this.
+  // Collective.
+  void start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of);
+
+  // ---- operators ----
+  // Gathers what an operator uses. Called by the thread that computes, before it runs.
+  void before_operator(std::span<const size_t> flats);
+  void after_operator();
+  // Throws Error unless the shard may be written now.
+  void before_write(const Tag& tag, const at::Tensor& view);
+  bool allows_writing() const { return writable_; }
+  // A parameter is copied to another type or device: what model->to() does before it replaces it.
+  void on_conversion(const Tag& tag, const at::Tensor& view);
+
+  // ---- users ----
+  void change_no_sync(int change) { no_sync_ += change; }
+  // Shards may be written after this; collective.
+  void begin_update();
+  // Gathers units (all, if there is no name) and keeps them until unpin().
+  void pin(const std::string& unit);
+  void unpin(const std::string& unit);
+  void set_writable(bool writable) { writable_ = writable; }
+  // Drops everything after every operator: for tests of what operators find.
+  void drop_always(bool on) { drops_always_ = on; }
+  void write_back();
+
+  const std::vector<std::unique_ptr<Flat>>& flats() const { return flats_; }
+  const ShardGroups& groups() const { return groups_; }
+  const FullyShardOptions& options() const { return options_; }
+  std::vector<std::string> unit_names() const;
+  // Null for a name that no parameter has.
+  const Flat* find(const std::string& name, const Member** member) const;
+  const ShardCounts& counts() const { return counts_; }
+  const GatherMemory& gather_memory() const { return *gather_memory_; }
+  const GradientMemory& gradient_memory() const { return *gradient_memory_; }
+  size_t current_bytes() const;
+  size_t peak_bytes() const { return peak_bytes_; }
+
+ private:
+  class ArrivalHook;
+  class AccumulationHook;
+  struct Unit {
+    std::string name;
+    std::vector<Flat*> flats = {};  // those that come and go
+    int pins = 0;
+  };
+  struct Hooks {
+    std::shared_ptr<torch::autograd::Node> accumulator;  // the tensor itself holds it weakly
+    uintptr_t arrival = 0;
+  };
+
+  void install_hooks();
+  void begin_epoch();
+  void use(size_t unit, const std::set<size_t>& held);
+  void gather(Flat& flat);
+  void fetch_ahead(const std::set<size_t>& wanted);
+  void release(Unit& unit);
+  bool may_release(const Unit& unit, Phase phase) const;
+  Prefetch prefetch_in(Phase phase) const;
+  void release_all();
+
+  bool syncs() const;
+  void arrive(size_t flat, size_t member);
+  void begin_round();
+  void end_round();
+  void reduce_round();
+  void abandon_round();
+  void launch_complete();
+  void launch(Flat& flat);
+  bool make_room();
+  void learn_launch_order();
+  void note_bytes();
+
+  ShardGroups groups_;
+  FullyShardOptions options_;
+  std::unique_ptr<GatherMemory> gather_memory_;
+  std::unique_ptr<GradientMemory> gradient_memory_;
+  std::vector<std::unique_ptr<Flat>> flats_;
+  std::vector<Unit> units_;
+  std::vector<size_t> unit_of_;  // per flat
+  std::vector<std::vector<Hooks>> hooks_;
+  bool one_sided_ = false;
+  const Member* converted_ = nullptr;
+
+  bool window_ = true;  // shards may be written
+  int64_t backwards_ = 0;
+  bool writable_ = false;
+  bool drops_always_ = false;
+  UnitOrder order_;
+  size_t current_ = SIZE_MAX;
+
+  std::mutex mutex_;  // gradients of different devices arrive on different threads
+  int no_sync_ = 0;
+  bool in_round_ = false;
+  bool round_syncs_ = true;
+  std::weak_ptr<bool> callback_;  // gone, if the backward of the round was ended by an exception
+  std::vector<std::vector<int64_t>> arrived_;  // per flat and member, since the last reduction
+  std::vector<size_t> launch_order_;           // flats
+  std::vector<size_t> arrival_order_;
+  size_t num_launched_ = 0;
+  bool late_ = false;
+  bool learned_ = false;
+  std::vector<Flat*> under_way_;
+
+  ShardCounts counts_;
+  size_t peak_bytes_ = 0;
+  CopyThread copy_thread_;  // last: ends first
+};
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,372 @@
+#include "lockstep/parallel/shard/flat.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+#include "lockstep/parallel/shard/recording.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+at::TensorOptions options_of(at::ScalarType dtype, c10::Device device) {
+  return at::TensorOptions().dtype(dtype).device(device);
+}
+
+// So that every parameter begins where torch would begin a tensor of its own.
+int64_t alignment(const FlatPlan& plan) {
+  constexpr size_t kBytes = 64;
+  const size_t smallest =
+      std::min({c10::elementSize(plan.gather_dtype), c10::elementSize(plan.compute_dtype),
+                c10::elementSize(plan.reduce_dtype)});
+  return static_cast<int64_t>(kBytes / smallest);
+}
+
+std::shared_ptr<void> keep(const at::Tensor& tensor) {
+  return std::make_shared<at::Tensor>(tensor);
+}
+
+}  // namespace
+
+layout::Shape Member::shard_shape() const {
+  if (shape.empty()) return rows.empty() ? layout::Shape{0} : layout::Shape{};
+  layout::Shape sizes = shape;
+  sizes[0] = rows.size();
+  return sizes;
+}
+
+Flat::Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& value_of)
+    : plan_(std::move(plan)), context_(std::move(context)), index_(index) {
+  const at::NoGradGuard no_grad;
+  make_members();
+  plain_ = plan_.shard.size() == 1 && plan_.rest_device == plan_.device &&
+           plan_.compute_dtype == plan_.dtype;
+  filled_.assign(members_.size(), false);
+  if (plain_) {
+    for (const UnitParameter& parameter : plan_.parameters) {
+      const at::Tensor value = value_of(parameter);
+      if (!value.is_same(parameter.tensor)) give_memory(parameter.tensor, value);
+    }
+  } else {
+    make_shard(value_of);
+    attach_parameters();
+  }
+  make_optimized();
+}
+
+void Flat::make_members() {
+  std::vector<layout::Shape> shapes;
+  for (const UnitParameter& parameter : plan_.parameters)
+    shapes.push_back(parameter.tensor.sizes().vec());
+  layout_ = layout::lay_out(shapes, plan_.shard.size(), alignment(plan_));
+  names_ = std::make_shared<FlatNames>();
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    Member member{.name = plan_.parameters[i].name,
+                  .tensor = plan_.parameters[i].tensor,
+                  .shape = shapes[i],
+                  .offset = layout_.offsets[i]};
+    if (!member.shape.empty() && member.shape[0] > 0)
+      member.row_size = member.numel() / member.shape[0];
+    names_->names.push_back(member.name);
+    names_->bytes.push_back(member.offset *
+                            static_cast<int64_t>(c10::elementSize(plan_.compute_dtype)));
+    members_.push_back(std::move(member));
+  }
+  for (const auto& [tensor, rows] : layout_.rows[static_cast<size_t>(plan_.shard.rank())]) {
+    Member& member = members_[static_cast<size_t>(tensor)];
+    member.rows = rows;
+    member.shard_offset = member.offset + rows.begin * member.row_size - block().begin;
+  }
+}
+
+layout::Range Flat::block() const {
+  return layout_.blocks[static_cast<size_t>(plan_.shard.rank())];
+}
+
+at::Tensor Flat::shared_memory(int64_t count, at::ScalarType dtype) const {
+  if (count == 0 || !plan_.rest_device.is_cpu() || plan_.shard.size() == 1)
+    return at::empty({count}, options_of(dtype, plan_.rest_device));
+  const std::array<int64_t, 1> bytes{count * static_cast<int64_t>(c10::elementSize(dtype))};
+  return comm::symmetric_empty(bytes, DType::uint8, plan_.shard).view(dtype);
+}
+
+void Flat::make_shard(const ValueOf& value_of) {
+  const int64_t count = block().size();
+  if (plan_.resident && plan_.shard.size() > 1) {
+    // Everybody has all of it: what this rank sends is a part of that.
+    arriving_ = shared_memory(layout_.size, plan_.gather_dtype);
+    sent_ = arriving_.narrow(0, block().begin, count);
+  } else {
+    sent_ = shared_memory(count, plan_.gather_dtype);
+  }
+  shard_ = plan_.dtype == plan_.gather_dtype
+               ? sent_
+               : at::empty({count}, options_of(plan_.dtype, plan_.rest_device));
+  shard_.zero_();
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    const at::Tensor value = value_of(plan_.parameters[i]);
+    if (member.shard_numel() == 0) continue;
+    shard_.narrow(0, member.shard_offset, member.shard_numel())
+        .copy_(value.detach().reshape({-1}).narrow(0, member.rows.begin * member.row_size,
+                                                   member.shard_numel()));
+  }
+  if (plan_.shard.size() > 1 && plan_.rest_device.is_cpu())
+    peers_ = comm::PeerMemory::open(sent_, plan_.shard);
+}
+
+Tag Flat::tag(Tag::Kind kind, std::shared_ptr<void> memory) const {
+  return {.kind = kind,
+          .engine = context_.engine,
+          .flat = index_,
+          .names = names_,
+          .memory = std::move(memory)};
+}
+
+void Flat::make_optimized() {
+  if (!plan_.trained) return;
+  if (plain_) {
+    for (size_t i = 0; i < members_.size(); ++i)
+      optimized_.push_back({members_[i].name, members_[i].tensor, {0, 0}, i, i + 1});
+    return;
+  }
+  if (shard_.numel() == 0) return;
+  auto names = std::make_shared<FlatNames>();
+  for (const Member& member : members_) {
+    if (member.shard_numel() == 0) continue;
+    names->names.push_back(member.name);
+    names->bytes.push_back(member.shard_offset * static_cast<int64_t>(shard_.element_size()));
+  }
+  Tag shard_tag = tag(Tag::Kind::shard, keep(shard_));
+  shard_tag.names = names;
+  const c10::Storage storage =
+      make_storage(shard_.data_ptr(), shard_.nbytes(), shard_.device(), std::move(shard_tag));
+  const auto add = [&](const std::string& name, const layout::Shape& shape, int64_t begin,
+                       size_t first, size_t end) {
+    at::Tensor tensor = tagged_tensor(storage, shard_.scalar_type(), shape, begin);
+    tensor.set_requires_grad(true);
+    optimized_.push_back({name, tensor, {begin, begin + tensor.numel()}, first, end});
+  };
+  if (!context_.options->use_orig_params) {
+    return add(plan_.name, {shard_.numel()}, 0, 0, members_.size());
+  }
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    if (member.shard_numel() > 0)
+      add(member.name, member.shard_shape(), member.shard_offset, i, i + 1);
+  }
+}
+
+void Flat::attach_parameters() {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(kShardKey);
+  const size_t bytes = static_cast<size_t>(layout_.size) * c10::elementSize(plan_.compute_dtype);
+  if (plan_.device.is_cpu()) nowhere_ = {bytes, memory::AddressRange::Access::none};
+  storage_ = make_storage(nowhere_.data(), bytes, plan_.device, tag(Tag::Kind::parameter, nullptr));
+  const c10::Storage gradient_storage =
+      make_storage(nowhere_.data(), bytes, plan_.device, tag(Tag::Kind::gradient, nullptr));
+  for (Member& member : members_) {
+    const at::Tensor view =
+        tagged_tensor(storage_, plan_.compute_dtype, member.shape, member.offset);
+    if (member.tensor.is_meta()) {
+      give_memory(member.tensor, view);
+    } else {
+      member.tensor.mutable_grad().reset();
+      member.tensor.set_data(view);
+    }
+    stand_ins_.push_back(
+        tagged_tensor(gradient_storage, plan_.compute_dtype, member.shape, member.offset));
+  }
+}
+
+void Flat::check_members() const {
+  if (plain_) return;
+  for (const Member& member : members_) {
+    const bool same =
+        member.tensor.has_storage() &&
+        member.tensor.storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl() &&
+        member.tensor.storage_offset() == member.offset &&
+        member.tensor.sizes() == at::IntArrayRef(member.shape) &&
+        member.tensor.key_set().has(kShardKey);
+    if (same) continue;
+    throw Error(format(
+        "[fully_shard] parameter {} is ({}) {} on {} and no longer part of its unit, where it "
+        "is ({}) {} on {}; a sharded model must not be moved or converted, and its "
+        "parameters not be replaced (model->to(), set_data())",
+        member.name, join(member.tensor.sizes()), c10::toString(member.tensor.scalar_type()),
+        member.tensor.device().str(), join(member.shape), c10::toString(plan_.compute_dtype),
+        plan_.device.str()));
+  }
+}
+
+std::vector<UnitParameter> Flat::optimized() const {
+  std::vector<UnitParameter> all;
+  for (const Optimized& each : optimized_) all.push_back({each.name, each.tensor});
+  return all;
+}
+
+layout::Placement Flat::placement(const Member& member) const {
+  layout::Placement placement = layout::Placement::whole(member.name, member.shape);
+  if (plan_.shard.size() == 1) return placement;
+  return placement.narrow(0, member.rows, "shard");
+}
+
+at::Tensor Flat::shard_of(const Member& member) const {
+  if (plain_) return member.tensor.detach();
+  return shard_.narrow(0, member.shard_offset, member.shard_numel()).view(member.shard_shape());
+}
+
+void Flat::make_stale() {
+  if (plain_) return;
+  kept_is_valid_ = false;
+  stale_ = true;
+  if (!plan_.resident) release();
+}
+
+void Flat::publish() {
+  if (plain_ || sent_.is_same(shard_)) return;
+  const at::NoGradGuard no_grad;
+  sent_.copy_(shard_);
+}
+
+at::Tensor Flat::buffer(at::ScalarType dtype, c10::Device device) const {
+  const size_t bytes = static_cast<size_t>(layout_.size) * c10::elementSize(dtype);
+  const std::shared_ptr<void> memory = context_.gather_memory->take(bytes, device);
+  return at::from_blob(
+      memory.get(), {layout_.size}, [memory](void*) {}, options_of(dtype, device));
+}
+
+void Flat::pull(const at::Tensor& line) const {
+  const trace::Span span("shard", "gather " + plan_.name);
+  auto* const target = static_cast<std::byte*>(line.data_ptr());
+  const size_t size = line.element_size();
+  for (int step = 0; step < plan_.shard.size(); ++step) {
+    const int rank = (plan_.shard.rank() + step) % plan_.shard.size();  // each begins elsewhere
+    const layout::Range range = layout_.blocks[static_cast<size_t>(rank)];
+    if (range.size() == 0 || (step == 0 && plan_.resident)) continue;
+    std::memcpy(target + static_cast<size_t>(range.begin) * size, peers_->of(rank),
+                static_cast<size_t>(range.size()) * size);
+  }
+}
+
+// Where a line arrives is where it is used, unless the model has another type or device.
+void Flat::begin(bool beside_computation) {
+  const at::NoGradGuard no_grad;
+  state_ = ParameterState::gathering;
+  const bool same = plan_.gather_dtype == plan_.compute_dtype && plan_.rest_device == plan_.device;
+  const bool has_line = plan_.resident && line_.defined();
+  if (kept_is_valid_ || plan_.shard.size() == 1) {
+    if (!has_line) line_ = buffer(plan_.compute_dtype, plan_.device);
+    return;  // a local copy, made by whoever needs it
+  }
+  if (!plan_.resident) arriving_ = buffer(plan_.gather_dtype, plan_.rest_device);
+  if (!has_line) line_ = same ? arriving_ : buffer(plan_.compute_dtype, plan_.device);
+  if (!peers_) {
+    gathering_ = comm::all_gather(arriving_, sent_, plan_.shard,
+                                  {.counts = layout_.counts(), .tag = plan_.name});
+  } else if (beside_computation) {
+    pulling_ = context_.copy_thread->start([this, line = arriving_] { pull(line); });
+  } else {
+    pull(arriving_);
+  }
+}
+
+void Flat::prefetch() {
+  const bool idle = plan_.resident ? stale_ && state_ != ParameterState::gathering
+                                   : state_ == ParameterState::sharded;
+  if (!plain_ && idle) begin(true);
+}
+
+bool Flat::gather() {
+  if (plain_ || (state_ == ParameterState::gathered && !stale_)) return false;
+  const at::NoGradGuard no_grad;
+  if (state_ != ParameterState::gathering) begin(false);
+  try {
+    if (pulling_.valid()) pulling_.finish();
+    std::exchange(gathering_, {}).wait();
+  } catch (...) {
+    line_.reset();
+    state_ = ParameterState::sharded;
+    throw;
+  }
+  if (kept_is_valid_) {
+    line_.copy_(kept_);
+  } else if (plan_.shard.size() == 1) {
+    line_.copy_(shard_);
+  } else if (!arriving_.is_same(line_)) {
+    line_.copy_(arriving_);
+  }
+  if (!plan_.resident) arriving_.reset();
+  point_to(line_);
+  state_ = ParameterState::gathered;
+  stale_ = false;
+  return true;
+}
+
+void Flat::point_to(const at::Tensor& line) {
+  repoint(storage_, line.data_ptr(), plan_.device, tag(Tag::Kind::parameter, keep(line)));
+}
+
+void Flat::point_nowhere() {
+  repoint(storage_, nowhere_.data(), plan_.device, tag(Tag::Kind::parameter, nullptr));
+}
+
+void Flat::release() {
+  if (plain_ || plan_.resident || state_ == ParameterState::sharded) return;
+  if (state_ == ParameterState::gathering) {
+    // Nobody wants it any more, but it is being written.
+    if (pulling_.valid()) pulling_.finish();
+    std::exchange(gathering_, {}).wait();
+  }
+  const bool gathered = state_ == ParameterState::gathered;
+  state_ = ParameterState::resharding;
+  if (gathered && context_.options->offload_to_cpu && !kept_is_valid_ && !stale_) {
+    const at::NoGradGuard no_grad;
+    if (!kept_.defined()) kept_ = at::empty_like(line_, line_.options().device(at::kCPU));
+    kept_.copy_(line_);
+    kept_is_valid_ = true;
+  }
+  if (gathered) point_nowhere();
+  line_.reset();
+  arriving_.reset();
+  state_ = ParameterState::sharded;
+}
+
+void Flat::write_back() {
+  if (plain_) return;
+  const at::NoGradGuard no_grad;
+  shard_.copy_(line_.narrow(0, block().begin, block().size()));
+  kept_is_valid_ = false;
+}
+
+at::Tensor Flat::gathered_shards() const {
+  if (plan_.shard.size() == 1) return shard_;
+  const at::NoGradGuard no_grad;
+  const at::Tensor line = at::empty({layout_.size}, shard_.options());
+  comm::all_gather(line, shard_, plan_.reduce, {.counts = layout_.counts(), .tag = plan_.name})
+      .wait();
+  return line;
+}
+
+size_t Flat::parameter_bytes() const {
+  if (plain_) {
+    size_t bytes = 0;
+    for (const Member& member : members_) bytes += member.tensor.nbytes();
+    return bytes;
+  }
+  size_t bytes = shard_.nbytes();
+  if (plan_.resident && arriving_.defined()) {
+    bytes = arriving_.nbytes() + (sent_.is_same(shard_) ? 0 : shard_.nbytes());
+  } else if (!sent_.is_same(shard_)) {
+    bytes += sent_.nbytes();
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::parallel::detail

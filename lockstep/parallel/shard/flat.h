@@ -1,0 +1,218 @@
+// Parameters of one kind in one unit, end to end in one line of memory that ranks share out.
+//
+// A line is gathered from the shards of all ranks before it is used and dropped afterwards; the
+// model's own parameters are views of it throughout, and what is behind the views comes and goes.
+// Gradients are laid into a second line of the same form, which is reduced into the shards. A line
+// over a shard group of one is whole on every rank. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/comm/peer_memory.h"
+#include "lockstep/comm/work.h"
+#include "lockstep/layout/flat_layout.h"
+#include "lockstep/layout/placement.h"
+#include "lockstep/parallel/data/sum_tree.h"
+#include "lockstep/parallel/shard/buffers.h"
+#include "lockstep/parallel/shard/copy_thread.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/parallel/shard/options.h"
+#include "lockstep/parallel/shard/tag.h"
+#include "lockstep/parallel/shard/units.h"
+
+namespace lockstep::parallel {
+
+namespace detail {
+
+// Where one parameter is.
+struct Member {
+  std::string name;
+  at::Tensor tensor;  // the model's own
+  layout::Shape shape;
+  int64_t offset = 0;    // in the line, in elements
+  int64_t row_size = 1;  // elements
+  layout::Range rows = {};
+  int64_t shard_offset = 0;  // of these rows in this rank's shard, in elements
+
+  int64_t numel() const { return layout::numel_of(shape); }
+  int64_t shard_numel() const { return rows.size() * row_size; }
+  layout::Shape shard_shape() const;
+};
+
+struct FlatPlan {
+  std::string unit;
+  std::string name;  // of the flat: the unit's, and what tells it from others of the unit
+  std::vector<UnitParameter> parameters = {};
+  bool trained = true;
+  bool resident = false;                      // gathered once a step and never dropped
+  bool whole_gradients = false;               // all-reduced instead of reduce-scattered
+  comm::Group shard = {};                     // ranks that share the parameters out
+  comm::Group reduce = {};                    // the same ranks: what gradients are reduced over
+  comm::Group replicas = {};                  // ranks that have the same shard
+  at::ScalarType dtype = at::kFloat;          // the shard has
+  at::ScalarType gather_dtype = at::kFloat;   // travels
+  at::ScalarType compute_dtype = at::kFloat;  // the model sees
+  at::ScalarType reduce_dtype = at::kFloat;   // gradients travel
+  c10::Device device = at::kCPU;              // the model's
+  c10::Device rest_device = at::kCPU;         // the shard's
+
+  // The model's inputs have the type that its parameters had.
+  bool casts_inputs() const { return compute_dtype != dtype; }
+};
+
+// What all flats of an engine share.
+struct FlatContext {
+  const FullyShardOptions* options;
+  std::weak_ptr<ShardEngine> engine;
+  GatherMemory* gather_memory;
+  GradientMemory* gradient_memory;
+  CopyThread* copy_thread;
+};
+
+class Flat {
+ public:
+  // Takes the values that `value_of` gives for each parameter, which have to be the same on all
+  // ranks. Collective.
+  using ValueOf = std::function<at::Tensor(const UnitParameter&)>;
+  Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& value_of);
+  Flat(const Flat&) = delete;
+  Flat& operator=(const Flat&) = delete;
+
+  // ---- what it is ----
+  const FlatPlan& plan() const { return plan_; }
+  const std::vector<Member>& members() const { return members_; }
+  const layout::FlatLayout& layout() const { return layout_; }
+  // Parameters that the optimizer may update are the model's own: nothing is ever gathered.
+  bool is_plain() const { return plain_; }
+  // Throws Error, naming the parameter, where one is no longer the view that it was made.
+  void check_members() const;
+  // The tensors for the optimizer, with their names. Empty for parameters that are not trained.
+  std::vector<UnitParameter> optimized() const;
+  layout::Placement placement(const Member& member) const;
+  // This rank's rows of a parameter; the parameter itself where it is plain.
+  at::Tensor shard_of(const Member& member) const;
+
+  // ---- parameters ----
+  ParameterState state() const { return state_; }
+  // Peers' shards are read without their help.
+  bool is_one_sided() const { return peers_.has_value(); }
+  // To gather it now would take something from other ranks.
+  bool gather_communicates() const { return plan_.shard.size() > 1 && !kept_is_valid_; }
+  bool reduces_to_shards() const { return scatters(); }
+  bool is_live() const { return plain_ || state_ == ParameterState::gathered; }
+  // What was gathered is no longer what the shards hold.
+  void make_stale();
+  // Shows what the optimizer has done to the shard to those who gather it.
+  void publish();
+  // Begins to gather, if that has not begun.
+  void prefetch();
+  // Gathers, or waits for what was begun. Returns whether anything had to be gathered.
+  bool gather();
+  void release();
+  // The line takes the place of the shard's values: after someone wrote into it.
+  void write_back();
+  // All shards end to end, in the type that they have. Collective.
+  at::Tensor gathered_shards() const;
+
+  // ---- gradients ----
+  // A parameter has its gradient.
+  void arrive(size_t member, const std::function<bool()>& make_room);
+  // A backward begins.
+  void begin_round();
+  // Every parameter has had a gradient in this backward.
+  bool is_complete() const { return num_arrived_ == members_.size(); }
+  // Begins to reduce; what is missing counts as zero.
+  void launch(const std::function<bool()>& make_room);
+  bool in_flight() const { return in_flight_; }
+  // Waits for that, and gives the line's memory back.
+  void wait_reduced();
+  // Leaves the gradients where the optimizer finds them: of those members for which some rank had
+  // one.
+  void settle(std::span<const int64_t> num_ranks);
+  // Ends a micro-batch that is not reduced.
+  void keep_for_later(const std::function<bool()>& make_room);
+  void abandon();
+  // Before the next gradient of a parameter is accumulated.
+  void before_accumulation(const Member& member) const;
+
+  // Bytes that are always there.
+  size_t parameter_bytes() const;
+  size_t gradient_bytes() const { return shard_gradient_.defined() ? shard_gradient_.nbytes() : 0; }
+
+ private:
+  void make_members();
+  void make_shard(const ValueOf& value_of);
+  void make_optimized();
+  void attach_parameters();
+  Tag tag(Tag::Kind kind, std::shared_ptr<void> memory) const;
+  void point_to(const at::Tensor& line);
+  void point_nowhere();
+  void begin(bool beside_computation);
+  at::Tensor buffer(at::ScalarType dtype, c10::Device device) const;
+  at::Tensor shared_memory(int64_t count, at::ScalarType dtype) const;
+  void pull(const at::Tensor& line) const;
+  layout::Range block() const;
+  bool scatters() const { return plan_.shard.size() > 1 && !plan_.whole_gradients; }
+  const comm::Group& gradient_group() const;
+  at::Tensor gradient_view(const Member& member) const;
+  void open_gradients(const std::function<bool()>& make_room);
+  void close_gradients();
+  void fill_gaps();
+  bool accumulates() const;
+  void settle_shards(std::span<const int64_t> num_ranks);
+  void settle_parameters(std::span<const int64_t> num_ranks);
+
+  FlatPlan plan_;
+  FlatContext context_;
+  size_t index_;
+  std::vector<Member> members_;
+  layout::FlatLayout layout_;
+  std::shared_ptr<FlatNames> names_;
+  bool plain_ = false;
+
+  at::Tensor shard_;  // 1-d, and untagged: for the engine's own use
+  at::Tensor sent_;   // what peers read: the shard, or a copy of it in the type that travels
+  // What the optimizer updates: tagged views of the shard. Of the whole, or one for each member.
+  struct Optimized {
+    std::string name;
+    at::Tensor tensor;
+    layout::Range range;        // in the shard
+    size_t first = 0, end = 0;  // members
+  };
+  std::vector<Optimized> optimized_;
+  std::optional<comm::PeerMemory> peers_;
+  c10::Storage storage_;  // behind the model's parameters
+  memory::AddressRange nowhere_;
+  ParameterState state_ = ParameterState::sharded;
+  bool stale_ = true;
+  at::Tensor line_;      // while it is live or on its way
+  at::Tensor arriving_;  // where it is gathered, if that is not where it is used
+  at::Tensor kept_;      // offload_to_cpu
+  bool kept_is_valid_ = false;
+  comm::Work gathering_;
+  CopyThread::Job pulling_;
+
+  at::Tensor gradients_;       // the line, while there is one
+  at::Tensor gradient_block_;  // the memory that it is in
+  std::vector<bool> filled_;   // members with a gradient in the line
+  std::vector<bool> arrived_;  // in this backward
+  size_t num_arrived_ = 0;
+  bool in_flight_ = false;
+  bool settled_ = true;
+  at::Tensor reduced_;         // this rank's block, as it comes from the group
+  at::Tensor shard_gradient_;  // kept from step to step
+  comm::Work reducing_;
+  SumTree sum_;
+  std::vector<at::Tensor> stand_ins_;  // for gradients of the model's parameters
+};
+
+}  // namespace detail
+}  // namespace lockstep::parallel

@@ -1,0 +1,224 @@
+// The way of gradients: from the model's parameters into a line, over the group, to the shards.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/ordered.h"
+#include "lockstep/core/trace.h"
+#include "lockstep/parallel/shard/flat.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides() &&
+         a.scalar_type() == b.scalar_type();
+}
+
+at::Tensor dense(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient.to_dense() : gradient;
+}
+
+}  // namespace
+
+const comm::Group& Flat::gradient_group() const {
+  return plan_.shard.size() > 1 ? plan_.reduce : plan_.replicas;
+}
+
+at::Tensor Flat::gradient_view(const Member& member) const {
+  return gradients_.narrow(0, member.offset, member.numel()).view(member.shape);
+}
+
+void Flat::open_gradients(const std::function<bool()>& make_room) {
+  if (gradients_.defined()) return;
+  const auto bytes = layout_.size * static_cast<int64_t>(c10::elementSize(plan_.reduce_dtype));
+  if (!gradient_block_.defined()) {
+    // Whole gradients are there to be looked at after backward, so they keep their memory.
+    const auto size = static_cast<size_t>(bytes);
+    gradient_block_ = scatters() ? context_.gradient_memory->take(size, make_room)
+                                 : context_.gradient_memory->keep(size);
+  }
+  gradients_ = gradient_block_.narrow(0, 0, bytes).view(plan_.reduce_dtype);
+  // What is between parameters goes through the optimizer too.
+  for (const Member& member : members_) {
+    const int64_t end = member.offset + member.numel();
+    const int64_t next = &member == &members_.back() ? layout_.size : (&member + 1)->offset;
+    if (next > end) gradients_.narrow(0, end, next - end).zero_();
+  }
+}
+
+void Flat::close_gradients() {
+  if (!scatters()) return;
+  gradients_.reset();
+  gradient_block_.reset();
+}
+
+void Flat::begin_round() {
+  arrived_.assign(members_.size(), false);
+  num_arrived_ = 0;
+}
+
+void Flat::before_accumulation(const Member& member) const {
+  if (!plain_) member.tensor.mutable_grad().reset();
+}
+
+void Flat::arrive(size_t index, const std::function<bool()>& make_room) {
+  const at::NoGradGuard no_grad;
+  const Member& member = members_[index];
+  at::Tensor& gradient = member.tensor.mutable_grad();
+  open_gradients(make_room);
+  const at::Tensor target = gradient_view(member);
+  if (plain_) {
+    if (!same_memory(gradient, target)) {
+      target.copy_(dense(gradient));
+      gradient = target.detach();
+    }
+  } else {
+    if (filled_[index]) {
+      target.add_(dense(gradient));
+    } else {
+      target.copy_(dense(gradient));
+    }
+    gradient = stand_ins_[index];
+  }
+  filled_[index] = true;
+  if (!arrived_[index]) ++num_arrived_;
+  arrived_[index] = true;
+}
+
+void Flat::fill_gaps() {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (filled_[i]) continue;
+    const at::Tensor place = gradient_view(members_[i]);
+    const at::Tensor& gradient = members_[i].tensor.grad();
+    if (!plain_ || !gradient.defined()) {
+      place.zero_();
+    } else if (!same_memory(gradient, place)) {
+      place.copy_(dense(gradient));
+    }
+  }
+}
+
+bool Flat::accumulates() const {
+  return std::any_of(optimized_.begin(), optimized_.end(),
+                     [](const Optimized& each) { return each.tensor.grad().defined(); });
+}
+
+void Flat::launch(const std::function<bool()>& make_room) {
+  const at::NoGradGuard no_grad;
+  open_gradients(make_room);
+  fill_gaps();
+  const bool ordered = context_.options->reproducible;
+  if (ordered) sum_.finish(gradients_);
+  in_flight_ = true;
+  const comm::ReduceOptions average{.op = comm::ReduceOp::avg, .tag = plan_.name};
+  if (!scatters()) {
+    reducing_ = ordered ? comm::all_reduce_ordered(gradients_, gradient_group(), average)
+                        : comm::all_reduce(gradients_, gradient_group(), average);
+    return;
+  }
+  const bool in_place = shard_gradient_.defined() && !accumulates() &&
+                        shard_gradient_.scalar_type() == plan_.reduce_dtype &&
+                        shard_gradient_.device() == gradients_.device();
+  if (in_place) {
+    reduced_ = shard_gradient_;
+  } else {
+    const int64_t count = block().size();
+    const auto memory = context_.gather_memory->take(
+        static_cast<size_t>(count) * gradients_.element_size(), gradients_.device());
+    reduced_ = at::from_blob(
+        memory.get(), {count}, [memory](void*) {}, gradients_.options());
+  }
+  const comm::ReduceScatterOptions scatter{
+      .op = comm::ReduceOp::avg, .counts = layout_.counts(), .tag = plan_.name};
+  reducing_ = ordered ? comm::reduce_scatter_ordered(reduced_, gradients_, plan_.reduce, scatter)
+                      : comm::reduce_scatter(reduced_, gradients_, plan_.reduce, scatter);
+}
+
+void Flat::wait_reduced() {
+  if (!in_flight_) return;
+  const at::NoGradGuard no_grad;
+  in_flight_ = false;
+  std::exchange(reducing_, {}).wait();
+  if (scatters() && plan_.replicas.size() > 1) {
+    const comm::ReduceOptions average{.op = comm::ReduceOp::avg, .tag = plan_.name};
+    (context_.options->reproducible ? comm::all_reduce_ordered(reduced_, plan_.replicas, average)
+                                    : comm::all_reduce(reduced_, plan_.replicas, average))
+        .wait();
+  }
+  if (!plain_ && !scatters()) reduced_ = gradients_.narrow(0, block().begin, block().size());
+  settled_ = false;
+  close_gradients();
+  // Whether anybody used it need not be asked where this rank did.
+  if (is_complete()) settle(std::vector<int64_t>(members_.size(), 1));
+}
+
+void Flat::settle(std::span<const int64_t> num_ranks) {
+  if (settled_) return;
+  const at::NoGradGuard no_grad;
+  settled_ = true;
+  if (!plain_) settle_shards(num_ranks);
+  if (plain_ || (plan_.whole_gradients && plan_.reduce_dtype == plan_.compute_dtype))
+    settle_parameters(num_ranks);
+  reduced_.reset();
+  filled_.assign(members_.size(), false);
+}
+
+void Flat::settle_shards(std::span<const int64_t> num_ranks) {
+  if (optimized_.empty()) return;
+  const auto dtype = context_.options->mixed_precision.keep_low_precision_grads
+                         ? plan_.reduce_dtype
+                         : shard_.scalar_type();
+  if (!shard_gradient_.defined())
+    shard_gradient_ = at::empty({shard_.numel()}, shard_.options().dtype(dtype));
+  for (const Optimized& each : optimized_) {
+    const auto used = num_ranks.subspan(each.first, each.end - each.first);
+    if (std::all_of(used.begin(), used.end(), [](int64_t count) { return count == 0; })) continue;
+    const at::Tensor arrived = reduced_.narrow(0, each.range.begin, each.range.size());
+    at::Tensor& gradient = each.tensor.mutable_grad();
+    if (gradient.defined()) {
+      gradient.add_(arrived.view(gradient.sizes()));
+      continue;
+    }
+    const at::Tensor place = shard_gradient_.narrow(0, each.range.begin, each.range.size());
+    if (!reduced_.is_same(shard_gradient_)) place.copy_(arrived);
+    gradient = place.view(each.tensor.sizes()).detach();
+  }
+}
+
+// The model's own parameters get the whole gradient.
+void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (num_ranks[i] == 0) continue;
+    at::Tensor& gradient = members_[i].tensor.mutable_grad();
+    const at::Tensor place = gradient_view(members_[i]);
+    if (!plain_ || !gradient.defined() || !same_memory(gradient, place)) gradient = place.detach();
+  }
+}
+
+void Flat::keep_for_later(const std::function<bool()>& make_room) {
+  if (!context_.options->reproducible) return;
+  const at::NoGradGuard no_grad;
+  open_gradients(make_room);
+  fill_gaps();
+  sum_.push(gradients_);
+  for (const Member& member : members_) member.tensor.mutable_grad().reset();
+  close_gradients();
+  filled_.assign(members_.size(), false);
+}
+
+void Flat::abandon() {
+  sum_ = {};
+  if (in_flight_) {
+    in_flight_ = false;
+    std::exchange(reducing_, {}).wait();
+  }
+  settled_ = true;
+  reduced_.reset();
+  close_gradients();
+  filled_.assign(members_.size(), false);
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,224 @@
+// From a model and a mesh to flats: who shares what with whom.
+#include "lockstep/parallel/shard/fully_shard.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/parallel/data/same_model.h"
+#include "lockstep/parallel/shard/dispatch.h"
+#include "lockstep/parallel/shard/precision.h"
+#include "lockstep/parallel/shard/recording.h"
+#include "lockstep/parallel/shard/sharded.h"
+
+namespace lockstep::parallel {
+namespace detail {
+namespace {
+
+using Strategy = ShardingStrategy;
+
+NamedTensors list(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  NamedTensors named;
+  for (const auto& item : tensors) {
+    if (item.value().defined()) named.emplace_back(item.key(), item.value());
+  }
+  return named;
+}
+
+// A mesh of two axes for hybrid_shard; of one for the others.
+mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
+  const int size = mesh.size();
+  if (options.strategy != Strategy::hybrid_shard) {
+    if (options.hybrid_group_size != 0) {
+      throw ConfigError(
+          format("[fully_shard] hybrid_group_size is {}, but the strategy is {}; it "
+                 "is for hybrid_shard",
+                 options.hybrid_group_size, name_of(options.strategy)));
+    }
+    return mesh;
+  }
+  if (mesh.axes().size() == 2) return mesh;
+  const int inner = options.hybrid_group_size;
+  if (mesh.axes().size() > 2 || inner < 1 || size % inner != 0) {
+    throw ConfigError(format(
+        "[fully_shard] hybrid_shard over {} ranks ({}) with hybrid_group_size {}; give a mesh "
+        "of two axes, or a size that divides the number of ranks",
+        size, mesh.describe(), inner));
+  }
+  return {mesh.group(), {{"replicate", size / inner}, {"shard", inner}}};
+}
+
+// Of the engine's own, so that its collectives do not mix with the user's, nor those for parameters
+// with those for gradients. Collective.
+ShardGroups make_groups(const mesh::Mesh& mesh, Strategy strategy) {
+  const auto own = [](const comm::Group& group) { return group.split(0, group.rank()); };
+  const bool hybrid = strategy == Strategy::hybrid_shard;
+  const comm::Group all = mesh.axes().size() > 1 ? mesh.flatten() : mesh.group();
+  ShardGroups groups{.all = own(all)};
+  if (hybrid) {
+    const std::vector<std::string> axes = mesh.axis_names();
+    const comm::Group inner = mesh[axes[1]];
+    groups.shard = own(inner);
+    groups.reduce = own(inner);
+    groups.replicas = own(mesh[axes[0]]);
+  } else {
+    groups.shard = own(all);
+    groups.reduce = groups.all;
+  }
+  return groups;
+}
+
+// Parameters of one unit that can share a line.
+using Kind = std::tuple<bool /*whole*/, bool /*trained*/, at::ScalarType, std::string /*device*/>;
+
+class Plans {
+ public:
+  Plans(const ShardGroups& groups, const FullyShardOptions& options)
+      : groups_(groups), options_(options) {}
+
+  std::vector<FlatPlan> make(torch::nn::Module& model, c10::Device meta_device) {
+    for (const UnitPlan& unit : plan_units(model, options_.units)) add(unit, meta_device);
+    if (!small_.empty()) add_flats("whole tensors", small_, true, meta_device);
+    return std::move(plans_);
+  }
+
+ private:
+  void add(const UnitPlan& unit, c10::Device meta_device) {
+    const bool whole = options_.strategy == Strategy::no_shard;
+    std::map<Kind, std::vector<UnitParameter>> kinds;
+    for (const UnitParameter& parameter : unit.parameters) {
+      const Kind kind = kind_of(parameter);
+      if (!whole && parameter.tensor.numel() < options_.min_num_params) {
+        small_[kind].push_back(parameter);
+      } else {
+        kinds[kind].push_back(parameter);
+      }
+    }
+    add_flats(unit.name, kinds, whole, meta_device);
+  }
+
+  static Kind kind_of(const UnitParameter& parameter) {
+    const at::Tensor& tensor = parameter.tensor;
+    return {false, tensor.requires_grad(), tensor.scalar_type(), tensor.device().str()};
+  }
+
+  void add_flats(const std::string& name, const std::map<Kind, std::vector<UnitParameter>>& kinds,
+                 bool whole, c10::Device meta_device) {
+    const size_t first = plans_.size();
+    for (const auto& [kind, parameters] : kinds) {
+      FlatPlan plan{.unit = name, .name = name, .parameters = parameters};
+      const at::Tensor& tensor = parameters[0].tensor;
+      plan.trained = tensor.requires_grad();
+      plan.device = tensor.is_meta() ? meta_device : tensor.device();
+      plan.rest_device = options_.cpu_offload ? c10::Device(at::kCPU) : plan.device;
+      if (whole) {
+        plan.resident = true;
+        plan.whole_gradients = true;
+        plan.replicas = groups_.all;
+      } else {
+        plan.resident = options_.strategy == Strategy::optimizer;
+        plan.whole_gradients = plan.resident;
+        plan.shard = groups_.shard;
+        plan.reduce = groups_.reduce;
+        plan.replicas = groups_.replicas;
+      }
+      choose_types(plan, options_.mixed_precision);
+      plans_.push_back(std::move(plan));
+    }
+    // Names of what the optimizer sees are different.
+    for (size_t i = first; i < plans_.size() && plans_.size() - first > 1; ++i) {
+      plans_[i].name +=
+          format(":{}{}", c10::toString(plans_[i].dtype), plans_[i].trained ? "" : ":frozen");
+    }
+  }
+
+  const ShardGroups& groups_;
+  const FullyShardOptions& options_;
+  std::map<Kind, std::vector<UnitParameter>> small_;
+  std::vector<FlatPlan> plans_;
+};
+
+void convert_buffers(torch::nn::Module& model, const FullyShardOptions& options) {
+  if (!options.mixed_precision.buffer) return;
+  for (at::Tensor& buffer : model.buffers()) {
+    if (buffer.defined() && at::isFloatingType(buffer.scalar_type()))
+      buffer.set_data(buffer.to(*options.mixed_precision.buffer));
+  }
+}
+
+void check_not_sharded(const NamedTensors& parameters) {
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor.key_set().has(kShardKey)) {
+      throw ConfigError(
+          format("[fully_shard] parameter {} is already part of a sharded model", name));
+    }
+  }
+}
+
+}  // namespace
+
+Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh::Mesh& given_mesh,
+                 const Recording* recording, const MaterializeOptions& first_values)
+    : model(given.shared_from_this()), options(std::move(wanted)) {
+  const at::NoGradGuard no_grad;
+  validate(options);
+  const mesh::Mesh mesh = arranged(given_mesh, options);
+  const NamedTensors parameters = list(model->named_parameters());
+  check_not_sharded(parameters);
+  const bool needs_engine = mesh.size() > 1 || options.reproducible || options.cpu_offload ||
+                            options.mixed_precision.param || options.mixed_precision.reduce;
+  if (!needs_engine) {
+    if (recording != nullptr) materialize(*model, *recording, first_values);
+    convert_buffers(*model, options);
+    return;
+  }
+  const ShardGroups groups = make_groups(mesh, options.strategy);
+  Flat::ValueOf value_of = [](const UnitParameter& parameter) { return parameter.tensor; };
+  if (recording != nullptr) {
+    materialize_rest(*model, *recording, first_values);
+    value_of = [&](const UnitParameter& parameter) {
+      return first_value({parameter.name, parameter.tensor}, *recording, first_values);
+    };
+  } else {
+    NamedTensors all = parameters;
+    for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
+    check_same_model(all, groups.all);
+    broadcast_tensors(all, groups.all, 0);
+  }
+  check_own_devices("fully_shard", parameters, groups.all);
+  if (options.reproducible) check_same_threads("fully_shard", groups.all);
+  install_fallback();
+  engine = std::make_shared<ShardEngine>(groups, options);
+  engine->start(Plans(groups, options).make(*model, first_values.device), value_of);
+  convert_buffers(*model, options);
+}
+
+mesh::Mesh as_mesh(const comm::Group& group) { return mesh::Mesh::linear(group, "dp"); }
+
+ShardedModel fully_shard_deferred(torch::nn::Module& model, const Recording& recording,
+                                  const mesh::Mesh& mesh, FullyShardOptions options,
+                                  const MaterializeOptions& first_values) {
+  return ShardedModel(
+      std::make_shared<Sharded>(model, std::move(options), mesh, &recording, first_values));
+}
+
+}  // namespace detail
+
+ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,
+                         FullyShardOptions options) {
+  return ShardedModel(std::make_shared<detail::Sharded>(model, std::move(options), mesh, nullptr,
+                                                        MaterializeOptions{}));
+}
+
+ShardedModel fully_shard(torch::nn::Module& model, const comm::Group& group,
+                         FullyShardOptions options) {
+  return fully_shard(model, detail::as_mesh(group), std::move(options));
+}
+
+}  // namespace lockstep::parallel

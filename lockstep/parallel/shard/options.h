@@ -1,0 +1,89 @@
+// How a model is sharded.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+
+namespace lockstep::parallel {
+
+enum class ShardingStrategy {
+  full_shard,     // parameters, gradients and optimizer state; gathered for each use (ZeRO-3)
+  shard_grad_op,  // the same, but parameters stay gathered from forward to backward (ZeRO-2)
+  optimizer,      // optimizer state only: parameters and gradients are whole (ZeRO-1)
+  no_shard,       // nothing: every rank has all, gradients are averaged (DDP)
+  hybrid_shard    // full_shard inside the second axis of a mesh, copies along the first
+};
+// "full", "grad_op", "optimizer", "none", "hybrid"; a ConfigError lists them.
+ShardingStrategy parse_strategy(std::string_view name);
+std::string_view name_of(ShardingStrategy strategy);
+
+// Which modules become units, whose parameters are gathered and reduced together. What is in no
+// unit of its own belongs to the nearest one above, at last to the model. A parameter that several
+// modules share belongs to the first.
+struct BySize {
+  int64_t min_num_params = 1000;  // in a module, without what is in units inside it
+};
+struct ByType {
+  std::vector<std::string> names;  // "Block", "BlockImpl" or "mine::BlockImpl"
+};
+using ByPredicate = std::function<bool(const std::string& path, torch::nn::Module& module)>;
+struct OneUnit {};
+using UnitPolicy = std::variant<BySize, ByType, ByPredicate, OneUnit>;
+
+// float64, float32, float16, bfloat16; nothing: that of the parameter.
+struct MixedPrecision {
+  std::optional<at::ScalarType> param = std::nullopt;  // gathered and computed in
+  std::optional<at::ScalarType> reduce =
+      std::nullopt;  // gradients travel in; param's, if not given
+  std::optional<at::ScalarType> buffer = std::nullopt;  // floating-point buffers become
+  // Gradients of shards stay in the reduce type instead of becoming the shard's.
+  bool keep_low_precision_grads = false;
+};
+// "float32", "bf16", "bfloat16" ...; a ConfigError lists them.
+at::ScalarType parse_dtype(std::string_view name);
+
+// When the next unit is gathered: as the running one begins, as it ends, or when it is needed.
+enum class Prefetch { pre, post, none };
+
+// What a backward under no_sync() leaves behind.
+enum class NoSyncGradients {
+  unreduced,  // whole gradients of this rank: no communication, memory of a whole model
+  sharded     // reduced as always: memory of a shard
+};
+
+struct FullyShardOptions {
+  ShardingStrategy strategy = ShardingStrategy::full_shard;
+  UnitPolicy units = BySize{};
+  int64_t min_num_params = 1000;  // smaller tensors stay whole; at least 1
+  // hybrid_shard over a group that is no mesh of two axes: neighbouring ranks that share parameters
+  // out among them. Divides the group's size.
+  int hybrid_group_size = 0;
+  MixedPrecision mixed_precision = {};
+  Prefetch forward_prefetch = Prefetch::pre;
+  Prefetch backward_prefetch = Prefetch::pre;
+  int prefetch_depth = 1;  // units ahead
+  // At most prefetch_depth gathered units beside the running one. Off: those that were fetched and
+  // not used are kept until the pass ends.
+  bool limit_all_gathers = true;
+  // The optimizer sees a shard for each parameter, under its name, instead of one for each unit.
+  bool use_orig_params = false;
+  bool cpu_offload = false;     // shards, their gradients and the optimizer stay in host memory
+  bool offload_to_cpu = false;  // what was gathered is kept in host memory until the next step
+  NoSyncGradients no_sync = NoSyncGradients::unreduced;
+  // Sum (rank, micro-batch) as one fixed binary tree, as DdpOptions::reproducible does.
+  bool reproducible = false;
+};
+
+// ConfigError for what no model and no group could make right.
+void validate(const FullyShardOptions& options);
+
+}  // namespace lockstep::parallel

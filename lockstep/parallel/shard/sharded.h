@@ -1,0 +1,22 @@
+// A sharded model: the module, and the engine that runs it. Private: not installed.
+#pragma once
+
+#include <memory>
+
+#include "lockstep/core/torch_fwd.h"
+#include "lockstep/parallel/shard/engine.h"
+#include "lockstep/parallel/shard/options.h"
+
+namespace lockstep::parallel::detail {
+
+class Sharded {
+ public:
+  Sharded(torch::nn::Module& model, FullyShardOptions options, const mesh::Mesh& mesh,
+          const Recording* recording, const MaterializeOptions& first_values);
+
+  const std::shared_ptr<torch::nn::Module> model;
+  const FullyShardOptions options;
+  std::shared_ptr<ShardEngine> engine;  // none on a group of one that needs none
+};
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,166 @@
+// What a user asks of a sharded model.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/parallel/shard/sharded.h"
+
+namespace lockstep::parallel {
+
+using detail::Flat;
+using detail::Member;
+
+NoSyncShards::NoSyncShards(std::shared_ptr<detail::Sharded> sharded)
+    : sharded_(std::move(sharded)) {
+  if (sharded_->engine) sharded_->engine->change_no_sync(1);
+}
+NoSyncShards::~NoSyncShards() {
+  if (sharded_ && sharded_->engine) sharded_->engine->change_no_sync(-1);
+}
+
+Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
+    : sharded_(std::move(sharded)), options_(options) {
+  if (!sharded_->engine) return;
+  if (options_.write_back) sharded_->engine->begin_update();
+  sharded_->engine->pin("");
+  sharded_->engine->set_writable(options_.write_back);
+}
+Summon::~Summon() {
+  if (!sharded_ || !sharded_->engine) return;
+  sharded_->engine->set_writable(false);
+  if (options_.write_back) sharded_->engine->write_back();
+  sharded_->engine->unpin("");
+}
+
+std::vector<at::Tensor> ShardedModel::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& [name, tensor] : named_parameters()) all.push_back(tensor);
+  return all;
+}
+
+std::vector<optim::NamedParameter> ShardedModel::named_parameters() const {
+  if (!sharded_->engine) return optim::named_parameters(*sharded_->model);
+  std::vector<optim::NamedParameter> all;
+  for (const auto& flat : sharded_->engine->flats()) {
+    for (const auto& [name, tensor] : flat->optimized()) all.push_back({name, tensor});
+  }
+  return all;
+}
+
+double ShardedModel::grad_norm(optim::NormOptions options) const {
+  if (!sharded_->engine) return optim::grad_norm(parameters(), options);
+  const auto& groups = sharded_->engine->groups();
+  options.group = groups.reduce;
+  options.exact = options.exact || sharded_->options.reproducible;
+  std::vector<at::Tensor> mine;
+  for (const auto& flat : sharded_->engine->flats()) {
+    // What everybody has counts once.
+    if (flat->plan().shard.size() == 1 && groups.reduce.rank() != 0) continue;
+    for (const auto& [name, tensor] : flat->optimized()) mine.push_back(tensor);
+  }
+  return optim::grad_norm(mine, options);
+}
+
+double ShardedModel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+  const double norm = grad_norm(std::move(options));
+  optim::clip_grad_with_norm(parameters(), max_norm, norm);
+  return norm;
+}
+
+void ShardedModel::unshard(const std::string& unit) {
+  if (sharded_->engine) sharded_->engine->pin(unit);
+}
+void ShardedModel::reshard(const std::string& unit) {
+  if (sharded_->engine) sharded_->engine->unpin(unit);
+}
+void ShardedModel::begin_update() {
+  if (sharded_->engine) sharded_->engine->begin_update();
+}
+void ShardedModel::train(bool on) { sharded_->model->train(on); }
+bool ShardedModel::is_training() const { return sharded_->model->is_training(); }
+const FullyShardOptions& ShardedModel::options() const { return sharded_->options; }
+
+std::vector<std::string> ShardedModel::units() const {
+  return sharded_->engine ? sharded_->engine->unit_names() : std::vector<std::string>();
+}
+
+namespace {
+
+struct Place {
+  const Flat* flat = nullptr;  // none where nothing is sharded
+  const Member* member = nullptr;
+};
+
+Place find(const detail::Sharded& sharded, const std::string& name) {
+  Place place;
+  if (sharded.engine) place.flat = sharded.engine->find(name, &place.member);
+  if (place.flat != nullptr) return place;
+  if (!sharded.engine && sharded.model->named_parameters().contains(name)) return place;
+  throw ConfigError(format("[fully_shard] the model has no parameter '{}'", name));
+}
+
+}  // namespace
+
+ShardInfo ShardedModel::shard_info(const std::string& parameter) const {
+  const auto [flat, member] = find(*sharded_, parameter);
+  if (flat == nullptr || flat->plan().shard.size() == 1) {
+    throw ConfigError(
+        format("[fully_shard] parameter '{}' is not sharded: every rank has all of it", parameter));
+  }
+  return {.rank = flat->plan().shard.rank(),
+          .start = member->rows.begin * member->row_size,
+          .size = member->shard_numel(),
+          .original_shape = member->shape,
+          .is_local = member->shard_numel() > 0};
+}
+
+ParameterState ShardedModel::state(const std::string& parameter) const {
+  const auto [flat, member] = find(*sharded_, parameter);
+  return flat == nullptr || flat->is_plain() ? ParameterState::gathered : flat->state();
+}
+
+ShardStats ShardedModel::stats() const {
+  ShardStats stats;
+  int64_t whole_bytes = 0, local = 0, trained = 0;
+  std::set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : sharded_->model->parameters()) {
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    stats.num_parameters += parameter.numel();
+    const int64_t bytes = static_cast<int64_t>(parameter.nbytes());
+    whole_bytes += parameter.requires_grad() ? 2 * bytes : bytes;
+    if (parameter.requires_grad()) trained += parameter.numel();
+  }
+  if (!sharded_->engine) {
+    stats.current_bytes = stats.peak_bytes = whole_bytes;
+    return stats;
+  }
+  const detail::ShardEngine& engine = *sharded_->engine;
+  for (const auto& flat : engine.flats()) {
+    for (const Member& member : flat->members()) {
+      if (!flat->plan().trained) continue;
+      local += flat->plan().shard.size() == 1 ? member.numel() : member.shard_numel();
+    }
+  }
+  stats.local_ratio = trained == 0 ? 1 : static_cast<double>(local) / static_cast<double>(trained);
+  stats.current_bytes = static_cast<int64_t>(engine.current_bytes());
+  stats.peak_bytes = static_cast<int64_t>(engine.peak_bytes());
+  stats.bytes_saved = whole_bytes - stats.current_bytes;
+  stats.all_gathers = engine.counts().all_gathers;
+  stats.fetched_ahead = engine.counts().fetched_ahead;
+  stats.reduce_scatters = engine.counts().reduce_scatters;
+  stats.all_reduces = engine.counts().all_reduces;
+  stats.gather_bytes = static_cast<int64_t>(engine.gather_memory().occupied());
+  stats.gradient_bytes = static_cast<int64_t>(engine.gradient_memory().occupied());
+  stats.growths = static_cast<int64_t>(engine.gather_memory().growths() +
+                                       engine.gradient_memory().allocations());
+  return stats;
+}
+
+}  // namespace lockstep::parallel

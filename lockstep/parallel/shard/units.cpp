@@ -1,0 +1,111 @@
+#include "lockstep/parallel/shard/units.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+using torch::nn::Module;
+
+// "mine::BlockImpl" is also called "BlockImpl" and "Block".
+bool is_called(const std::string& type, const std::string& name) {
+  const size_t colon = type.rfind("::");
+  std::string last = colon == std::string::npos ? type : type.substr(colon + 2);
+  if (type == name || last == name) return true;
+  return last.ends_with("Impl") && last.substr(0, last.size() - 4) == name;
+}
+
+class Planner {
+ public:
+  explicit Planner(const UnitPolicy& policy) : policy_(policy) {}
+
+  // Gives the modules below their units, and returns the parameters that are left for those above.
+  std::vector<UnitParameter> walk(Module& module, const std::string& path) {
+    if (!visited_.insert(&module).second) return {};
+    const std::string prefix = path.empty() ? "" : path + ".";
+    std::vector<UnitParameter> left;
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = item.value();
+      if (tensor.defined() && seen_.insert(tensor.unsafeGetTensorImpl()).second)
+        left.push_back({prefix + item.key(), tensor});
+    }
+    for (const auto& child : module.named_children()) {
+      for (auto& parameter : walk(*child.value(), prefix + child.key()))
+        left.push_back(std::move(parameter));
+    }
+    if (!path.empty() && !left.empty() && is_unit(path, module, left)) {
+      units_.push_back({path, std::move(left)});
+      return {};
+    }
+    return left;
+  }
+
+  std::vector<UnitPlan> take(std::vector<UnitParameter> left) {
+    if (!left.empty()) units_.push_back({"model", std::move(left)});
+    if (const auto* by_type = std::get_if<ByType>(&policy_)) {
+      for (const std::string& name : by_type->names) {
+        if (!found_.contains(name)) {
+          throw ConfigError(
+              format("[fully_shard] units by type: the model has no module of type '{}'; its types "
+                     "are {}",
+                     name, join(types_)));
+        }
+      }
+    }
+    return std::move(units_);
+  }
+
+ private:
+  bool is_unit(const std::string& path, Module& module, const std::vector<UnitParameter>& left) {
+    if (const auto* by_size = std::get_if<BySize>(&policy_)) {
+      int64_t count = 0;
+      for (const auto& parameter : left) count += parameter.tensor.numel();
+      return count >= by_size->min_num_params;
+    }
+    if (const auto* by_type = std::get_if<ByType>(&policy_)) {
+      const std::string type = module.name();
+      types_.insert(type);
+      bool is = false;
+      for (const std::string& name : by_type->names) {
+        if (!is_called(type, name)) continue;
+        found_.insert(name);
+        is = true;
+      }
+      return is;
+    }
+    if (const auto* predicate = std::get_if<ByPredicate>(&policy_))
+      return (*predicate)(path, module);
+    return false;
+  }
+
+  const UnitPolicy& policy_;
+  std::set<const Module*> visited_;
+  std::set<const c10::TensorImpl*> seen_;
+  std::set<std::string> types_, found_;
+  std::vector<UnitPlan> units_;
+};
+
+}  // namespace
+
+std::vector<UnitPlan> plan_units(Module& model, const UnitPolicy& policy) {
+  Planner planner(policy);
+  std::vector<UnitPlan> units = planner.take(planner.walk(model, ""));
+  // The walk meets inner units first; sort by the place of the first parameter in the model.
+  std::map<const c10::TensorImpl*, size_t> place;
+  for (const auto& item : model.named_parameters())
+    place.emplace(item.value().unsafeGetTensorImpl(), place.size());
+  std::stable_sort(units.begin(), units.end(), [&](const UnitPlan& a, const UnitPlan& b) {
+    return place[a.parameters[0].tensor.unsafeGetTensorImpl()] <
+           place[b.parameters[0].tensor.unsafeGetTensorImpl()];
+  });
+  return units;
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,28 @@
+// Which parameters of a model go together. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+#include "lockstep/parallel/shard/options.h"
+
+namespace lockstep::parallel::detail {
+
+struct UnitParameter {
+  std::string name;  // the first of its names in the model
+  at::Tensor tensor;
+};
+
+struct UnitPlan {
+  std::string name;  // the module's path; "model" for the model itself
+  std::vector<UnitParameter> parameters;
+};
+
+// In the order of their first parameters. Units without parameters are left out, and a parameter is
+// in one of them only.
+std::vector<UnitPlan> plan_units(torch::nn::Module& model, const UnitPolicy& policy);
+
+}  // namespace lockstep::parallel::detail
