@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
@@ -34,13 +35,25 @@ std::string listed(const std::vector<std::string>& names) {
   return join(first) + (more > 0 ? format(" and {} more", more) : "");
 }
 
+// What some rank asks for. Collective.
+std::set<std::string> names_of_all(const std::vector<NamedSlice>& slices,
+                                   const comm::Group& group) {
+  std::string mine;
+  for (const NamedSlice& slice : slices) mine += slice.placement.name + '\n';
+  std::set<std::string> names;
+  for (const std::string& text : detail::exchange_texts(mine, group)) {
+    std::istringstream lines(text);
+    for (std::string name; std::getline(lines, name);) names.insert(name);
+  }
+  return names;
+}
+
 void compare(const formats::Manifest& manifest, const std::vector<NamedSlice>& slices,
-             const std::string& path, const LoadOptions& options) {
+             const std::set<std::string>& wanted, const std::string& path,
+             const LoadOptions& options) {
   std::vector<std::string> missing, misshapen, extra;
-  std::set<std::string> wanted;
   for (const NamedSlice& slice : slices) {
     const auto& [name, shape, box, replicated, sharded] = slice.placement;
-    wanted.insert(name);
     const auto found = manifest.tensors.find(name);
     if (found == manifest.tensors.end()) {
       missing.push_back(name);
@@ -124,9 +137,10 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
                        const comm::Group& group, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   std::optional<formats::Manifest> manifest;
+  const std::set<std::string> wanted = names_of_all(slices, group);
   detail::together("load", group, [&]() -> std::string {
     manifest = formats::read_manifest(path);
-    compare(*manifest, slices, path, options);
+    compare(*manifest, slices, wanted, path, options);
     return "";
   });
   detail::together("load", group, [&]() -> std::string {

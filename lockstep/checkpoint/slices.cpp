@@ -36,6 +36,28 @@ std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer) {
   return slices;
 }
 
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
+  std::vector<NamedSlice> slices;
+  for (auto& [placement, tensor] : model.sharded_state_dict()) {
+    if (!placement.is_empty()) slices.push_back({placement, tensor});
+  }
+  return slices;
+}
+
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,
+                                  optim::Optimizer& optimizer) {
+  std::vector<NamedSlice> slices;
+  for (const auto& [name, tensor] : optimizer.state()) {
+    const size_t dot = name.rfind('.');  // "layer.weight.exp_avg"
+    for (auto& [placement, part] : model.parts_of(name.substr(0, dot), tensor)) {
+      if (placement.is_empty()) continue;
+      placement.name = "optim." + placement.name + name.substr(dot);
+      slices.push_back({placement, part});
+    }
+  }
+  return slices;
+}
+
 std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b) {
   a.insert(a.end(), b.begin(), b.end());
   return a;

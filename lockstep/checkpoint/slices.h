@@ -8,6 +8,7 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/placement.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::checkpoint {
 
@@ -23,6 +24,11 @@ struct NamedSlice {
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model);
 // The optimizer's state, as "optim." and the names that it gives it.
 std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer);
+
+// This rank's parts of a sharded model and of the optimizer over its parameters(), under the same
+// names. Before load(), unless nothing has used the model: sharded.begin_update().
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model);
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model, optim::Optimizer& optimizer);
 
 // One list after the other.
 std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b);

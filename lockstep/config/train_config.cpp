@@ -20,9 +20,6 @@ void refuse_unsupported(const TrainConfig& config) {
           format("parallel.tp is {}, only 1 is supported: data parallelism", parallel.tp));
   require(parallel.pp == 1,
           format("parallel.pp is {}, only 1 is supported: data parallelism", parallel.pp));
-  require(parallel.shard == Shard::none,
-          format("parallel.shard is {}, only none is supported: every rank holds the whole model",
-                 name_of(parallel.shard)));
   require(parallel.chunks == 1,
           format("parallel.chunks is {}, only 1 is supported", parallel.chunks));
   require(config.comm.strategy == layout::CommStrategy::all_reduce,
@@ -47,6 +44,14 @@ void validate_layout(const TrainConfig& config, int world) {
             format("parallel.dp {} x tp {} x pp {} = {}, must equal the {} ranks that are started; "
                    "parallel.dp 0 takes what there is",
                    parallel.dp, parallel.tp, parallel.pp, product, world));
+  }
+  if (parallel.shard_size > 0) {
+    require(parallel.shard == Shard::hybrid,
+            format("parallel.shard_size is {}, but parallel.shard is {}: it is for hybrid",
+                   parallel.shard_size, name_of(parallel.shard)));
+    require(config.dp(world) % parallel.shard_size == 0,
+            format("parallel.shard_size {} must divide the {} data-parallel ranks",
+                   parallel.shard_size, config.dp(world)));
   }
   if (parallel.schedule) {
     require(parallel.pp > 1, format("parallel.schedule is {}, but parallel.pp is 1: leave it auto",

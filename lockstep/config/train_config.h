@@ -20,9 +20,9 @@ enum class Precision { float32, bfloat16 };
 enum class DeviceKind { automatic, cpu, cuda };
 enum class OptimizerKind { adamw, sgd };
 // What each rank of the data-parallel group keeps of the model's state: all of it; its share of
-// everything; of gradients and optimizer state; shares within a host, all of it on each; of
-// optimizer state.
-enum class Shard { none, full, grad, hybrid, optimizer };
+// everything; the same, with parameters gathered from forward to backward; of optimizer state;
+// shares within a part of the ranks, all of it on each part.
+enum class Shard { none, full, grad_op, optimizer, hybrid };
 std::string_view name_of(Shard shard);
 
 struct DataConfig {
@@ -70,6 +70,7 @@ struct LayoutConfig {
   int dp = 0;  // 0: what tp and pp leave
   int tp = 1, pp = 1;
   Shard shard = Shard::none;
+  int shard_size = 0;  // hybrid: ranks that share; 0: those of a host
   std::optional<layout::PipelineSchedule> schedule = std::nullopt;  // not set: 1f1b
   int chunks = 1;
 

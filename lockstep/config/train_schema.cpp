@@ -8,7 +8,7 @@ namespace lockstep::config {
 namespace {
 
 const std::vector<std::string>& shard_names() {
-  static const std::vector<std::string> names = {"none", "full", "grad", "hybrid", "optimizer"};
+  static const std::vector<std::string> names = {"none", "full", "grad_op", "optimizer", "hybrid"};
   return names;
 }
 
@@ -145,8 +145,11 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("pp", parallel.pp, "Pipeline stages.", kFromOne);
   schema.add_choice("shard", parallel.shard, shard_names(),
                     "What dp ranks share instead of holding it all: parameters, gradients and "
-                    "optimizer state (full); without parameters (grad); full within a host "
-                    "(hybrid); optimizer state.");
+                    "optimizer state (full); the same, with parameters kept from forward to "
+                    "backward (grad_op); optimizer state (optimizer); full within parts of the "
+                    "ranks (hybrid).");
+  schema.add("shard_size", parallel.shard_size,
+             "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
   schema.add_choice("schedule", parallel.schedule, {"round-robin", "gpipe", "1f1b", "interleaved"},
                     "Order of the pipeline's work. auto: 1f1b.");
   schema.add("chunks", parallel.chunks, "Parts of the model on each stage (interleaved).",

@@ -12,30 +12,39 @@
 
 namespace lockstep::model {
 
+nn::InitializeRule hugging_face_values(const config::ModelSpec& spec, const std::string& folder) {
+  const auto directory = std::make_shared<formats::HfDirectory>(folder);
+  return [directory, folder, parts = config::hf_parts(spec)](const at::Tensor& parameter,
+                                                             const nn::init::Source& source) {
+    const at::NoGradGuard no_grad;
+    for (const config::HfPart& part : parts) {
+      if (part.ours != source.name) continue;
+      const std::string prefixed = "transformer." + part.theirs;
+      const std::string& name = directory->contains(prefixed) ? prefixed : part.theirs;
+      const formats::HfTensor found = directory->find(name);
+      const auto dtype = formats::dtype_of(found.dtype);
+      if (!dtype || !is_floating(*dtype)) {
+        throw CheckpointError(
+            format("{}: {} has dtype {}, must be a floating one", folder, name, found.dtype));
+      }
+      // Only ever read; torch has no tensors of constant memory.
+      at::Tensor values = at::from_blob(const_cast<std::byte*>(found.bytes.data()), found.shape,
+                                        comm::detail::to_scalar_type(*dtype));
+      if (part.transposed && values.dim() == 2) values = values.t();
+      const at::Tensor target = parameter.narrow(0, part.rows.begin, part.rows.size());
+      if (values.sizes() != target.sizes()) {
+        throw CheckpointError(format("{}: {} is ({}), must be ({}) for {}", folder, name,
+                                     join(values.sizes()), join(target.sizes()), part.ours));
+      }
+      target.copy_(values);
+    }
+    return true;
+  };
+}
+
 void load_hugging_face(LanguageModelImpl& model, const std::string& folder) {
-  const at::NoGradGuard no_grad;
-  formats::HfDirectory directory(folder);
-  const auto parameters = model.named_parameters();
-  for (const config::HfPart& part : config::hf_parts(model.spec())) {
-    const std::string prefixed = "transformer." + part.theirs;
-    const std::string& name = directory.contains(prefixed) ? prefixed : part.theirs;
-    const formats::HfTensor found = directory.find(name);
-    const auto dtype = formats::dtype_of(found.dtype);
-    if (!dtype || !is_floating(*dtype)) {
-      throw CheckpointError(
-          format("{}: {} has dtype {}, must be a floating one", folder, name, found.dtype));
-    }
-    // Only ever read; torch has no tensors of constant memory.
-    at::Tensor source = at::from_blob(const_cast<std::byte*>(found.bytes.data()), found.shape,
-                                      comm::detail::to_scalar_type(*dtype));
-    if (part.transposed && source.dim() == 2) source = source.t();
-    const at::Tensor target = parameters[part.ours].narrow(0, part.rows.begin, part.rows.size());
-    if (source.sizes() != target.sizes()) {
-      throw CheckpointError(format("{}: {} is ({}), must be ({}) for {}", folder, name,
-                                   join(source.sizes()), join(target.sizes()), part.ours));
-    }
-    target.copy_(source);
-  }
+  const nn::InitializeRule fill = hugging_face_values(model.spec(), folder);
+  for (const auto& item : model.named_parameters()) fill(item.value(), {.name = item.key()});
 }
 
 }  // namespace lockstep::model

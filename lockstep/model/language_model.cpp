@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <map>
 #include <numbers>
 
 #include "lockstep/core/error.h"
@@ -76,16 +77,16 @@ at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens) {
   return at::linear(norm_(x), head_);
 }
 
-void initialize(LanguageModelImpl& model, uint64_t seed) {
-  const auto parameters = model.named_parameters();
-  const auto tensors = model.spec().tensors();
-  check(parameters.size() == tensors.size(), "a model has the tensors of its spec");
-  for (const config::TensorSpec& spec : tensors) {
-    const at::Tensor& parameter = parameters[spec.name];
-    check(parameter.sizes() == at::IntArrayRef(spec.shape), "a model has the shapes of its spec");
-    switch (spec.init) {
+nn::InitializeRule initial_values(const config::ModelSpec& spec) {
+  std::map<std::string, config::TensorSpec> tensors;
+  for (const config::TensorSpec& tensor : spec.tensors()) tensors.emplace(tensor.name, tensor);
+  return [tensors = std::move(tensors)](const at::Tensor& parameter,
+                                        const nn::init::Source& source) {
+    const config::TensorSpec& tensor = tensors.at(source.name);
+    check(parameter.sizes() == at::IntArrayRef(tensor.shape), "a model has the shapes of its spec");
+    switch (tensor.init) {
       case config::InitKind::normal:
-        nn::init::normal_(parameter, {.seed = seed, .name = spec.name}, {.std = spec.std});
+        nn::init::normal_(parameter, source, {.std = tensor.std});
         break;
       case config::InitKind::ones:
         nn::init::constant_(parameter, 1);
@@ -94,7 +95,14 @@ void initialize(LanguageModelImpl& model, uint64_t seed) {
         nn::init::constant_(parameter, 0);
         break;
     }
-  }
+    return true;
+  };
+}
+
+void initialize(LanguageModelImpl& model, uint64_t seed) {
+  const nn::InitializeRule fill = initial_values(model.spec());
+  for (const auto& item : model.named_parameters())
+    fill(item.value(), {.seed = seed, .name = item.key()});
 }
 
 }  // namespace lockstep::model

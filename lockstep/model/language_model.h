@@ -13,6 +13,7 @@
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/model/block.h"
 #include "lockstep/nn/embedding.h"
+#include "lockstep/nn/initialize.h"
 #include "lockstep/nn/random_context.h"
 
 namespace lockstep::model {
@@ -59,5 +60,7 @@ class LanguageModel : public torch::nn::ModuleHolder<LanguageModelImpl> {
 
 // First values as the spec says, a function of (seed, name, index) alone.
 void initialize(LanguageModelImpl& model, uint64_t seed);
+// The same for one parameter at a time, by the source's seed and name.
+nn::InitializeRule initial_values(const config::ModelSpec& spec);
 
 }  // namespace lockstep::model

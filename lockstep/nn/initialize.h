@@ -10,6 +10,9 @@
 
 namespace lockstep::nn {
 
+// Returns whether it has given a parameter its values.
+using InitializeRule = std::function<bool(const at::Tensor& parameter, const init::Source& source)>;
+
 struct InitializeOptions {
   // What names begin with: "blocks.4." for a block that is built alone, as on a pipeline stage.
   std::string prefix = {};
@@ -19,7 +22,7 @@ struct InitializeOptions {
   //     init::normal_(parameter, source, {.std = 0.02});
   //     return true;
   //   }
-  std::function<bool(const at::Tensor& parameter, const init::Source& source)> rule = {};
+  InitializeRule rule = {};
 };
 
 // Gives every parameter of the model new values, a function of the seed and of its name alone, with

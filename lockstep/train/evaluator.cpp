@@ -55,7 +55,10 @@ double Evaluator::loss(model::LanguageModelImpl& model) const {
   const at::NoGradGuard no_grad;
   const EvalMode eval(model);
   const at::Tensor sums = at::zeros({2}, at::kDouble);  // loss, tokens
-  for (int64_t batch = group_.rank(); batch < batches_; batch += group_.size()) {
+  // All ranks run the model equally often, which a sharded one needs; what is too much is not
+  // counted.
+  for (int64_t first = 0; first < batches_; first += group_.size()) {
+    const int64_t batch = std::min(first + group_.rank(), batches_ - 1);
     const auto rows = formats::evaluation_batch(corpus_, {.seq_len = options_.seq_len,
                                                           .vocab = model.spec().vocab,
                                                           .first_window = first_window(batch),
@@ -63,6 +66,7 @@ double Evaluator::loss(model::LanguageModelImpl& model) const {
     const Tensors tensors = to_tensors(rows, options_.seq_len, options_.device);
     const at::Tensor logits = model.forward(tensors.input).flatten(0, 1);
     const at::Tensor loss = nn::cross_entropy(logits, tensors.target, {.overwrite_logits = true});
+    if (first + group_.rank() >= batches_) continue;
     sums[0] += loss.item<double>();
     sums[1] += static_cast<double>(std::ranges::count_if(
         rows.target, [](int64_t target) { return target != nn::kIgnoredTarget; }));

@@ -20,16 +20,13 @@
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/entropy.h"
 #include "lockstep/mesh/mesh.h"
-#include "lockstep/model/hugging_face.h"
-#include "lockstep/model/language_model.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/lr_schedule.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/step_guard.h"
-#include "lockstep/parallel/data/ddp.h"
 #include "lockstep/train/batches.h"
+#include "lockstep/train/data_parallel_model.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/metrics.h"
@@ -40,7 +37,6 @@ namespace lockstep::train {
 namespace {
 
 using config::TrainConfig;
-using parallel::DistributedDataParallel;
 
 constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
 
@@ -59,23 +55,10 @@ int set_threads(const TrainConfig& config, const comm::Group& group) {
   return threads;
 }
 
-model::LanguageModel make_model(const TrainConfig& config, c10::Device device) {
-  const bool half = config.train.dtype == config::Precision::bfloat16;
-  const auto tensors = at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
-  model::LanguageModel model(config.model, {.tensors = tensors, .recompute = config.recompute()});
-  if (config.model_path.empty()) {
-    model::initialize(*model, static_cast<uint64_t>(config.train.seed));
-  } else {
-    model::load_hugging_face(*model, config.model_path);
-  }
-  model->random().seed = static_cast<uint64_t>(config.train.seed);
-  return model;
-}
-
 std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
-                                                 const torch::nn::Module& model) {
+                                                 const DataParallelModel& model) {
   const config::OptimConfig& options = config.optim;
-  auto groups = optim::decay_groups(model, options.weight_decay);
+  auto groups = optim::decay_groups(model.parameters(), options.weight_decay);
   if (options.name == config::OptimizerKind::sgd) {
     return std::make_unique<optim::SGD>(
         std::move(groups), optim::SGDOptions{.lr = options.lr, .momentum = options.momentum});
@@ -123,10 +106,8 @@ struct Trainer::State {
   const int threads;
   const c10::Device device;
   const int64_t accumulation, global_batch;
-  model::LanguageModel model;
-  DistributedDataParallel<model::LanguageModel> ddp;
+  DataParallelModel model;
   const std::unique_ptr<optim::Optimizer> optimizer;
-  const std::vector<at::Tensor> parameters;
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
   const Evaluator evaluator;
@@ -152,10 +133,8 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       device(choose_device(config, world)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
-      model(make_model(config, device)),
-      ddp(parallel::ddp(model, dp, {.reproducible = config.train.reproducible})),
-      optimizer(make_optimizer(config, *model)),
-      parameters(optimizer->parameters()),
+      model(config, device, dp),
+      optimizer(make_optimizer(config, model)),
       schedule(make_schedule(config)),
       guard(dp),
       evaluator(data.validation, dp,
@@ -186,8 +165,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 void Trainer::State::resume() {
   const auto path = config::find_checkpoint(config.checkpoint);
   if (!path) return;
-  const auto manifest = checkpoint::load(
-      *path, checkpoint::slices_of(*model) + checkpoint::slices_of(*optimizer), world);
+  const auto manifest = checkpoint::load(*path, model.slices(*optimizer), world);
   done = manifest.step;
   const auto position = manifest.state.find("samples");
   if (position == manifest.state.end()) {
@@ -211,6 +189,8 @@ void Trainer::State::say_what_is_trained() {
       config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));
+  if (const std::string shards = model.describe(); !shards.empty())
+    progress->line("shard  " + shards);
   progress->line(format("data   {}; {} tokens held out", data.train.describe(),
                         short_number(static_cast<double>(data.validation.size()))));
   if (config.model.vocab <= 256) {
@@ -265,17 +245,16 @@ StepMetrics Trainer::State::step() {
     const Tensors batch = to_tensors(reader->next(), config.train.seq_len, device);
     model->random().position = {.step = static_cast<uint32_t>(done),
                                 .micro_batch = static_cast<uint32_t>(dp.rank() * accumulation + i)};
-    std::optional<parallel::NoSync> no_sync;
-    if (i + 1 < accumulation) no_sync.emplace(ddp.no_sync());
+    std::optional<DataParallelModel::NoSync> no_sync;
+    if (i + 1 < accumulation) no_sync.emplace(model.no_sync());
     // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
     const at::Tensor loss =
-        nn::cross_entropy(ddp.forward(batch.input).flatten(0, 1), batch.target,
+        nn::cross_entropy(model.forward(batch.input).flatten(0, 1), batch.target,
                           {.scale = dp.size() / tokens, .overwrite_logits = true});
     loss.backward();
     losses.push_back(loss.detach());
   }
-  const double norm = config.optim.clip > 0 ? optim::clip_grad_norm(parameters, config.optim.clip)
-                                            : optim::grad_norm(parameters);
+  const double norm = model.clip_grad_norm(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = at::stack(losses).to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
@@ -312,11 +291,10 @@ void Trainer::State::save() {
   if (config.checkpoint.dir.empty() || saved_at == done) return;
   progress->pause();
   const auto start = Clock::now();
-  const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*optimizer);
   const std::string path =
       checkpoint::save(config.checkpoint.dir,
                        {.step = done,
-                        .slices = slices,
+                        .slices = model.slices(*optimizer),
                         .state = {{"samples", std::to_string(samples)},
                                   {"tokens", std::to_string(samples * config.train.seq_len)}},
                         .config = config::to_json(config)},

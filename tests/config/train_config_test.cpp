@@ -236,9 +236,6 @@ TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
       2, [](auto& c) { c.parallel.pp = 2; },
       "parallel.pp is 2, only 1 is supported: data parallelism");
   expect_refused(
-      2, [](auto& c) { c.parallel.shard = Shard::grad; },
-      "parallel.shard is grad, only none is supported: every rank holds the whole model");
-  expect_refused(
       2, [](auto& c) { c.parallel.chunks = 2; }, "parallel.chunks is 2, only 1 is supported");
   expect_refused(
       2, [](auto& c) { c.parallel.schedule = layout::PipelineSchedule::gpipe; },
@@ -249,6 +246,17 @@ TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
   expect_refused(
       2, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; },
       "memory.strategy is extreme, supported are basic, standard and aggressive");
+}
+
+TEST(TrainConfig, ShardSizeBelongsToHybrid) {
+  expect_refused(
+      4, [](auto& c) { c.parallel.shard_size = 2; },
+      "parallel.shard_size is 2, but parallel.shard is none: it is for hybrid");
+  const auto hybrid = [](auto& c) {
+    c.parallel.shard = Shard::hybrid;
+    c.parallel.shard_size = 3;
+  };
+  expect_refused(4, hybrid, "parallel.shard_size 3 must divide the 4 data-parallel ranks");
 }
 
 // Every enum's names stand in the order of its values.
@@ -274,7 +282,7 @@ TEST(TrainConfig, NamesOfChoices) {
   EXPECT_EQ(config.parallel.schedule, layout::PipelineSchedule::round_robin);
   EXPECT_EQ(config.memory.strategy, MemoryStrategy::aggressive);
   EXPECT_EQ(config.comm.strategy, layout::CommStrategy::adaptive);
-  for (const char* name : {"none", "full", "grad", "hybrid", "optimizer"}) {
+  for (const char* name : {"none", "full", "grad_op", "optimizer", "hybrid"}) {
     set("parallel.shard", name);
     EXPECT_EQ(name_of(config.parallel.shard), name);
   }

@@ -126,18 +126,47 @@ TEST_F(Train, LossesDoNotDependOnTheNumberOfRanks) {
 
 TEST_F(Train, ReproducibleRunsAreTheSameBits) {
   const Words options{"--train.reproducible", "true", "--model.dropout", "0.1"};
-  const auto bits = [&](const char* ranks) {
+  int run_number = 0;
+  const auto bits = [&](const Words& layout) {
     Words words = options;
-    words.insert(words.end(), {"-n", ranks});
+    words.insert(words.end(), layout.begin(), layout.end());
     std::string all;
-    for (const json& step : steps(std::string("r") + ranks, words)) {
+    for (const json& step : steps("run" + std::to_string(run_number++), words)) {
       all += step["loss"].dump() + " " + step["grad_norm"].dump() + "\n";
     }
     return all;
   };
-  const std::string one = bits("1");
-  EXPECT_EQ(bits("2"), one);
-  EXPECT_EQ(bits("4"), one);
+  const std::string one = bits({"-n", "1"});
+  EXPECT_EQ(bits({"-n", "2"}), one);
+  EXPECT_EQ(bits({"-n", "4"}), one);
+  EXPECT_EQ(bits({"-n", "2", "--parallel.shard", "full"}), one);
+  EXPECT_EQ(bits({"-n", "4", "--parallel.shard", "grad_op"}), one);
+  EXPECT_EQ(bits({"-n", "2", "--parallel.shard", "optimizer", "--comm.backend", "gloo"}), one);
+  EXPECT_EQ(bits({"-n", "4", "--parallel.shard", "hybrid", "--parallel.shard_size", "2"}), one);
+}
+
+TEST_F(Train, ShardedRunsFollowOneProcessAndOtherLayoutsGoOnWithThem) {
+  const Words llama{"--model.kind",       "llama", "--train.recompute", "full",
+                    "--train.eval_every", "10"};
+  const auto with = [&](const Words& more) {
+    Words words = llama;
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const auto one = steps("one", with({"-n", "1"}));
+  for (const char* shard : {"full", "grad_op", "optimizer", "hybrid"}) {
+    SCOPED_TRACE(shard);
+    const Words layout{"-n", "2", "--parallel.shard", shard};
+    expect_close(losses(steps(shard, with(layout))), losses(one), 1e-5);
+    const Result resumed = run(with({"-n", "4", "--checkpoint.dir", path(shard), "--metrics.file",
+                                     path(std::string(shard) + ".jsonl"), "--train.steps", "22",
+                                     "--checkpoint.resume", "auto"}));
+    EXPECT_EQ(resumed.code, 0) << resumed.err;
+    EXPECT_THAT(resumed.out, HasSubstr("at step 20"));
+    const auto all = read_steps(path(std::string(shard) + ".jsonl"));
+    ASSERT_EQ(all.size(), 22U);
+    EXPECT_LT(all.back()["loss"].get<double>(), 0.75 * all.front()["loss"].get<double>());
+  }
 }
 
 TEST_F(Train, ResumingIsNotHavingStopped) {

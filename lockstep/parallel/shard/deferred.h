@@ -22,7 +22,7 @@ struct MaterializeOptions {
   uint64_t seed = 0;
   c10::Device device = c10::Device(c10::kCPU);
   // Asked first, for every parameter, with its memory.
-  decltype(nn::InitializeOptions::rule) rule = {};
+  nn::InitializeRule rule = {};
 };
 
 namespace detail {
