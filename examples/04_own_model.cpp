@@ -1,11 +1,11 @@
 // A model of one's own from the first step to the last: weights that do not depend on the number of
 // ranks, a learning rate that falls, clipping, and a checkpoint that a second run goes on from.
 //
-// $ lockstep run -n 2 build/bin/03_own_model 20
+// $ lockstep run -n 2 build/bin/04_own_model 20
 // [rank0]: begins at step 0
 // [rank0]: step 20: it tells the spirals apart: no
 //
-// $ build/bin/03_own_model 600
+// $ build/bin/04_own_model 600
 // begins at step 20
 // step 600: it tells the spirals apart: yes
 #include <torch/torch.h>
