@@ -115,4 +115,5 @@ def check_losses(results):
     sys.stdout.flush()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+// What of the system's memory a rank has taken, as the kernel counts it.
+#pragma once
+
+#include <cstddef>
+#include <thread>
+
+namespace lockstep::bench {
+
+// Bytes of anonymous memory in RAM, and of shared memory that this process made. The resident set
+// is no measure of a rank: a page of a peer's shared memory counts there as soon as it has been
+// read, so every rank that gathers a sharded model seems to hold all of it.
+size_t own_memory();
+
+// The most that own_memory() gave while this was alive, looked at every millisecond.
+class PeakMemory {
+ public:
+  PeakMemory();
+  size_t stop();
+
+ private:
+  size_t peak_ = 0;
+  std::jthread thread_;
+};
+
+}  // namespace lockstep::bench
