@@ -23,12 +23,12 @@ size_t anonymous_memory() {
   return 0;
 }
 
-// A rank keeps its own segments open, and maps those of others without keeping them open.
-size_t shared_memory() {
+// A rank keeps its own blocks open, and maps those of others without keeping them open.
+size_t symmetric_memory() {
   size_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code gone;
-    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep")) continue;
+    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep-block")) continue;
     struct stat status {};
     if (stat(entry.path().c_str(), &status) == 0)
       bytes += static_cast<size_t>(status.st_blocks) * 512;
@@ -38,7 +38,7 @@ size_t shared_memory() {
 
 }  // namespace
 
-size_t own_memory() { return anonymous_memory() + shared_memory(); }
+size_t own_memory() { return anonymous_memory() + symmetric_memory(); }
 
 PeakMemory::PeakMemory()
     : thread_([this](const std::stop_token& stop) {

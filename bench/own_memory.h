@@ -6,9 +6,10 @@
 
 namespace lockstep::bench {
 
-// Bytes of anonymous memory in RAM, and of shared memory that this process made. The resident set
-// is no measure of a rank: a page of a peer's shared memory counts there as soon as it has been
-// read, so every rank that gathers a sharded model seems to hold all of it.
+// Bytes of anonymous memory in RAM, and of the symmetric memory that this process allocated. The
+// resident set is no measure of a rank: a page of a peer's memory counts there as soon as it has
+// been read, so every rank that gathers a sharded model seems to hold all of it. Not counted is the
+// staging memory of groups: rank 0 makes it for all, and the model does not matter for its size.
 size_t own_memory();
 
 // The most that own_memory() gave while this was alive, looked at every millisecond.

@@ -60,6 +60,10 @@ class Training {
         bytes += static_cast<int64_t>(parameter.nbytes());
       unit_bytes_ = std::max(unit_bytes_, bytes);
     }
+    for (const at::Tensor& parameter : model_->parameters()) {
+      if (parameter.numel() < parallel::FullyShardOptions().min_num_params)
+        whole_bytes_ += static_cast<int64_t>(parameter.nbytes());
+    }
     std::vector<optim::NamedParameter> parameters;
     if (mode_ == "bare" || mode_ == "ddp") {
       if (mode_ == "ddp") ddp_.emplace(parallel::ddp(model_, group));
@@ -104,12 +108,12 @@ class Training {
             {"optimizer_s", part(3)}};
   }
 
-  // Bytes of the rank that has most. `counted` is what the programs's own books say: parameters and
-  // gradients in every form, buffers that are kept from step to step, and optimizer state. `bound`
-  // is a rank's share of all parameters, gradients and AdamW's two states, and two largest units
-  // each of gathered parameters and of gradients on their way. The rest is the system's count, less
-  // what there was before the model: own memory (see own_memory.h) after a step and at most during
-  // one, and the largest resident set since, making the model included.
+  // Bytes of the rank that has most. `counted` is what the books say: parameters and gradients in
+  // every form, buffers that are kept from step to step, and optimizer state. `bound` is a rank's
+  // share of all parameters, gradients and AdamW's two states, all of those of tensors that are not
+  // sharded, and the two largest units each of gathered parameters and of gradients on their way.
+  // The rest is the system's count, less what there was before the model: own memory (own_memory.h)
+  // after a step and at most during one, and the largest resident set, making the model included.
   Json memory(const comm::Group& group) {
     bench::PeakMemory sampler;
     step();
@@ -134,7 +138,8 @@ class Training {
             {"gradients_on_their_way", value(2)},
             {"optimizer", value(3)},
             {"counted", value(4)},
-            {"bound", 4 * parameter_bytes_ / group.size() + 4 * unit_bytes_},
+            {"bound", 4 * ((parameter_bytes_ - whole_bytes_) / group.size() + whole_bytes_) +
+                          4 * unit_bytes_},
             {"own", value(5)},
             {"own_peak", value(6)},
             {"resident_peak", value(7)}};
@@ -168,7 +173,7 @@ class Training {
   bench::Tokens tokens_;
   size_t own_before_, resident_before_;
   bench::Llama model_;
-  int64_t parameter_bytes_ = 0, unit_bytes_ = 0;
+  int64_t parameter_bytes_ = 0, whole_bytes_ = 0, unit_bytes_ = 0;
   std::optional<parallel::DistributedDataParallel<bench::Llama>> ddp_;
   std::optional<parallel::ShardedModel> sharded_;
   std::optional<optim::AdamW> optimizer_;
