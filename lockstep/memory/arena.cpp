@@ -54,19 +54,19 @@ struct Arena::Books {
 
 Arena::Arena(size_t capacity) : books_(std::make_shared<Books>(capacity)) {}
 
-std::shared_ptr<std::byte> Arena::take(size_t bytes) {
-  const size_t size = rounded(bytes);
+std::shared_ptr<std::byte> Arena::take(size_t bytes, size_t room) {
+  const size_t size = rounded(bytes), place = rounded(std::max(bytes, room));
   const std::lock_guard lock(books_->mutex);
   size_t begin = 0;
   for (const auto& [taken_begin, taken_end] : books_->taken) {
-    if (taken_begin - begin >= size) break;
+    if (taken_begin - begin >= place) break;
     begin = taken_end;
   }
-  if (begin + size > books_->range.size()) {
+  if (begin + place > books_->range.size()) {
     throw Error(format("[arena] no room for {} bytes: {} of {} are in use", bytes,
                        books_->stats.used, books_->range.size()));
   }
-  books_->taken.emplace(begin, begin + size);
+  books_->taken.emplace(begin, begin + place);
   ArenaStats& stats = books_->stats;
   stats.used += size;
   stats.peak = std::max(stats.peak, stats.used);

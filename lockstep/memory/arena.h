@@ -43,8 +43,9 @@ class Arena {
   // `capacity`: the most that can be in use at one time. Only what is used takes memory.
   explicit Arena(size_t capacity);
 
-  // Aligned to 64 bytes. Throws Error where there is no gap.
-  std::shared_ptr<std::byte> take(size_t bytes);
+  // Aligned to 64 bytes. With `room` for more than that, so that a larger one can have its place
+  // later; the rest stays untouched. Throws Error where there is no gap.
+  std::shared_ptr<std::byte> take(size_t bytes, size_t room = 0);
   ArenaStats stats() const;
 
  private:

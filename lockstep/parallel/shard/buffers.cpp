@@ -7,9 +7,17 @@
 #include <array>
 
 namespace lockstep::parallel::detail {
+namespace {
+
+// Two: one that is filled while the other is reduced.
+constexpr size_t kBlocks = 2;
+
+}  // namespace
 
 std::shared_ptr<void> GatherMemory::take(size_t bytes, c10::Device device) {
-  if (device.is_cpu()) return arena_.take(bytes);
+  // Units of about the same size take each other's places, where first fit would leave gaps that
+  // are a little too small.
+  if (device.is_cpu()) return arena_.take(bytes, bytes > largest_ / 2 ? largest_ : 0);
   auto memory = std::make_shared<c10::DataPtr>(c10::GetAllocator(device.type())->allocate(bytes));
   memory::ArenaStats& stats = *counted_;
   stats.used += bytes;
@@ -32,8 +40,6 @@ at::Tensor GradientMemory::allocate(size_t bytes) {
 at::Tensor GradientMemory::keep(size_t bytes) { return allocate(bytes); }
 
 at::Tensor GradientMemory::take(size_t bytes, const std::function<bool()>& make_room) {
-  // Two: one that is filled while the other is reduced.
-  constexpr size_t kBlocks = 2;
   for (;;) {
     const at::Tensor* best = nullptr;
     size_t num_free = 0;
@@ -56,8 +62,17 @@ at::Tensor GradientMemory::take(size_t bytes, const std::function<bool()>& make_
     }
     break;
   }
-  blocks_.push_back(allocate(bytes));
+  // The first ones serve all; more are needed where gradients wait for others.
+  blocks_.push_back(allocate(blocks_.size() < kBlocks ? std::max(bytes, largest_) : bytes));
   return blocks_.back();
+}
+
+void GradientMemory::trim() {
+  for (size_t i = blocks_.size(); i-- > kBlocks;) {
+    if (blocks_[i].use_count() > 1) continue;
+    occupied_ -= blocks_[i].nbytes();
+    blocks_.erase(blocks_.begin() + static_cast<int64_t>(i));
+  }
 }
 
 }  // namespace lockstep::parallel::detail

@@ -18,6 +18,9 @@ class GatherMemory {
   // `capacity`: bytes of all parameters, gathered at once.
   GatherMemory(size_t capacity, c10::Device device) : arena_(capacity), device_(device) {}
 
+  // The largest that will be taken again and again.
+  void expect(size_t largest) { largest_ = largest; }
+
   std::shared_ptr<void> take(size_t bytes, c10::Device device);
   size_t used() const { return arena_.stats().used + counted_->used; }
   // What is occupied, used or not.
@@ -27,6 +30,7 @@ class GatherMemory {
 
  private:
   memory::Arena arena_;
+  size_t largest_ = 0;
   c10::Device device_;
   std::shared_ptr<memory::ArenaStats> counted_ = std::make_shared<memory::ArenaStats>();
 };
@@ -38,9 +42,14 @@ class GradientMemory {
   GradientMemory(comm::Group group, c10::Device device)
       : group_(std::move(group)), device_(device) {}
 
+  // The largest that will be taken again and again.
+  void expect(size_t largest) { largest_ = largest; }
+
   // A block of at least `bytes`, until the last copy of the tensor goes. `make_room` is called as
   // long as there is no free one: it ends a reduction under way, or says that there is none.
   at::Tensor take(size_t bytes, const std::function<bool()>& make_room);
+  // Lets go of free blocks beyond those that reductions under way need.
+  void trim();
   // One that is kept for ever.
   at::Tensor keep(size_t bytes);
 
@@ -53,6 +62,7 @@ class GradientMemory {
   comm::Group group_;
   c10::Device device_;
   std::vector<at::Tensor> blocks_;
+  size_t largest_ = 0;
   size_t occupied_ = 0;
   size_t allocations_ = 0;
 };

@@ -56,10 +56,26 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
     unit_of_.push_back(static_cast<size_t>(unit - units_.begin()));
     arrived_.emplace_back(flat.members().size(), 0);
   }
-  // Backward produces gradients roughly in reverse; the first one tells better.
+  size_t line_bytes = 0, gradient_bytes = 0;
+  for (const auto& flat : flats_) {
+    const auto bytes = [&](at::ScalarType dtype) {
+      return static_cast<size_t>(flat->layout().size) * c10::elementSize(dtype);
+    };
+    const FlatPlan& plan = flat->plan();
+    if (!flat->is_plain() && !plan.resident)
+      line_bytes = std::max(line_bytes, bytes(plan.compute_dtype));
+    if (flat->reduces_to_shards())
+      gradient_bytes = std::max(gradient_bytes, bytes(plan.reduce_dtype));
+  }
+  gather_memory_->expect(line_bytes);
+  gradient_memory_->expect(gradient_bytes);
+  // Backward produces gradients roughly in reverse; the first one tells better. Whole tensors are
+  // those of all units, so they are complete at its end.
   for (size_t i = flats_.size(); i-- > 0;) {
     if (flats_[i]->plan().trained) launch_order_.push_back(i);
   }
+  std::stable_partition(launch_order_.begin(), launch_order_.end(),
+                        [&](size_t i) { return flats_[i]->plan().shard.size() > 1; });
   install_hooks();
   note_bytes();
 }

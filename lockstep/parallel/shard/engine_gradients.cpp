@@ -205,7 +205,7 @@ void ShardEngine::reduce_round() {
 }
 
 // After the first backward: in the order in which gradients were complete on rank 0; those that
-// were not, last.
+// were not, last. Where the first guess was wrong, gradients had to wait, in memory of their own.
 void ShardEngine::learn_launch_order() {
   learned_ = true;
   std::vector<int64_t> order;
@@ -219,6 +219,7 @@ void ShardEngine::learn_launch_order() {
   comm::broadcast(agreed, groups_.all, {.tag = "order of gradients"}).wait();
   const int64_t* first = agreed.data_ptr<int64_t>();
   launch_order_.assign(first, first + agreed.numel());
+  gradient_memory_->trim();
 }
 
 }  // namespace lockstep::parallel::detail

@@ -167,6 +167,7 @@ class Flat {
   void close_gradients();
   void fill_gaps();
   bool accumulates() const;
+  void make_shard_gradient();
   void settle_shards(std::span<const int64_t> num_ranks);
   void settle_parameters(std::span<const int64_t> num_ranks);
 

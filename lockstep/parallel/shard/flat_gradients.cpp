@@ -106,6 +106,13 @@ bool Flat::accumulates() const {
                      [](const Optimized& each) { return each.tensor.grad().defined(); });
 }
 
+void Flat::make_shard_gradient() {
+  if (shard_gradient_.defined() || optimized_.empty()) return;
+  const bool low = context_.options->mixed_precision.keep_low_precision_grads;
+  shard_gradient_ = at::empty(
+      {shard_.numel()}, shard_.options().dtype(low ? plan_.reduce_dtype : shard_.scalar_type()));
+}
+
 void Flat::launch(const std::function<bool()>& make_room) {
   const at::NoGradGuard no_grad;
   open_gradients(make_room);
@@ -119,6 +126,7 @@ void Flat::launch(const std::function<bool()>& make_room) {
                         : comm::all_reduce(gradients_, gradient_group(), average);
     return;
   }
+  make_shard_gradient();
   const bool in_place = shard_gradient_.defined() && !accumulates() &&
                         shard_gradient_.scalar_type() == plan_.reduce_dtype &&
                         shard_gradient_.device() == gradients_.device();
@@ -168,11 +176,7 @@ void Flat::settle(std::span<const int64_t> num_ranks) {
 
 void Flat::settle_shards(std::span<const int64_t> num_ranks) {
   if (optimized_.empty()) return;
-  const auto dtype = context_.options->mixed_precision.keep_low_precision_grads
-                         ? plan_.reduce_dtype
-                         : shard_.scalar_type();
-  if (!shard_gradient_.defined())
-    shard_gradient_ = at::empty({shard_.numel()}, shard_.options().dtype(dtype));
+  make_shard_gradient();
   for (const Optimized& each : optimized_) {
     const auto used = num_ranks.subspan(each.first, each.end - each.first);
     if (std::all_of(used.begin(), used.end(), [](int64_t count) { return count == 0; })) continue;
