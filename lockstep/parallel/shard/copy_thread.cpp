@@ -8,33 +8,45 @@
 namespace lockstep::parallel::detail {
 
 struct CopyThread::Job::Task {
-  explicit Task(std::function<void()> given) : work(std::move(given)) {}
+  Task(size_t given_pieces, Piece given) : pieces(given_pieces), copy(std::move(given)) {}
 
-  // Whoever comes first runs it. What it holds goes with that, not when the other has seen it too.
-  void run() {
-    if (claimed.exchange(true)) return;
-    try {
-      std::exchange(work, nullptr)();
-      done.set_value();
-    } catch (...) {
-      done.set_exception(std::current_exception());
+  // Copies pieces that nobody has begun. Once the last is done, what the job holds can go, whoever
+  // else has yet to see that.
+  void work(const Piece& how) {
+    for (size_t piece = next++; piece < pieces; piece = next++) {
+      try {
+        how(piece);
+      } catch (...) {
+        if (!failed.exchange(true)) error = std::current_exception();
+      }
+      if (++num_done < pieces) continue;
+      copy = nullptr;
+      if (failed) {
+        done.set_exception(error);
+      } else {
+        done.set_value();
+      }
     }
   }
 
-  std::function<void()> work;
-  std::atomic<bool> claimed{false};
+  const size_t pieces;
+  Piece copy;
+  std::atomic<size_t> next{0}, num_done{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
   std::promise<void> done;
 };
 
-void CopyThread::Job::finish() {
+void CopyThread::Job::finish(const Piece& copy) {
   const auto task = std::exchange(task_, nullptr);
-  task->run();
+  task->work(copy);
   task->done.get_future().get();
 }
 
-CopyThread::Job CopyThread::start(std::function<void()> work) {
+CopyThread::Job CopyThread::start(size_t pieces, Piece copy) {
   Job job;
-  job.task_ = std::make_shared<Job::Task>(std::move(work));
+  job.task_ = std::make_shared<Job::Task>(pieces, std::move(copy));
+  if (pieces == 0) job.task_->done.set_value();
   {
     const std::lock_guard lock(mutex_);
     queue_.push_back(job.task_);
@@ -56,7 +68,7 @@ void CopyThread::run(const std::stop_token& stop) {
       task = std::move(queue_.front());
       queue_.pop_front();
     }
-    task->run();
+    task->work([&](size_t piece) { task->copy(piece); });
   }
 }
 

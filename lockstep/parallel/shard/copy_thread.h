@@ -11,7 +11,8 @@
 
 namespace lockstep::parallel::detail {
 
-// Jobs run one after the other. The thread is started by the first.
+// A job is a number of pieces, which this thread takes one after the other; whoever waits for the
+// job takes some too. Jobs run one after the other. The thread is started by the first.
 class CopyThread {
  public:
   explicit CopyThread(int rank) : rank_(rank) {}
@@ -19,12 +20,14 @@ class CopyThread {
   CopyThread(const CopyThread&) = delete;
   CopyThread& operator=(const CopyThread&) = delete;
 
+  using Piece = std::function<void(size_t piece)>;
+
   class Job {
    public:
     Job() = default;
     bool valid() const { return task_ != nullptr; }
-    // Runs it here if the thread has not begun it, else waits; throws what it threw.
-    void finish();
+    // Takes part, by a way of its own to copy a piece, and waits; throws what a piece threw.
+    void finish(const Piece& copy);
 
    private:
     friend class CopyThread;
@@ -32,7 +35,8 @@ class CopyThread {
     std::shared_ptr<Task> task_;
   };
 
-  Job start(std::function<void()> work);
+  // `copy` is kept, with what it holds, until the last piece is done.
+  Job start(size_t pieces, Piece copy);
 
  private:
   void run(const std::stop_token& stop);

@@ -120,6 +120,7 @@ void Flat::make_shard(const ValueOf& value_of) {
   }
   if (plan_.shard.size() > 1 && plan_.rest_device.is_cpu())
     peers_ = comm::PeerMemory::open(sent_, plan_.shard);
+  if (peers_) make_pieces();
 }
 
 Tag Flat::tag(Tag::Kind kind, std::shared_ptr<void> memory) const {
@@ -242,17 +243,39 @@ at::Tensor Flat::buffer(at::ScalarType dtype, c10::Device device) const {
       memory.get(), {layout_.size}, [memory](void*) {}, options_of(dtype, device));
 }
 
-void Flat::pull(const at::Tensor& line) const {
-  const trace::Span span("shard", "gather " + plan_.name);
-  auto* const target = static_cast<std::byte*>(line.data_ptr());
-  const size_t size = line.element_size();
+void Flat::make_pieces() {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  const auto most = kBytes / static_cast<int64_t>(sent_.element_size());
   for (int step = 0; step < plan_.shard.size(); ++step) {
     const int rank = (plan_.shard.rank() + step) % plan_.shard.size();  // each begins elsewhere
+    if (step == 0 && plan_.resident) continue;                          // in place
     const layout::Range range = layout_.blocks[static_cast<size_t>(rank)];
-    if (range.size() == 0 || (step == 0 && plan_.resident)) continue;
-    std::memcpy(target + static_cast<size_t>(range.begin) * size, peers_->of(rank),
-                static_cast<size_t>(range.size()) * size);
+    for (int64_t begin = range.begin; begin < range.end; begin += most) {
+      pieces_.push_back({rank, begin - range.begin, begin, std::min(most, range.end - begin)});
+    }
   }
+}
+
+void Flat::copy_piece(const at::Tensor& line, const Piece& piece) const {
+  const auto size = static_cast<int64_t>(line.element_size());
+  std::memcpy(static_cast<std::byte*>(line.data_ptr()) + piece.target * size,
+              peers_->of(piece.rank) + piece.source * size,
+              static_cast<size_t>(piece.count * size));
+}
+
+void Flat::copy_piece_by_all(const at::Tensor& line, const Piece& piece) const {
+  const auto size = static_cast<int64_t>(line.element_size());
+  // Only ever read; torch has no tensors of constant memory.
+  auto* const source = const_cast<std::byte*>(peers_->of(piece.rank)) + piece.source * size;
+  line.narrow(0, piece.target, piece.count)
+      .copy_(at::from_blob(source, {piece.count}, line.options()));
+}
+
+void Flat::finish_pulling(const at::Tensor& line) {
+  const trace::Span span("shard", "gather " + plan_.name);
+  const auto copy = [&](size_t piece) { copy_piece_by_all(line, pieces_[piece]); };
+  if (pulling_.valid()) return pulling_.finish(copy);
+  for (size_t piece = 0; piece < pieces_.size(); ++piece) copy(piece);
 }
 
 // Where a line arrives is where it is used, unless the model has another type or device.
@@ -271,9 +294,11 @@ void Flat::begin(bool beside_computation) {
     gathering_ = comm::all_gather(arriving_, sent_, plan_.shard,
                                   {.counts = layout_.counts(), .tag = plan_.name});
   } else if (beside_computation) {
-    pulling_ = context_.copy_thread->start([this, line = arriving_] { pull(line); });
+    pulling_ = context_.copy_thread->start(pieces_.size(), [this, line = arriving_](size_t piece) {
+      copy_piece(line, pieces_[piece]);
+    });
   } else {
-    pull(arriving_);
+    finish_pulling(arriving_);
   }
 }
 
@@ -288,7 +313,7 @@ bool Flat::gather() {
   const at::NoGradGuard no_grad;
   if (state_ != ParameterState::gathering) begin(false);
   try {
-    if (pulling_.valid()) pulling_.finish();
+    if (pulling_.valid()) finish_pulling(arriving_);
     std::exchange(gathering_, {}).wait();
   } catch (...) {
     line_.reset();
@@ -321,7 +346,7 @@ void Flat::release() {
   if (plain_ || plan_.resident || state_ == ParameterState::sharded) return;
   if (state_ == ParameterState::gathering) {
     // Nobody wants it any more, but it is being written.
-    if (pulling_.valid()) pulling_.finish();
+    if (pulling_.valid()) finish_pulling(arriving_);
     std::exchange(gathering_, {}).wait();
   }
   const bool gathered = state_ == ParameterState::gathered;

@@ -158,7 +158,18 @@ class Flat {
   void begin(bool beside_computation);
   at::Tensor buffer(at::ScalarType dtype, c10::Device device) const;
   at::Tensor shared_memory(int64_t count, at::ScalarType dtype) const;
-  void pull(const at::Tensor& line) const;
+  // Of what peers have; small enough that two threads can share the work.
+  struct Piece {
+    int rank;
+    int64_t source;  // elements into what that rank sends
+    int64_t target;  // elements into the line
+    int64_t count;
+  };
+  void make_pieces();
+  void copy_piece(const at::Tensor& line, const Piece& piece) const;
+  // The same by torch's threads: for the thread that computes.
+  void copy_piece_by_all(const at::Tensor& line, const Piece& piece) const;
+  void finish_pulling(const at::Tensor& line);
   layout::Range block() const;
   bool scatters() const { return plan_.shard.size() > 1 && !plan_.whole_gradients; }
   const comm::Group& gradient_group() const;
@@ -190,6 +201,7 @@ class Flat {
   };
   std::vector<Optimized> optimized_;
   std::optional<comm::PeerMemory> peers_;
+  std::vector<Piece> pieces_;
   c10::Storage storage_;  // behind the model's parameters
   memory::AddressRange nowhere_;
   ParameterState state_ = ParameterState::sharded;
