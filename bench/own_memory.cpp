@@ -1,5 +1,6 @@
 #include "bench/own_memory.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -7,15 +8,17 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 
 namespace lockstep::bench {
 namespace {
 
-size_t anonymous_memory() {
+// A line of the system's report, in bytes.
+size_t status_of(std::string_view name) {
   std::ifstream status("/proc/self/status");
   std::string word;
   while (status >> word) {
-    if (word != "RssAnon:") continue;
+    if (word != name) continue;
     size_t kilobytes = 0;
     status >> kilobytes;
     return kilobytes * 1024;
@@ -38,7 +41,15 @@ size_t symmetric_memory() {
 
 }  // namespace
 
-size_t own_memory() { return anonymous_memory() + symmetric_memory(); }
+size_t own_memory() { return status_of("RssAnon:") + symmetric_memory(); }
+
+size_t resident_memory() { return status_of("VmRSS:"); }
+
+size_t resident_peak() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<size_t>(usage.ru_maxrss) * 1024;
+}
 
 PeakMemory::PeakMemory()
     : thread_([this](const std::stop_token& stop) {

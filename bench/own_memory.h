@@ -12,6 +12,10 @@ namespace lockstep::bench {
 // staging memory of groups: rank 0 makes it for all, and the model does not matter for its size.
 size_t own_memory();
 
+size_t resident_memory();
+// The largest resident set that the process has had.
+size_t resident_peak();
+
 // The most that own_memory() gave while this was alive, looked at every millisecond.
 class PeakMemory {
  public:

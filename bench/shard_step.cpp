@@ -7,7 +7,6 @@
 // memory_of(). bench/shard.py compares with PyTorch.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <sys/resource.h>
 #include <torch/version.h>
 
 #include <CLI/CLI.hpp>
@@ -35,13 +34,6 @@ bool is_unit(const std::string& path, const torch::nn::Module&) {
   return path.find('.') == std::string::npos;
 }
 
-// The largest that the system has ever counted as resident.
-size_t resident_peak() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<size_t>(usage.ru_maxrss) * 1024;
-}
-
 // A model in training. Its samples are the seconds of each step and of its parts.
 class Training {
  public:
@@ -50,7 +42,7 @@ class Training {
       : mode_(std::move(mode)),
         tokens_(std::move(tokens)),
         own_before_(bench::own_memory()),
-        resident_before_(resident_peak()),
+        resident_before_(bench::resident_memory()),
         model_(sizes) {
     for (const at::Tensor& parameter : model_->parameters())
       parameter_bytes_ += static_cast<int64_t>(parameter.nbytes());
@@ -127,7 +119,7 @@ class Training {
     const at::Tensor mine =
         at::tensor({model, stats.gather_bytes, stats.gradient_bytes, optimizer,
                     model + stats.gather_bytes + optimizer, grown(own, own_before_),
-                    grown(own_peak, own_before_), grown(resident_peak(), resident_before_)},
+                    grown(own_peak, own_before_), grown(bench::resident_peak(), resident_before_)},
                    at::kLong);
     comm::all_reduce(mine, group, {.op = comm::ReduceOp::max}).wait();
     const auto value = [&](int64_t i) { return mine[i].item<int64_t>(); };

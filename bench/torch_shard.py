@@ -17,10 +17,15 @@ import torch.nn as nn
 from torch_ddp import Llama, Training, fastest_adamw, noise
 
 
-def own_memory():
-    """Bytes of anonymous memory in RAM: as own_memory.h, but there is no shared memory."""
+def status_of(name):
+    """A line of the system's report, in bytes."""
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
+
+
+def own_memory():
+    """Bytes of anonymous memory in RAM: as in own_memory.h, but there is no symmetric memory."""
+    return status_of("RssAnon:")
 
 
 def resident_peak():
@@ -68,7 +73,7 @@ def main():
     data = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     choice = [fastest_adamw((options.ffn, options.width))]
     dist.broadcast_object_list(choice)
-    own_before, resident_before = own_memory(), resident_peak()
+    own_before, resident_before = own_memory(), status_of("VmRSS:")
     model = Llama(options.layers, options.width, options.heads, options.ffn, options.vocab)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     training = Training(wrapped(model, options.mode), data, choice[0])
