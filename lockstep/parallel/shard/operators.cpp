@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <array>
 #include <string_view>
 
 #include "lockstep/core/error.h"
@@ -75,8 +74,11 @@ bool reads_no_values(const std::string& name) {
 
 // What of an operator's arguments is ours.
 struct Found {
-  std::shared_ptr<ShardEngine> engine = nullptr;  // of the parameters; one model's
-  std::vector<size_t> flats = {};
+  struct Used {
+    std::shared_ptr<ShardEngine> engine;
+    std::vector<size_t> flats = {};
+  };
+  std::vector<Used> models = {};  // whose parameters they are; hardly ever more than one
   at::ScalarType cast_to = at::ScalarType::Undefined;
 };
 
@@ -106,15 +108,11 @@ void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,
                "dropped; write under summon(), or into the shard",
                name, tag.name_of(view)));
   }
-  if (found.engine && found.engine != engine) {
-    // Another model's parameters in the same operator; gathered here, and held by their own engine
-    // until it is used again.
-    engine->before_operator(std::array{tag.flat});
-    return;
-  }
-  found.engine = engine;
-  if (std::find(found.flats.begin(), found.flats.end(), tag.flat) == found.flats.end())
-    found.flats.push_back(tag.flat);
+  auto used = std::find_if(found.models.begin(), found.models.end(),
+                           [&](const Found::Used& each) { return each.engine == engine; });
+  if (used == found.models.end()) used = found.models.insert(used, {.engine = engine});
+  if (std::find(used->flats.begin(), used->flats.end(), tag.flat) == used->flats.end())
+    used->flats.push_back(tag.flat);
   const FlatPlan& plan = engine->flats()[tag.flat]->plan();
   if (plan.casts_inputs()) found.cast_to = plan.compute_dtype;
   if (is_conversion(name)) engine->on_conversion(tag, view);
@@ -183,12 +181,12 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
   if (found.cast_to != at::ScalarType::Undefined && (!in_backward || at::GradMode::is_enabled())) {
     for (size_t i = first; i < stack->size(); ++i) cast_inputs((*stack)[i], found.cast_to);
   }
-  if (found.engine) found.engine->before_operator(found.flats);
+  for (const auto& [engine, flats] : found.models) engine->before_operator(flats);
   {
     const c10::impl::ExcludeDispatchKeyGuard pass_on(kShardKey);
     op.callBoxed(stack);
   }
-  if (found.engine) found.engine->after_operator();
+  for (const auto& [engine, flats] : found.models) engine->after_operator();
 }
 
 }  // namespace lockstep::parallel::detail
