@@ -97,7 +97,6 @@ void ShardEngine::gather(Flat& flat) {
 void ShardEngine::begin_epoch() {
   const trace::Span span("shard", "new parameters");
   for (const auto& flat : flats_) flat->check_members();
-  window_ = false;
   for (const auto& flat : flats_) {
     flat->make_stale();
     flat->publish();
@@ -106,6 +105,7 @@ void ShardEngine::begin_epoch() {
     comm::barrier(groups_.shard, {.tag = format("parameters after backward {}", backwards_)})
         .wait();
   }
+  window_ = false;  // not if a peer is missing: the next use finds that out again
   for (const auto& flat : flats_) {
     if (flat->plan().resident) flat->prefetch();
   }

@@ -281,11 +281,11 @@ void Flat::finish_pulling(const at::Tensor& line) {
 // Where a line arrives is where it is used, unless the model has another type or device.
 void Flat::begin(bool beside_computation) {
   const at::NoGradGuard no_grad;
-  state_ = ParameterState::gathering;
   const bool same = plan_.gather_dtype == plan_.compute_dtype && plan_.rest_device == plan_.device;
   const bool has_line = plan_.resident && line_.defined();
   if (kept_is_valid_ || plan_.shard.size() == 1) {
     if (!has_line) line_ = buffer(plan_.compute_dtype, plan_.device);
+    state_ = ParameterState::gathering;
     return;  // a local copy, made by whoever needs it
   }
   if (!plan_.resident) arriving_ = buffer(plan_.gather_dtype, plan_.rest_device);
@@ -300,6 +300,20 @@ void Flat::begin(bool beside_computation) {
   } else {
     finish_pulling(arriving_);
   }
+  state_ = ParameterState::gathering;
+}
+
+// What could not be gathered is not here.
+void Flat::wait_gathered() {
+  try {
+    if (pulling_.valid()) finish_pulling(arriving_);
+    std::exchange(gathering_, {}).wait();
+  } catch (...) {
+    line_.reset();
+    if (!plan_.resident) arriving_.reset();
+    state_ = ParameterState::sharded;
+    throw;
+  }
 }
 
 void Flat::prefetch() {
@@ -312,14 +326,7 @@ bool Flat::gather() {
   if (plain_ || (state_ == ParameterState::gathered && !stale_)) return false;
   const at::NoGradGuard no_grad;
   if (state_ != ParameterState::gathering) begin(false);
-  try {
-    if (pulling_.valid()) finish_pulling(arriving_);
-    std::exchange(gathering_, {}).wait();
-  } catch (...) {
-    line_.reset();
-    state_ = ParameterState::sharded;
-    throw;
-  }
+  wait_gathered();
   if (kept_is_valid_) {
     line_.copy_(kept_);
   } else if (plan_.shard.size() == 1) {
@@ -344,11 +351,8 @@ void Flat::point_nowhere() {
 
 void Flat::release() {
   if (plain_ || plan_.resident || state_ == ParameterState::sharded) return;
-  if (state_ == ParameterState::gathering) {
-    // Nobody wants it any more, but it is being written.
-    if (pulling_.valid()) finish_pulling(arriving_);
-    std::exchange(gathering_, {}).wait();
-  }
+  // Nobody wants it any more, but it is being written.
+  if (state_ == ParameterState::gathering) wait_gathered();
   const bool gathered = state_ == ParameterState::gathered;
   state_ = ParameterState::resharding;
   if (gathered && context_.options->offload_to_cpu && !kept_is_valid_ && !stale_) {

@@ -156,6 +156,7 @@ class Flat {
   void point_to(const at::Tensor& line);
   void point_nowhere();
   void begin(bool beside_computation);
+  void wait_gathered();
   at::Tensor buffer(at::ScalarType dtype, c10::Device device) const;
   at::Tensor shared_memory(int64_t count, at::ScalarType dtype) const;
   // Of what peers have; small enough that two threads can share the work.
