@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +29,12 @@ int64_t alignment(const FlatPlan& plan) {
                 c10::elementSize(plan.reduce_dtype)});
   return static_cast<int64_t>(kBytes / smallest);
 }
+
+// Lines outlive the mode that is on when they are first needed: none is an inference tensor.
+struct OwnMode {
+  c10::InferenceMode normal{false};
+  at::NoGradGuard no_grad = {};
+};
 
 std::shared_ptr<void> keep(const at::Tensor& tensor) {
   return std::make_shared<at::Tensor>(tensor);
@@ -280,7 +287,7 @@ void Flat::finish_pulling(const at::Tensor& line) {
 
 // Where a line arrives is where it is used, unless the model has another type or device.
 void Flat::begin(bool beside_computation) {
-  const at::NoGradGuard no_grad;
+  const OwnMode mode;
   const bool same = plan_.gather_dtype == plan_.compute_dtype && plan_.rest_device == plan_.device;
   const bool has_line = plan_.resident && line_.defined();
   if (kept_is_valid_ || plan_.shard.size() == 1) {
@@ -324,7 +331,7 @@ void Flat::prefetch() {
 
 bool Flat::gather() {
   if (plain_ || (state_ == ParameterState::gathered && !stale_)) return false;
-  const at::NoGradGuard no_grad;
+  const OwnMode mode;
   if (state_ != ParameterState::gathering) begin(false);
   wait_gathered();
   if (kept_is_valid_) {
@@ -356,7 +363,7 @@ void Flat::release() {
   const bool gathered = state_ == ParameterState::gathered;
   state_ = ParameterState::resharding;
   if (gathered && context_.options->offload_to_cpu && !kept_is_valid_ && !stale_) {
-    const at::NoGradGuard no_grad;
+    const OwnMode mode;
     if (!kept_.defined()) kept_ = at::empty_like(line_, line_.options().device(at::kCPU));
     kept_.copy_(line_);
     kept_is_valid_ = true;
