@@ -64,7 +64,7 @@ int Group::local_size() const {
   }));
 }
 
-Group Group::split(int colour, int key) const {
+Group Group::split(int colour, int key, bool check) const {
   if (colour < 0)
     throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
   const detail::Membership& mine = impl_->membership();
@@ -91,7 +91,12 @@ Group Group::split(int colour, int key) const {
   std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) {
     return choices[static_cast<size_t>(a)][1] < choices[static_cast<size_t>(b)][1];
   });
-  detail::Membership membership{name, 0, {}, mine.world};
+  auto world = mine.world;
+  if (check && !world->check) {
+    world = std::make_shared<detail::World>(*mine.world);
+    world->check = true;
+  }
+  detail::Membership membership{name, 0, {}, world};
   for (const int peer : chosen) {
     if (peer == rank()) membership.rank = membership.size();
     membership.members.push_back(mine.members[static_cast<size_t>(peer)]);

@@ -40,7 +40,8 @@ class Group {
   std::chrono::nanoseconds blocked_time() const;
 
   // Collective: the ranks of one colour (at least 0) become a group, ordered by key, then by rank.
-  Group split(int colour, int key) const;
+  // With `check`, its ranks compare operations before running them, whatever InitOptions says.
+  Group split(int colour, int key, bool check = false) const;
 
   detail::GroupImpl& impl() const { return *impl_; }
 

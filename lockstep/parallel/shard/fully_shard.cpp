@@ -58,17 +58,21 @@ mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
 // with those for gradients. Collective.
 ShardGroups make_groups(const mesh::Mesh& mesh, Strategy strategy) {
   const auto own = [](const comm::Group& group) { return group.split(0, group.rank()); };
+  // Ranks that use units in different orders must not mix them up.
+  const auto gathering = [](const comm::Group& group) {
+    return group.split(0, group.rank(), /*check=*/true);
+  };
   const bool hybrid = strategy == Strategy::hybrid_shard;
   const comm::Group all = mesh.axes().size() > 1 ? mesh.flatten() : mesh.group();
   ShardGroups groups{.all = own(all)};
   if (hybrid) {
     const std::vector<std::string> axes = mesh.axis_names();
     const comm::Group inner = mesh[axes[1]];
-    groups.shard = own(inner);
+    groups.shard = gathering(inner);
     groups.reduce = own(inner);
     groups.replicas = own(mesh[axes[0]]);
   } else {
-    groups.shard = own(all);
+    groups.shard = gathering(all);
     groups.reduce = groups.all;
   }
   return groups;
