@@ -331,7 +331,7 @@ void Flat::prefetch() {
 
 bool Flat::gather() {
   if (plain_ || (state_ == ParameterState::gathered && !stale_)) return false;
-  const OwnMode mode;
+  const at::NoGradGuard no_grad;
   if (state_ != ParameterState::gathering) begin(false);
   wait_gathered();
   if (kept_is_valid_) {
