@@ -14,21 +14,40 @@
 
 namespace lockstep::comm {
 
-std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& group) {
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(fabric::Location));
-  const auto bytes = detail::bytes_of(mine);
-  const fabric::Location location = group.impl().locate(bytes.data(), bytes.size());
+namespace {
+
+// Every rank's value, in rank order. Collective.
+template <class Value>
+std::vector<Value> gather(const Value& mine, const Group& group) {
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
   const at::Tensor sent = at::empty({kBytes}, at::kByte);
-  std::memcpy(sent.data_ptr(), &location, sizeof location);
+  std::memcpy(sent.data_ptr(), &mine, sizeof mine);
   const at::Tensor all = at::empty({group.size() * kBytes}, at::kByte);
   all_gather(all, sent, group, {.tag = "peer memory"}).wait();
-  std::vector<fabric::Location> locations(static_cast<size_t>(group.size()));
-  std::memcpy(locations.data(), all.data_ptr(), all.nbytes());
+  std::vector<Value> values(static_cast<size_t>(group.size()));
+  std::memcpy(values.data(), all.data_ptr(), all.nbytes());
+  return values;
+}
+
+// A rank that is a thread may end, and free its memory, while others read.
+std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
+  if (group.backend() != "thread") return nullptr;
+  auto held = std::make_shared<std::vector<at::Tensor>>();
+  for (const at::Tensor* tensor : gather(&mine, group)) held->push_back(*tensor);
+  barrier(group, {.tag = "peer memory"}).wait();
+  return held;
+}
+
+}  // namespace
+
+std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& group) {
+  const auto bytes = detail::bytes_of(mine);
+  const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
   const auto unreachable = [](const fabric::Location& each) {
     return each.kind == fabric::Location::unreachable;
   };
   if (std::any_of(locations.begin(), locations.end(), unreachable)) return std::nullopt;
-  return PeerMemory(group, std::move(locations));
+  return PeerMemory(group, locations, hold_all(mine, group));
 }
 
 const std::byte* PeerMemory::of(int rank) const {

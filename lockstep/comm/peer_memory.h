@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -19,16 +20,17 @@ class PeerMemory {
   // where the backend has no shared memory.
   static std::optional<PeerMemory> open(const at::Tensor& mine, const Group& group);
 
-  // Where this rank finds the tensor of `rank`. Throws PeerLost if the owner has freed it. Thread
-  // safe.
+  // Where this rank finds the tensor of `rank`. Throws PeerLost if the owner has freed it; under
+  // thread it stays as long as anybody has this. Thread safe.
   const std::byte* of(int rank) const;
 
  private:
-  PeerMemory(Group group, std::vector<fabric::Location> locations)
-      : group_(std::move(group)), locations_(std::move(locations)) {}
+  PeerMemory(Group group, std::vector<fabric::Location> locations, std::shared_ptr<void> held)
+      : group_(std::move(group)), locations_(std::move(locations)), held_(std::move(held)) {}
 
   Group group_;
   std::vector<fabric::Location> locations_;
+  std::shared_ptr<void> held_;  // the tensors of all ranks, where they are threads
 };
 
 }  // namespace lockstep::comm

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/fabric/futex.h"
@@ -46,6 +47,11 @@ std::shared_ptr<Board> Board::create(int size, bool shared) {
 std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size) {
   check(handle.bytes == Layout(size).total, "a board's size must follow from its number of ranks");
   return std::shared_ptr<Board>(new Board(Segment::open(handle), size));
+}
+
+void Board::keep(std::shared_ptr<const void> memory) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(std::move(memory));
 }
 
 Slot& Board::slot(int rank) const {

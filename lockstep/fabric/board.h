@@ -16,7 +16,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "lockstep/fabric/heap.h"
 #include "lockstep/fabric/operation.h"
@@ -108,6 +110,10 @@ class Board {
   void ring(int rank) const;
   void ring_all() const;
 
+  // Keeps memory as long as the board. An operation that ends early on one rank may still be under
+  // way on others, and those of ranks that are threads write to it.
+  void keep(std::shared_ptr<const void> memory);
+
   // Records the failure unless there is one; wakes everybody.
   void fail(Failure::Kind kind, int rank, const std::string& message) const;
 
@@ -116,6 +122,8 @@ class Board {
 
   Segment segment_;
   int size_;
+  std::mutex mutex_;  // threads only, never another process's
+  std::vector<std::shared_ptr<const void>> kept_;
 };
 
 }  // namespace lockstep::fabric

@@ -253,6 +253,8 @@ void Engine::finish(Queue& queue, std::exception_ptr error) {
   queue.pop_front();
   ticket->finished = Clock::now();
   ticket->error = std::move(error);
+  if (ticket->error && ticket->memory && ticket->started != Clock::time_point{})
+    seat_.board().keep(ticket->memory);
   ticket->memory.reset();
   ticket->task = {};
   seat_.show_activity(ticket->operation.kind, ticket->sequence, false);

@@ -117,8 +117,9 @@ Prefetch ShardEngine::prefetch_in(Phase phase) const {
 
 bool ShardEngine::may_release(const Unit& unit, Phase phase) const {
   if (unit.pins > 0) return false;
-  // Backward will want it.
-  return options_.strategy != ShardingStrategy::shard_grad_op || phase != Phase::forward;
+  if (options_.strategy != ShardingStrategy::shard_grad_op || phase == Phase::no_grad) return true;
+  // Its backward is still to come.
+  return phase == Phase::backward && unit.used_in_backward;
 }
 
 void ShardEngine::release(Unit& unit) {
@@ -142,6 +143,7 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   const Phase phase = current_phase();
   const bool begins = order_.use(phase, index);
   current_ = index;
+  units_[index].used_in_backward = phase == Phase::backward;
   std::set<size_t> wanted{index};
   if (begins) {
     const bool pre = prefetch_in(phase) == Prefetch::pre;
@@ -160,6 +162,7 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
 }
 
 void ShardEngine::before_operator(std::span<const size_t> flats) {
+  if (replaced_ != nullptr && !replaced_->tensor.key_set().has(kShardKey)) check_replaced();
   if (window_) begin_epoch();
   if (current_phase() == Phase::backward) {
     // The first operator of a backward is in its outermost graph; gradients may come from inner
@@ -189,7 +192,7 @@ void ShardEngine::after_operator() {
   if (!post && phase != Phase::no_grad) return;
   const auto ahead = order_.ahead(post ? options_.prefetch_depth : 1);
   Unit& unit = units_[current_];
-  if (may_release(unit, phase)) release(unit);
+  if (may_release(unit, phase) && !order_.stays()) release(unit);
   if (post) fetch_ahead({ahead.begin(), ahead.end()});
 }
 
@@ -202,14 +205,25 @@ void ShardEngine::before_write(const Tag& tag, const at::Tensor& view) {
              tag.name_of(view)));
 }
 
-void ShardEngine::on_conversion(const Tag& tag, const at::Tensor& view) {
-  const Member* last = std::exchange(converted_, nullptr);
-  if (last != nullptr && !last->tensor.key_set().has(kShardKey)) {
-    for (const auto& flat : flats_) flat->check_members();  // says which one it is
-  }
+void ShardEngine::check_replaced() {
+  const Member* last = std::exchange(replaced_, nullptr);
+  if (last == nullptr || last->tensor.key_set().has(kShardKey)) return;
+  for (const auto& flat : flats_) flat->check_members();  // says which one it is
+}
+
+void ShardEngine::on_replacement(const Tag& tag, const at::Tensor& view) {
+  check_replaced();
   const std::string& name = tag.name_of(view);
   for (const Member& member : flats_[tag.flat]->members()) {
-    if (member.name == name) converted_ = &member;
+    if (member.name == name) replaced_ = &member;
+  }
+}
+
+void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
+  if (tag.kind != Tag::Kind::gradient) return;
+  Flat& flat = *flats_[tag.flat];
+  for (size_t i = 0; i < flat.members().size(); ++i) {
+    if (flat.members()[i].name == tag.name_of(view)) flat.zero_gradient(i);
   }
 }
 

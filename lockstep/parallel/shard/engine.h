@@ -53,6 +53,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   ShardEngine(const ShardEngine&) = delete;
   ShardEngine& operator=(const ShardEngine&) = delete;
 
+  // Whether some engine waits for the parameter's gradients.
+  static bool listens_to(const at::Tensor& parameter);
+
   // Makes the flats of the plans and begins to listen; once, when a shared_ptr owns this.
   // Collective.
   void start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of);
@@ -64,8 +67,12 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // Throws Error unless the shard may be written now.
   void before_write(const Tag& tag, const at::Tensor& view);
   bool allows_writing() const { return writable_; }
-  // A parameter is copied to another type or device: what model->to() does before it replaces it.
-  void on_conversion(const Tag& tag, const at::Tensor& view);
+  // A parameter may be about to be replaced: what set_data() asks first, and model->to() copies.
+  // Whether it was is found at the next operator.
+  void on_replacement(const Tag& tag, const at::Tensor& view);
+
+  // The gradient that a parameter shows is set to zero: what model->zero_grad() does.
+  void on_zero(const Tag& tag, const at::Tensor& view);
 
   // ---- users ----
   void change_no_sync(int change) { no_sync_ += change; }
@@ -98,6 +105,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
     std::string name;
     std::vector<Flat*> flats = {};  // those that come and go
     int pins = 0;
+    bool used_in_backward = false;  // the last time
   };
   struct Hooks {
     std::shared_ptr<torch::autograd::Node> accumulator;  // the tensor itself holds it weakly
@@ -105,6 +113,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   };
 
   void install_hooks();
+  void check_replaced();
   void begin_epoch();
   void use(size_t unit, const std::set<size_t>& held);
   void gather(Flat& flat);
@@ -135,7 +144,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   std::vector<size_t> unit_of_;  // per flat
   std::vector<std::vector<Hooks>> hooks_;
   bool one_sided_ = false;
-  const Member* converted_ = nullptr;
+  const Member* replaced_ = nullptr;  // perhaps
 
   bool window_ = true;  // shards may be written
   int64_t backwards_ = 0;

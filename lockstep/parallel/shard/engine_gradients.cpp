@@ -41,6 +41,10 @@ class ShardEngine::AccumulationHook final : public torch::autograd::FunctionPreH
       : engine_(std::move(engine)), flat_(flat), member_(member) {}
   variable_list operator()(const variable_list& gradients) override {
     if (const auto engine = engine_.lock()) {
+      if (gradients[0].defined()) {
+        const std::lock_guard lock(engine->mutex_);
+        engine->begin_round();
+      }
       const Flat& flat = *engine->flats_[flat_];
       flat.before_accumulation(flat.members()[member_]);
     }
@@ -65,6 +69,15 @@ void ShardEngine::install_hooks() {
       hooks_[f].push_back(std::move(hooks));
     }
   }
+}
+
+bool ShardEngine::listens_to(const at::Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator != nullptr &&
+         std::any_of(accumulator->post_hooks().begin(), accumulator->post_hooks().end(),
+                     [](const auto& hook) {
+                       return dynamic_cast<const ArrivalHook*>(hook.get()) != nullptr;
+                     });
 }
 
 ShardEngine::~ShardEngine() {

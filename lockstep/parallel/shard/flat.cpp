@@ -56,6 +56,7 @@ Flat::Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& valu
   plain_ = plan_.shard.size() == 1 && plan_.rest_device == plan_.device &&
            plan_.compute_dtype == plan_.dtype;
   filled_.assign(members_.size(), false);
+  versions_.resize(members_.size());
   if (plain_) {
     for (const UnitParameter& parameter : plan_.parameters) {
       const at::Tensor value = value_of(parameter);
@@ -142,7 +143,7 @@ void Flat::make_optimized() {
   if (!plan_.trained) return;
   if (plain_) {
     for (size_t i = 0; i < members_.size(); ++i)
-      optimized_.push_back({members_[i].name, members_[i].tensor, {0, 0}, i, i + 1});
+      optimized_.push_back({members_[i].name, members_[i].tensor, {0, 0}, i, i + 1, {}});
     return;
   }
   if (shard_.numel() == 0) return;
@@ -156,11 +157,20 @@ void Flat::make_optimized() {
   shard_tag.names = names;
   const c10::Storage storage =
       make_storage(shard_.data_ptr(), shard_.nbytes(), shard_.device(), std::move(shard_tag));
+  Tag unreduced_tag = tag(Tag::Kind::unreduced, nullptr);
+  unreduced_tag.names = names;
+  const c10::Storage unreduced =
+      make_storage(nowhere_.data(), shard_.nbytes(), shard_.device(), std::move(unreduced_tag));
   const auto add = [&](const std::string& name, const layout::Shape& shape, int64_t begin,
                        size_t first, size_t end) {
     at::Tensor tensor = tagged_tensor(storage, shard_.scalar_type(), shape, begin);
     tensor.set_requires_grad(true);
-    optimized_.push_back({name, tensor, {begin, begin + tensor.numel()}, first, end});
+    optimized_.push_back({name,
+                          tensor,
+                          {begin, begin + tensor.numel()},
+                          first,
+                          end,
+                          tagged_tensor(unreduced, shard_.scalar_type(), shape, begin)});
   };
   if (!context_.options->use_orig_params) {
     return add(plan_.name, {shard_.numel()}, 0, 0, members_.size());
@@ -377,8 +387,16 @@ void Flat::release() {
 void Flat::write_back() {
   if (plain_) return;
   const at::NoGradGuard no_grad;
-  shard_.copy_(line_.narrow(0, block().begin, block().size()));
   kept_is_valid_ = false;
+  const at::Tensor now = line_.narrow(0, block().begin, block().size()).to(shard_.device());
+  if (plan_.gather_dtype == plan_.dtype) {
+    shard_.copy_(now);
+  } else {
+    // What nobody wrote keeps the bits that were lost on the way.
+    const at::Tensor& shown = plan_.shard.size() == 1 ? shard_ : sent_;
+    shard_.copy_(
+        at::where(now.eq(shown.to(now.scalar_type())), shard_, now.to(shard_.scalar_type())));
+  }
 }
 
 at::Tensor Flat::gathered_shards() const {

@@ -140,6 +140,8 @@ class Flat {
   // Ends a micro-batch that is not reduced.
   void keep_for_later(const std::function<bool()>& make_room);
   void abandon();
+  // What the shards have of a parameter's gradient becomes zero.
+  void zero_gradient(size_t member);
   // Before the next gradient of a parameter is accumulated.
   void before_accumulation(const Member& member) const;
 
@@ -177,9 +179,13 @@ class Flat {
   at::Tensor gradient_view(const Member& member) const;
   void open_gradients(const std::function<bool()>& make_room);
   void close_gradients();
+  void notice_zeroed();
   void fill_gaps();
+  void show_unreduced();
+  void hide_unreduced();
   bool accumulates() const;
   void make_shard_gradient();
+  at::ScalarType gradient_dtype() const;  // that the optimizer sees
   void settle_shards(std::span<const int64_t> num_ranks);
   void settle_parameters(std::span<const int64_t> num_ranks);
 
@@ -199,6 +205,7 @@ class Flat {
     at::Tensor tensor;
     layout::Range range;        // in the shard
     size_t first = 0, end = 0;  // members
+    at::Tensor unreduced = {};  // stands for its gradient
   };
   std::vector<Optimized> optimized_;
   std::optional<comm::PeerMemory> peers_;
@@ -226,6 +233,9 @@ class Flat {
   comm::Work reducing_;
   SumTree sum_;
   std::vector<at::Tensor> stand_ins_;  // for gradients of the model's parameters
+  // Of the gradients that the model's parameters were left with, to see what the user does to them;
+  // none where they were left without.
+  std::vector<std::optional<int64_t>> versions_;
 };
 
 }  // namespace detail

@@ -55,7 +55,38 @@ void Flat::close_gradients() {
   gradient_block_.reset();
 }
 
+void Flat::zero_gradient(size_t index) {
+  const at::NoGradGuard no_grad;
+  const Member& member = members_[index];
+  for (const Optimized& each : optimized_) {
+    const at::Tensor& gradient = each.tensor.grad();
+    if (index < each.first || index >= each.end || !gradient.defined()) continue;
+    if (member.shard_numel() == 0 || gradient.is_same(each.unreduced)) continue;
+    gradient.view({-1})
+        .narrow(0, member.shard_offset - each.range.begin, member.shard_numel())
+        .zero_();
+  }
+  if (gradients_.defined() && filled_[index]) gradient_view(member).zero_();
+}
+
+// A model's zero_grad() is meant for the shards. It makes gradients undefined or, before torch 2,
+// zero; stand-ins say that themselves.
+void Flat::notice_zeroed() {
+  if (plain_) return;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (!versions_[i]) continue;
+    const at::Tensor& gradient = members_[i].tensor.grad();
+    const bool zeroed = !gradient.defined() ||
+                        (!gradient.is_same(stand_ins_[i]) && gradient._version() != *versions_[i] &&
+                         !gradient.any().item<bool>());
+    if (!zeroed) continue;
+    zero_gradient(i);
+    versions_[i].reset();
+  }
+}
+
 void Flat::begin_round() {
+  notice_zeroed();
   arrived_.assign(members_.size(), false);
   num_arrived_ = 0;
 }
@@ -82,6 +113,7 @@ void Flat::arrive(size_t index, const std::function<bool()>& make_room) {
       target.copy_(dense(gradient));
     }
     gradient = stand_ins_[index];
+    versions_[index] = 0;
   }
   filled_[index] = true;
   if (!arrived_[index]) ++num_arrived_;
@@ -108,13 +140,24 @@ bool Flat::accumulates() const {
 
 void Flat::make_shard_gradient() {
   if (shard_gradient_.defined() || optimized_.empty()) return;
-  const bool low = context_.options->mixed_precision.keep_low_precision_grads;
-  shard_gradient_ = at::empty(
-      {shard_.numel()}, shard_.options().dtype(low ? plan_.reduce_dtype : shard_.scalar_type()));
+  shard_gradient_ = at::empty({shard_.numel()}, shard_.options().dtype(gradient_dtype()));
+}
+
+void Flat::show_unreduced() {
+  for (Optimized& each : optimized_) {
+    if (!plain_ && !each.tensor.grad().defined()) each.tensor.mutable_grad() = each.unreduced;
+  }
+}
+
+void Flat::hide_unreduced() {
+  for (const Optimized& each : optimized_) {
+    if (!plain_ && each.tensor.grad().is_same(each.unreduced)) each.tensor.mutable_grad().reset();
+  }
 }
 
 void Flat::launch(const std::function<bool()>& make_room) {
   const at::NoGradGuard no_grad;
+  hide_unreduced();
   open_gradients(make_room);
   fill_gaps();
   const bool ordered = context_.options->reproducible;
@@ -174,6 +217,11 @@ void Flat::settle(std::span<const int64_t> num_ranks) {
   filled_.assign(members_.size(), false);
 }
 
+at::ScalarType Flat::gradient_dtype() const {
+  return context_.options->mixed_precision.keep_low_precision_grads ? plan_.reduce_dtype
+                                                                    : plan_.dtype;
+}
+
 void Flat::settle_shards(std::span<const int64_t> num_ranks) {
   if (optimized_.empty()) return;
   make_shard_gradient();
@@ -198,17 +246,24 @@ void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
     if (num_ranks[i] == 0) continue;
     at::Tensor& gradient = members_[i].tensor.mutable_grad();
     const at::Tensor place = gradient_view(members_[i]);
-    if (!plain_ || !gradient.defined() || !same_memory(gradient, place)) gradient = place.detach();
+    if (plain_ && plan_.reduce_dtype != gradient_dtype()) {
+      gradient = place.to(gradient_dtype());
+    } else if (!plain_ || !gradient.defined() || !same_memory(gradient, place)) {
+      gradient = place.detach();
+      versions_[i] = gradient._version();
+    }
   }
 }
 
 void Flat::keep_for_later(const std::function<bool()>& make_room) {
+  show_unreduced();
   if (!context_.options->reproducible) return;
   const at::NoGradGuard no_grad;
   open_gradients(make_room);
   fill_gaps();
   sum_.push(gradients_);
   for (const Member& member : members_) member.tensor.mutable_grad().reset();
+  versions_.assign(members_.size(), std::nullopt);
   close_gradients();
   filled_.assign(members_.size(), false);
 }

@@ -158,7 +158,7 @@ void convert_buffers(torch::nn::Module& model, const FullyShardOptions& options)
 
 void check_not_sharded(const NamedTensors& parameters) {
   for (const auto& [name, tensor] : parameters) {
-    if (tensor.key_set().has(kShardKey)) {
+    if (tensor.key_set().has(kShardKey) || ShardEngine::listens_to(tensor)) {
       throw ConfigError(
           format("[fully_shard] parameter {} is already part of a sharded model", name));
     }
@@ -183,6 +183,9 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
     return;
   }
   const ShardGroups groups = make_groups(mesh, options.strategy);
+  NamedTensors all = parameters;
+  for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
+  check_same_model(all, groups.all);
   Flat::ValueOf value_of = [](const UnitParameter& parameter) { return parameter.tensor; };
   if (recording != nullptr) {
     materialize_rest(*model, *recording, first_values);
@@ -190,9 +193,6 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
       return first_value({parameter.name, parameter.tensor}, *recording, first_values);
     };
   } else {
-    NamedTensors all = parameters;
-    for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
-    check_same_model(all, groups.all);
     broadcast_tensors(all, groups.all, 0);
   }
   check_own_devices("fully_shard", parameters, groups.all);

@@ -56,6 +56,11 @@ bool is_conversion(const std::string& name) {
   return is_one_of(name, {"aten::to", "aten::_to_copy"});
 }
 
+// What set_data() asks first.
+bool is_replacement(const std::string& name) {
+  return name == "aten::_has_compatible_shallow_copy_type";
+}
+
 // In-place operators that leave the values alone.
 bool changes_no_values(const std::string& name) {
   return is_one_of(name, {"aten::requires_grad_", "aten::detach_", "aten::retain_grad",
@@ -91,6 +96,12 @@ struct Found {
 
 void look_at_gradient(const Tag& tag, const at::Tensor& view, const std::string& name) {
   if (is_one_of(name, {"aten::detach", "aten::detach_", "aten::zero_"})) return;
+  if (tag.kind == Tag::Kind::unreduced) {
+    throw Error(
+        format("[fully_shard] the gradient of the shard of parameter {} is used by {}, but the "
+               "last backward was under no_sync() and reduced nothing; run one without it first",
+               tag.name_of(view), name));
+  }
   throw Error(format(
       "[fully_shard] the gradient of parameter {} is used by {}, but it has gone into the "
       "shards; give the optimizer, and whatever looks at gradients, the parameters() of what "
@@ -115,7 +126,7 @@ void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,
     used->flats.push_back(tag.flat);
   const FlatPlan& plan = engine->flats()[tag.flat]->plan();
   if (plan.casts_inputs()) found.cast_to = plan.compute_dtype;
-  if (is_conversion(name)) engine->on_conversion(tag, view);
+  if (is_conversion(name)) engine->on_replacement(tag, view);
 }
 
 bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype) {
@@ -155,8 +166,12 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
       if (tag == nullptr) return;
       switch (tag->kind) {
         case Tag::Kind::gradient:
+        case Tag::Kind::unreduced:
           look_at_gradient(*tag, tensor, schema.name());
-          drops = drops || schema.name() == "aten::zero_";
+          if (schema.name() == "aten::zero_") {
+            drops = true;
+            if (const auto engine = tag->engine.lock()) engine->on_zero(*tag, tensor);
+          }
           break;
         case Tag::Kind::shard:
           if (is_write && !changes_no_values(schema.name())) {
@@ -164,13 +179,16 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
           }
           break;
         case Tag::Kind::parameter:
-          if (!views || is_conversion(schema.name()))
+          if (!views || is_conversion(schema.name())) {
             look_at_parameter(*tag, tensor, is_write, schema.name(), found);
+          } else if (is_replacement(schema.name())) {
+            if (const auto engine = tag->engine.lock()) engine->on_replacement(*tag, tensor);
+          }
           break;
       }
     });
   }
-  if (drops) return;  // a gradient that is not there is zero as it is: its argument is the result
+  if (drops) return;  // its argument is the result
   if (views) {
     // Inner operators are intercepted again, so this one reads nothing.
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kShardKey),

@@ -41,6 +41,13 @@ std::vector<size_t> UnitOrder::ahead(int depth) const {
   return units;
 }
 
+bool UnitOrder::stays() const {
+  if (!current_) return false;
+  const auto found = experience_.find({before_, *current_});
+  return found != experience_.end() && found->second.next &&
+         found->second.next->second == current_->second;
+}
+
 bool UnitOrder::visit_is_over() const {
   if (!current_) return false;
   const auto found = experience_.find({before_, *current_});

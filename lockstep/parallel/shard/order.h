@@ -25,6 +25,9 @@ class UnitOrder {
   // The units that followed last time, nearest first, at most `depth`; without repetitions, and
   // without the current one.
   std::vector<size_t> ahead(int depth) const;
+  // What followed last time is a visit to the same unit: the last of a forward is the first of its
+  // backward.
+  bool stays() const;
   // As many operators have used the unit as in the last visit like this one.
   bool visit_is_over() const;
 

@@ -30,12 +30,14 @@ Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
   if (!sharded_->engine) return;
   if (options_.write_back) sharded_->engine->begin_update();
   sharded_->engine->pin("");
-  sharded_->engine->set_writable(options_.write_back);
+  if (options_.write_back) sharded_->engine->set_writable(true);
 }
 Summon::~Summon() {
   if (!sharded_ || !sharded_->engine) return;
-  sharded_->engine->set_writable(false);
-  if (options_.write_back) sharded_->engine->write_back();
+  if (options_.write_back) {
+    sharded_->engine->set_writable(false);
+    sharded_->engine->write_back();
+  }
   sharded_->engine->unpin("");
 }
 

@@ -31,7 +31,8 @@ struct Tag {
   enum class Kind {
     parameter,  // whole parameters, there only while they are gathered
     shard,      // what the optimizer updates
-    gradient    // stands for a whole gradient that has gone into the shards
+    gradient,   // stands for a whole gradient that has gone into the shards
+    unreduced   // stands for a shard's gradient while there are only those of each rank
   };
   Kind kind = Kind::parameter;
   std::weak_ptr<ShardEngine> engine = {};

@@ -48,7 +48,11 @@ class Planner {
   }
 
   std::vector<UnitPlan> take(std::vector<UnitParameter> left) {
-    if (!left.empty()) units_.push_back({"model", std::move(left)});
+    if (!left.empty()) {
+      const bool taken = std::any_of(units_.begin(), units_.end(),
+                                     [](const UnitPlan& unit) { return unit.name == "model"; });
+      units_.push_back({taken ? "model itself" : "model", std::move(left)});
+    }
     if (const auto* by_type = std::get_if<ByType>(&policy_)) {
       for (const std::string& name : by_type->names) {
         if (!found_.contains(name)) {

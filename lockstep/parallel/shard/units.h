@@ -17,7 +17,8 @@ struct UnitParameter {
 };
 
 struct UnitPlan {
-  std::string name;  // the module's path; "model" for the model itself
+  // The module's path; "model" for the model itself or, if a child is called that, "model itself".
+  std::string name;
   std::vector<UnitParameter> parameters;
 };
 
