@@ -126,7 +126,7 @@ TEST(ShardUses, WhatIsNotUsedStaysAsItIs) {
       }
       const Net fresh;
       for (const auto& [name, tensor] : pair.sharded.full_state_dict()) {
-        const Tensor& before = fresh.named_parameters()[name];
+        const Tensor before = fresh.named_parameters()[name];
         const bool unused =
             name.starts_with("spare.") || name.starts_with("table.") || name == "order";
         require(at::equal(tensor, before) == unused,

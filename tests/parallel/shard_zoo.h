@@ -102,7 +102,8 @@ inline void require_same_gradients(const parallel::ShardedModel& sharded,
       if (!gradient.defined()) gradient = at::zeros_like(parameter);
       if (gradient.is_sparse()) gradient = gradient.to_dense();
       gradient = part_of(placement, gradient).reshape({-1}).to(part.device());
-      require_same(part.reshape({-1}), gradient, "gradient of " + placement.name);
+      const at::Tensor mine = part.is_sparse() ? part.to_dense() : part;  // on one rank
+      require_same(mine.reshape({-1}), gradient, "gradient of " + placement.name);
     }
   }
   for (const auto& [placement, part] : sharded.sharded_state_dict()) {
