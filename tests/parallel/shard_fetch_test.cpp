@@ -102,16 +102,11 @@ TEST(Fetch, AheadOnceTheOrderIsKnown) {
         EXPECT_EQ(run.step().fetched_ahead, 0) << "nothing is known";
         for (int step = 0; step < 3; ++step) {
           const ShardStats counts = run.step();
-          // All but the first of a forward. With pre the last but one is kept for the backward,
-          // with post it comes back; then two are left to be fetched.
-          const int64_t on_the_way = forward == Prefetch::pre    ? kUnits - 1
-                                     : forward == Prefetch::post ? kUnits
-                                                                 : 0;
-          const int64_t back = backward == Prefetch::none  ? 0
-                               : forward == Prefetch::none ? kUnits - 1
-                                                           : kUnits - 2;
-          EXPECT_EQ(counts.fetched_ahead, on_the_way + back);
-          EXPECT_EQ(counts.all_gathers, 2 * kUnits - (forward == Prefetch::pre ? 2 : 1));
+          // All but the first of a pass, less the one that pre keeps for the backward.
+          const bool keeps = forward == Prefetch::pre && backward != Prefetch::none;
+          const int64_t passes = (forward != Prefetch::none) + (backward != Prefetch::none);
+          EXPECT_EQ(counts.fetched_ahead, passes * (kUnits - 1) - keeps);
+          EXPECT_EQ(counts.all_gathers, 2 * kUnits - 1 - keeps);
         }
       });
     }
@@ -140,8 +135,7 @@ TEST(Fetch, NoMoreUnitsThanTheDepthSays) {
         run.model->probe = [&](size_t, bool) { most = std::max(most, run.present().size()); };
         for (int step = 0; step < 4; ++step) run.step();
         const size_t limit = when == Prefetch::none ? 1 : 1 + static_cast<size_t>(depth);
-        // After its last operator a unit is gone already with post.
-        EXPECT_EQ(most, when == Prefetch::post ? limit - 1 : limit);
+        EXPECT_EQ(most, limit);
         EXPECT_THAT(run.present(), testing::IsEmpty()) << "after a backward";
       });
     }

@@ -89,33 +89,33 @@ TEST(Replaced, ModelToAnotherType) {
 // Also where it is the only parameter that was converted, at whatever time.
 TEST(Replaced, OneModuleToAnotherType) {
   for (const bool trained : {false, true}) {
-    EXPECT_THAT(errors_with_model([&](const comm::Group&, Layers model,
-                                      std::optional<ShardedModel>& sharded) {
-                  torch::optim::SGD optimizer(sharded->parameters(), 0.1);
-                  if (trained) {
-                    loss_of(model).backward();
-                    optimizer.step();
-                  }
-                  model->layers[2]->to(torch::kHalf);
-                  const Batch batch = LayersTask::batch(0);
-                  model->layers[3](model->layers[1](batch.input));
-                }),
+    EXPECT_THAT(errors_with_model(
+                    [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+                      torch::optim::SGD optimizer(sharded->parameters(), 0.1);
+                      if (trained) {
+                        loss_of(model).backward();
+                        optimizer.step();
+                      }
+                      model->layers[2]->to(torch::kHalf);
+                      const Batch batch = LayersTask::batch(0);
+                      model->layers[3](model->layers[1](batch.input));
+                    }),
                 Each(HasSubstr("parameter layer2.weight is (32, 32) Half")));
   }
 }
 
 TEST(Replaced, OtherData) {
   for (const bool trained : {false, true}) {
-    EXPECT_THAT(errors_with_model([&](const comm::Group&, Layers model,
-                                      std::optional<ShardedModel>& sharded) {
-                  torch::optim::SGD optimizer(sharded->parameters(), 0.1);
-                  if (trained) {
-                    loss_of(model).backward();
-                    optimizer.step();
-                  }
-                  model->layers[1]->weight.set_data(at::zeros({16, 32}));
-                  loss_of(model);
-                }),
+    EXPECT_THAT(errors_with_model(
+                    [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+                      torch::optim::SGD optimizer(sharded->parameters(), 0.1);
+                      if (trained) {
+                        loss_of(model).backward();
+                        optimizer.step();
+                      }
+                      model->layers[1]->weight.set_data(at::zeros({16, 32}));
+                      loss_of(model);
+                    }),
                 Each(HasSubstr("parameter layer1.weight is (16, 32) Float")));
   }
 }
@@ -175,21 +175,20 @@ TEST(Steps, BetweenForwardAndBackward) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer}) {
     for (const bool ours : {false, true}) {
-      EXPECT_THAT(
-          errors_with_model(
-              [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-                loss_of(model).backward();
-                const at::Tensor loss = loss_of(model, 1);
-                if (ours) {
-                  optim::SGD(sharded->named_parameters()).step();
-                } else {
-                  torch::optim::SGD(sharded->parameters(), 0.1).step();
-                }
-                loss.backward();
-              },
-              weights_only(strategy)),
-          Each(AllOf(HasSubstr("the shard of parameter layer0.weight is written"),
-                     HasSubstr("begin_update()"))));
+      EXPECT_THAT(errors_with_model(
+                      [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+                        loss_of(model).backward();
+                        const at::Tensor loss = loss_of(model, 1);
+                        if (ours) {
+                          optim::SGD(sharded->named_parameters()).step();
+                        } else {
+                          torch::optim::SGD(sharded->parameters(), 0.1).step();
+                        }
+                        loss.backward();
+                      },
+                      weights_only(strategy)),
+                  Each(AllOf(HasSubstr("the shard of parameter layer0.weight is written"),
+                             HasSubstr("begin_update()"))));
     }
   }
 }
@@ -197,18 +196,18 @@ TEST(Steps, BetweenForwardAndBackward) {
 TEST(Steps, AfterABackwardThatWasNotReduced) {
   for (const bool zeroed : {false, true}) {
     for (const bool ours : {false, true}) {
-      EXPECT_THAT(errors_with_model([&](const comm::Group&, Layers model,
-                                        std::optional<ShardedModel>& sharded) {
-                    torch::optim::SGD theirs(sharded->parameters(), 0.1);
-                    optim::SGD own(sharded->named_parameters());
-                    const auto step = [&] { ours ? own.step() : void(theirs.step()); };
-                    loss_of(model).backward();
-                    step();
-                    if (zeroed) own.zero_grad();
-                    const auto guard = sharded->no_sync();
-                    loss_of(model).backward();
-                    step();
-                  }),
+      EXPECT_THAT(errors_with_model(
+                      [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+                        torch::optim::SGD theirs(sharded->parameters(), 0.1);
+                        optim::SGD own(sharded->named_parameters());
+                        const auto step = [&] { ours ? own.step() : void(theirs.step()); };
+                        loss_of(model).backward();
+                        step();
+                        if (zeroed) own.zero_grad();
+                        const auto guard = sharded->no_sync();
+                        loss_of(model).backward();
+                        step();
+                      }),
                   Each(HasSubstr("parameter layer0.weight")))
           << zeroed << ours;
     }
@@ -218,16 +217,15 @@ TEST(Steps, AfterABackwardThatWasNotReduced) {
 TEST(Steps, WithoutReducingAreFineWhereItWasReduced) {
   FullyShardOptions options = weights_only();
   options.no_sync = parallel::NoSyncGradients::sharded;
-  EXPECT_THAT(
-      errors_with_model(
-          [](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-            const auto guard = sharded->no_sync();
-            loss_of(model).backward();
-            torch::optim::SGD(sharded->parameters(), 0.1).step();
-            loss_of(model).backward();
-          },
-          options),
-      Each(IsEmpty()));
+  EXPECT_THAT(errors_with_model(
+                  [](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+                    const auto guard = sharded->no_sync();
+                    loss_of(model).backward();
+                    torch::optim::SGD(sharded->parameters(), 0.1).step();
+                    loss_of(model).backward();
+                  },
+                  options),
+              Each(IsEmpty()));
 }
 
 // The rank that read is the one that is told.
@@ -258,48 +256,47 @@ TEST(Steps, AfterALoneRead) {
 // ---- lifetime ----
 
 TEST(Gone, TheModelIsUsedAfterwards) {
-  EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model,
-                                   std::optional<ShardedModel>& sharded) {
-                loss_of(model).backward();
-                const ShardedModel copy = *sharded;
-                sharded.reset();
-                loss_of(model);  // the copy holds it
-              }),
-              Each(IsEmpty()));
-  EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model,
-                                   std::optional<ShardedModel>& sharded) {
-                loss_of(model).backward();
-                sharded.reset();
-                loss_of(model);
-              }),
-              Each(AllOf(HasSubstr("parameter layer0.weight is used"),
-                         HasSubstr("the sharded model that had its values is gone"))));
+  EXPECT_THAT(
+      errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+        loss_of(model).backward();
+        const ShardedModel copy = *sharded;
+        sharded.reset();
+        loss_of(model);  // the copy holds it
+      }),
+      Each(IsEmpty()));
+  EXPECT_THAT(
+      errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+        loss_of(model).backward();
+        sharded.reset();
+        loss_of(model);
+      }),
+      Each(AllOf(HasSubstr("parameter layer0.weight is used"),
+                 HasSubstr("the sharded model that had its values is gone"))));
 }
 
 TEST(Gone, BetweenForwardAndBackward) {
-  EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model,
-                                   std::optional<ShardedModel>& sharded) {
-                const at::Tensor loss = loss_of(model);
-                sharded.reset();
-                loss.backward();
-              }),
-              Each(HasSubstr("parameter layer3.weight is used")));
+  EXPECT_THAT(
+      errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+        const at::Tensor loss = loss_of(model);
+        sharded.reset();
+        loss.backward();
+      }),
+      Each(HasSubstr("parameter layer3.weight is used")));
 }
 
 TEST(Gone, TheOptimizersShardsStay) {
-  EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model,
-                                   std::optional<ShardedModel>& sharded) {
-                torch::optim::SGD optimizer(sharded->parameters(), 0.1);
-                const std::vector<at::Tensor> shards = sharded->parameters();
-                loss_of(model).backward();
-                sharded.reset();
-                optimizer.step();
-                const at::NoGradGuard no_grad;
-                for (const at::Tensor& shard : shards)
-                  EXPECT_TRUE(at::isfinite(shard).all().item<bool>());
-                model->zero_grad();
-              }),
-              Each(IsEmpty()));
+  EXPECT_THAT(
+      errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+        torch::optim::SGD optimizer(sharded->parameters(), 0.1);
+        const std::vector<at::Tensor> shards = sharded->parameters();
+        loss_of(model).backward();
+        sharded.reset();
+        optimizer.step();
+        const at::NoGradGuard no_grad;
+        for (const at::Tensor& shard : shards) EXPECT_TRUE(at::isfinite(shard).all().item<bool>());
+        model->zero_grad();
+      }),
+      Each(IsEmpty()));
 }
 
 TEST(Gone, TheModelBeforeItsShards) {
@@ -457,30 +454,32 @@ TEST(Exceptions, OnAllRanks) {
 }
 
 // Nobody waits for the dead, whatever was under way.
-TEST(Exceptions, OnOneRank) {
-  for (const char* backend : {"thread", "shm", "gloo"}) {
-    for (const bool in_backward : {false, true}) {
-      for (const int known : {0, 2}) {
-        EXPECT_THROW(comm::run_threads(2,
-                                       [&](const comm::Group& group) {
-                                         Layers model;
-                                         auto sharded = fully_shard(*model, group, weights_only());
-                                         for (int i = 0; i < known; ++i) loss_of(model).backward();
-                                         if (group.rank() == 1) {
-                                           model->probe = [&](size_t layer, bool back) {
-                                             if (layer == 2 && back == in_backward) throw Stop();
-                                           };
-                                         }
-                                         loss_of(model).backward();
-                                         loss_of(model).backward();
-                                       },
-                                       {.backend = backend, .timeout = milliseconds{5000}}),
-                     std::exception)
-            << backend;
-      }
+class OneRankFails : public testing::TestWithParam<std::string> {};
+
+TEST_P(OneRankFails, AndNobodyHangs) {
+  for (const bool in_backward : {false, true}) {
+    for (const int known : {0, 2}) {
+      EXPECT_THROW(comm::run_threads(2,
+                                     [&](const comm::Group& group) {
+                                       Layers model;
+                                       auto sharded = fully_shard(*model, group, weights_only());
+                                       for (int i = 0; i < known; ++i) loss_of(model).backward();
+                                       if (group.rank() == 1) {
+                                         model->probe = [&](size_t layer, bool back) {
+                                           if (layer == 2 && back == in_backward) throw Stop();
+                                         };
+                                       }
+                                       loss_of(model).backward();
+                                       loss_of(model).backward();
+                                     },
+                                     {.backend = GetParam(), .timeout = milliseconds{5000}}),
+                   std::exception);
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(, OneRankFails, testing::Values("thread", "shm", "gloo"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace lockstep::test

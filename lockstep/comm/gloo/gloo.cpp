@@ -145,7 +145,8 @@ class GlooGroup final : public detail::GroupImpl, public std::enable_shared_from
   std::shared_ptr<Completion> start_message(const Operation& operation,
                                             std::shared_ptr<const void> memory, bool check);
   void wait_now(const Operation& operation, uint64_t sequence, std::vector<WorkHandle> works);
-  std::shared_ptr<Completion> completion_of(const std::vector<WorkHandle>& works);
+  std::shared_ptr<Completion> completion_of(const std::vector<WorkHandle>& works,
+                                            const std::shared_ptr<const void>& memory);
   milliseconds gloo_timeout(const Operation& operation) const {
     return operation.timeout + milliseconds{500};
   }
@@ -210,12 +211,14 @@ class GlooGroup::GlooPending final : public detail::Pending {
   bool ended_ = false;
 };
 
-std::shared_ptr<Completion> GlooGroup::completion_of(const std::vector<WorkHandle>& works) {
+std::shared_ptr<Completion> GlooGroup::completion_of(const std::vector<WorkHandle>& works,
+                                                     const std::shared_ptr<const void>& memory) {
   auto completion = std::make_shared<Completion>(works.size());
   if (works.empty()) completion = std::make_shared<Completion>(1), completion->part_done(nullptr);
   for (const WorkHandle& work : works) {
-    // The callback holds the work: its buffers must live until Gloo has let go of them.
-    work->getFuture()->addCallback([completion, work](c10::ivalue::Future& future) {
+    // The callback holds the work and its memory: they must live until Gloo has let go of them,
+    // whether or not anybody waits.
+    work->getFuture()->addCallback([completion, work, memory](c10::ivalue::Future& future) {
       completion->part_done(future.hasError() ? future.exception_ptr() : nullptr);
     });
   }
@@ -224,8 +227,8 @@ std::shared_ptr<Completion> GlooGroup::completion_of(const std::vector<WorkHandl
 
 void GlooGroup::wait_now(const Operation& operation, uint64_t sequence,
                          std::vector<WorkHandle> works) {
-  GlooPending(shared_from_this(), operation, sequence, Clock::now(), completion_of(works), nullptr,
-              nullptr)
+  GlooPending(shared_from_this(), operation, sequence, Clock::now(), completion_of(works, nullptr),
+              nullptr, nullptr)
       .wait();
 }
 
@@ -264,7 +267,7 @@ std::shared_ptr<detail::Pending> GlooGroup::submit(Operation operation,
     throw CommError(format("[{}] rank {}: gloo refused {}: {}", fabric::name_of(operation.kind),
                            rank_, fabric::describe(operation), error.what_without_backtrace()));
   }
-  auto completion = completion_of(begun.works);
+  auto completion = completion_of(begun.works, std::make_shared<Started>(begun));
   return std::make_shared<GlooPending>(shared_from_this(), std::move(operation), sequence, started,
                                        std::move(completion), std::move(begun.memory),
                                        std::move(begun.finish));

@@ -145,9 +145,11 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   current_ = index;
   units_[index].used_in_backward = phase == Phase::backward;
   std::set<size_t> wanted{index};
+  const Prefetch prefetch = prefetch_in(phase);
   if (begins) {
-    const bool pre = prefetch_in(phase) == Prefetch::pre;
-    for (const size_t unit : order_.ahead(pre ? options_.prefetch_depth : 0)) wanted.insert(unit);
+    if (prefetch != Prefetch::none) {
+      for (const size_t unit : order_.ahead(options_.prefetch_depth)) wanted.insert(unit);
+    }
     for (size_t other = 0; other < units_.size(); ++other) {
       Unit& unit = units_[other];
       if (wanted.contains(other) || held.contains(other) || !may_release(unit, phase)) continue;
@@ -158,7 +160,7 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
     }
   }
   for (Flat* flat : units_[index].flats) gather(*flat);
-  if (begins) fetch_ahead(wanted);
+  if (begins && prefetch == Prefetch::pre) fetch_ahead(wanted);
 }
 
 void ShardEngine::before_operator(std::span<const size_t> flats) {
