@@ -43,7 +43,14 @@ TEST_P(ZooCuda, TheSameBitsAsThePlainModule) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modules, ZooCuda, testing::ValuesIn(species()),
+// Sparse gradients are added up in no fixed order on CUDA, in the plain module too.
+std::vector<Species> deterministic_species() {
+  std::vector<Species> all = species();
+  std::erase_if(all, [](const Species& each) { return each.name.ends_with("_sparse"); });
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Modules, ZooCuda, testing::ValuesIn(deterministic_species()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -175,6 +175,8 @@ void Flat::launch(const std::function<bool()>& make_room) {
                         shard_gradient_.device() == gradients_.device();
   if (in_place) {
     reduced_ = shard_gradient_;
+  } else if (block().size() == 0) {  // memory of a device cannot be empty
+    reduced_ = at::empty({0}, gradients_.options());
   } else {
     const int64_t count = block().size();
     const auto memory = context_.gather_memory->take(
