@@ -11,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/optim/blocks.h"
+#include "lockstep/optim/gradients.h"
 #include "lockstep/optim/memory.h"
 #include "lockstep/optim/named_state.h"
 
@@ -160,6 +161,7 @@ void ElementwiseOptimizer::step() {
     Update update = next_update(slot);
     stepped.push_back(&slot);
     announce_write(update.param);
+    announce_read(update.grad);
     if (update.grad.layout() != at::kStrided) {
       if (update_sparse(update)) continue;
       update.grad = update.grad.to_dense();

@@ -60,13 +60,11 @@ double largest_over(double magnitude, const comm::Group& group) {
   return std::bit_cast<double>(*bits.data_ptr<int64_t>());
 }
 
-// Kernels read through pointers. Whoever put a key on a gradient, because its memory is not there,
-// gets a call before.
+}  // namespace
+
 void announce_read(const at::Tensor& gradient) {
   if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.as_strided({0}, {1}).sum();
 }
-
-}  // namespace
 
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   const at::NoGradGuard no_grad;

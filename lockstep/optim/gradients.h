@@ -11,6 +11,10 @@
 
 namespace lockstep::optim::detail {
 
+// Kernels read through pointers. Whoever put a key on a gradient, because its memory is not there,
+// gets a call before.
+void announce_read(const at::Tensor& gradient);
+
 // The gradients that are there, as strided tensors that share their memory: of a sparse one the
 // values, after it was coalesced.
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters);
