@@ -89,7 +89,7 @@ struct SummonOptions {
 };
 
 // While one is alive, all parameters are whole and in memory. Made on all ranks or, to read under
-// thread and shm, on one.
+// thread and shm, on one; after a step, that one waits until the others use the model.
 class [[nodiscard]] Summon {
  public:
   Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options);
