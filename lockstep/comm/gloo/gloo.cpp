@@ -185,6 +185,8 @@ class GlooGroup::GlooPending final : public detail::Pending {
           throw;
         } catch (const std::exception& gloo_error) {
           const std::string words = gloo_error.what();
+          // Gloo has deadlines of its own, some as long as ours: whichever passes first.
+          if (words.find("Timed out") != std::string::npos) wait_for_deadline();
           group_->watch_.explain(operation_, sequence_, words.substr(0, words.find('\n')));
         }
       }
@@ -201,6 +203,14 @@ class GlooGroup::GlooPending final : public detail::Pending {
   bool done() const override { return ended_ || (!finish_ && completion_->done()); }
 
  private:
+  // Throws TimeoutError, or PeerLost where a member has died.
+  void wait_for_deadline() const {
+    group_->watch_.wait(operation_, sequence_, started_, [](milliseconds time) {
+      std::this_thread::sleep_for(time);
+      return false;
+    });
+  }
+
   std::shared_ptr<GlooGroup> group_;
   Operation operation_;
   uint64_t sequence_;
