@@ -12,6 +12,15 @@ const std::vector<std::string>& shard_names() {
   return names;
 }
 
+std::vector<std::string> schedule_names() {
+  using Kind = layout::PipelineSchedule;
+  std::vector<std::string> names;
+  for (int kind = 0; kind <= static_cast<int>(Kind::file); ++kind) {
+    names.emplace_back(layout::name_of(static_cast<Kind>(kind)));
+  }
+  return names;
+}
+
 constexpr Limits kFromZero{.min = 0};
 constexpr Limits kFromOne{.min = 1};
 constexpr Limits kAboveZero{.min = 0, .above_min = true};
@@ -150,7 +159,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
                     "ranks (hybrid).");
   schema.add("shard_size", parallel.shard_size,
              "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
-  schema.add_choice("schedule", parallel.schedule, {"round-robin", "gpipe", "1f1b", "interleaved"},
+  schema.add_choice("schedule", parallel.schedule, schedule_names(),
                     "Order of the pipeline's work. auto: 1f1b.");
   schema.add("chunks", parallel.chunks, "Parts of the model on each stage (interleaved).",
              kFromOne);

@@ -17,12 +17,25 @@ enum class MemoryStrategy { basic, standard, aggressive, extreme };
 // all_reduce: the backend's own; hierarchical: inside a host first; adaptive: by message size, from
 // a measured table.
 enum class CommStrategy { all_reduce, hierarchical, ring, tree, adaptive };
-// round_robin: one micro-batch at a time, forward then backward.
-enum class PipelineSchedule { round_robin, gpipe, one_f_one_b, interleaved };
+// Order of the pipeline's work: docs/pipeline.md has a section on each. file: read from a file.
+enum class PipelineSchedule {
+  round_robin,
+  sequential,
+  gpipe,
+  one_f_one_b,
+  interleaved,
+  looped_bfs,
+  zb_h1,
+  zb_h2,
+  zb_1p,
+  zb_v,
+  dualpipe_v,
+  file,
+};
 enum class Recompute { none, selective, full };
 
-// The names are those of the values, but for one_f_one_b: "1f1b". Parsing throws ConfigError with
-// the list of names.
+// The names are those of the values; of schedules with "-" for "_", and one_f_one_b is "1f1b".
+// Parsing throws ConfigError with the list of names.
 std::string_view name_of(MemoryStrategy strategy);
 std::string_view name_of(CommStrategy strategy);
 std::string_view name_of(PipelineSchedule schedule);

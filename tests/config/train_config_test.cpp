@@ -286,7 +286,7 @@ TEST(TrainConfig, NamesOfChoices) {
     set("parallel.shard", name);
     EXPECT_EQ(name_of(config.parallel.shard), name);
   }
-  for (const char* name : {"gpipe", "1f1b", "interleaved"}) {
+  for (const char* name : {"gpipe", "1f1b", "interleaved", "zb-v", "file"}) {
     set("parallel.schedule", name);
     EXPECT_EQ(layout::name_of(*config.parallel.schedule), name);
   }

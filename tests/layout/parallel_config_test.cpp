@@ -111,12 +111,15 @@ void expect_round_trip(int count, Parse parse) {
 TEST(ParallelConfig, NamesGoBothWays) {
   expect_round_trip<MemoryStrategy>(4, parse_memory_strategy);
   expect_round_trip<CommStrategy>(5, parse_comm_strategy);
-  expect_round_trip<PipelineSchedule>(4, parse_pipeline_schedule);
+  expect_round_trip<PipelineSchedule>(12, parse_pipeline_schedule);
   expect_round_trip<Recompute>(3, parse_recompute);
   EXPECT_EQ(name_of(MemoryStrategy::aggressive), "aggressive");
   EXPECT_EQ(name_of(CommStrategy::hierarchical), "hierarchical");
   EXPECT_EQ(name_of(PipelineSchedule::one_f_one_b), "1f1b");
+  EXPECT_EQ(name_of(PipelineSchedule::round_robin), "round-robin");
   EXPECT_EQ(name_of(PipelineSchedule::interleaved), "interleaved");
+  EXPECT_EQ(name_of(PipelineSchedule::zb_1p), "zb-1p");
+  EXPECT_EQ(name_of(PipelineSchedule::file), "file");
 }
 
 TEST(ParallelConfig, UnknownNamesListTheKnown) {
@@ -125,8 +128,9 @@ TEST(ParallelConfig, UnknownNamesListTheKnown) {
                       "aggressive, extreme"));
   EXPECT_THAT([] { parse_comm_strategy(""); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("''"), HasSubstr("adaptive"))));
-  EXPECT_THAT([] { parse_pipeline_schedule("1F1B"); },
-              ThrowsMessage<ConfigError>(HasSubstr("round_robin, gpipe, 1f1b, interleaved")));
+  EXPECT_THAT(
+      [] { parse_pipeline_schedule("1F1B"); },
+      ThrowsMessage<ConfigError>(HasSubstr("round-robin, sequential, gpipe, 1f1b, interl")));
 }
 
 }  // namespace
