@@ -9,6 +9,7 @@
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor.h"
 #include "lockstep/cli/run.h"
+#include "lockstep/cli/schedule.h"
 #include "lockstep/cli/torch_commands.h"
 #include "lockstep/cli/train.h"
 #include "lockstep/core/error.h"
@@ -30,6 +31,7 @@ const std::vector<Subcommand>& subcommands() {
       {"train", "train a language model on text", lockstep::cli::train},
       {"sample", "write text with a trained model", lockstep::cli::sample},
       {"data", "turn text into files of token ids", lockstep::cli::data},
+      {"schedule", "show a pipeline schedule, its time and its memory", lockstep::cli::schedule},
       {"run", "start the ranks of a program and end them together", lockstep::cli::run},
       {"selftest", "check what the communication layer promises, on this machine",
        lockstep::cli::selftest},

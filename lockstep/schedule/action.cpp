@@ -15,13 +15,14 @@ namespace {
 constexpr std::array<std::string_view, 11> kNames = {
     "F", "B", "I", "W", "SA", "RA", "SG", "RG", "unshard", "reshard", "reduce"};
 constexpr std::string_view kComputation = "FBIW";
+constexpr int kMostNumber = 1'000'000;
 
 // Takes a number off the front; nothing if there is none.
 std::optional<int> take_number(std::string_view& text) {
   int number = 0;
   if (text.empty() || text.front() == '-') return std::nullopt;
   const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (failure != std::errc{}) return std::nullopt;
+  if (failure != std::errc{} || number >= kMostNumber) return std::nullopt;
   text.remove_prefix(static_cast<size_t>(end - text.data()));
   return number;
 }
@@ -45,7 +46,7 @@ Action parse_action(std::string_view name, int chunks) {
   if (letter == std::string_view::npos) throw refuse("must begin with F, B, I or W");
   std::string_view rest = name.substr(1);
   const auto microbatch = take_number(rest);
-  if (!microbatch) throw refuse("a micro-batch must follow the letter");
+  if (!microbatch) throw refuse("the number of a micro-batch must follow the letter");
   Action action{static_cast<Op>(letter), *microbatch, 0};
   if (rest.empty() && chunks == 1) return action;
   std::optional<int> chunk;

@@ -6,6 +6,7 @@
 #include "lockstep/schedule/generators.h"
 #include "lockstep/schedule/render.h"
 #include "lockstep/schedule/schedule.h"
+#include "lockstep/schedule/validate.h"
 
 namespace lockstep::schedule {
 namespace {
@@ -81,6 +82,9 @@ Schedule generate(const ScheduleOptions& options) {
   check_chunks(kind, options.chunks);
 
   Schedule schedule{{kind, options.ranks, options.microbatches, options.chunks, StageOrder::loop}};
+  require(detail::places(schedule) <= detail::kMostPlaces, kind,
+          format("{} ranks x {} micro-batches x {} chunks must be at most {}", options.ranks,
+                 options.microbatches, options.chunks, detail::kMostPlaces));
   schedule.actions.resize(options.ranks);
   const int group = options.group == 0 ? options.ranks : options.group;
   if (takes_group(kind) && options.chunks > 1) check_group(schedule, group);

@@ -1,6 +1,8 @@
 #include "lockstep/schedule/validate.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -16,6 +18,10 @@ std::optional<std::string> shape_fault(const Schedule& schedule) {
        {std::pair{"ranks", schedule.ranks}, std::pair{"microbatches", schedule.microbatches},
         std::pair{"chunks", schedule.chunks}}) {
     if (value < 1) return format("{} is {}, must be at least 1", name, value);
+  }
+  if (places(schedule) > kMostPlaces) {
+    return format("{} ranks x {} micro-batches x {} chunks must be at most {}", schedule.ranks,
+                  schedule.microbatches, schedule.chunks, kMostPlaces);
   }
   if (schedule.order == StageOrder::v && schedule.chunks != 2) {
     return format("chunks is {}, must be 2: the stages lie in a V", schedule.chunks);
@@ -107,6 +113,14 @@ Fault still(const Schedule& schedule, const Links& links, const std::vector<size
 }
 
 }  // namespace
+
+int64_t places(const Pipeline& pipeline) {
+  int64_t count = 1;
+  for (const int64_t factor : {pipeline.ranks, pipeline.microbatches, pipeline.chunks}) {
+    count = std::min(count * factor, int64_t{1} << 31);  // no overflow on the way
+  }
+  return count;
+}
 
 std::optional<Fault> find_fault(const Schedule& schedule) {
   if (auto what = shape_fault(schedule)) return Fault{-1, *what};

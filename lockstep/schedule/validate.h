@@ -2,12 +2,17 @@
 // schedule comes from.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
 #include "lockstep/schedule/schedule.h"
 
 namespace lockstep::schedule::detail {
+
+// Ranks x micro-batches x chunks of a schedule, at most: what fits in memory with ease.
+constexpr int64_t kMostPlaces = 1 << 22;
+int64_t places(const Pipeline& pipeline);
 
 struct Fault {
   int rank = -1;     // -1: of no rank

@@ -20,6 +20,7 @@ COMMANDS = {
     "sample.txt": ["sample", "--help"],
     "data.txt": ["data", "--help"],
     "data_pack.txt": ["data", "pack", "--help"],
+    "schedule.txt": ["schedule", "--help"],
     "bench.txt": ["bench", "--help"],
     "bench_collectives.txt": ["bench", "collectives", "--help"],
 }

@@ -1,0 +1,164 @@
+#include "lockstep/cli/schedule.h"
+
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <fstream>
+#include <iostream>
+#include <optional>
+#include <string_view>
+
+#include "lockstep/cli/options.h"
+#include "lockstep/cli/schedule_trace.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/schedule/lower.h"
+#include "lockstep/schedule/render.h"
+#include "lockstep/schedule/schedule.h"
+#include "lockstep/schedule/simulate.h"
+
+namespace lockstep::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+
+double parse_time(const std::string& option, std::string_view text) {
+  double value = 0;
+  const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failure != std::errc{} || end != text.data() + text.size() || !std::isfinite(value) ||
+      value < 0) {
+    throw ConfigError(format("schedule: {} is '{}', must be a number, 0 or more", option, text));
+  }
+  return value;
+}
+
+// "F=1,I=1,W=1"
+schedule::Costs parse_costs(std::string_view text) {
+  schedule::Costs costs;
+  while (!text.empty()) {
+    const auto part = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), part.size() + 1));
+    if (part.size() < 2 || part[1] != '=' ||
+        std::string_view("FBIW").find(part[0]) == std::string_view::npos) {
+      throw ConfigError(
+          format("schedule: --cost has '{}', must be F=, B=, I= or W= and a number", part));
+    }
+    const double value = parse_time(format("--cost {}", part[0]), part.substr(2));
+    switch (part[0]) {
+      case 'F':
+        costs.forward = value;
+        break;
+      case 'B':
+        costs.backward = value;
+        break;
+      case 'I':
+        costs.input = value;
+        break;
+      default:
+        costs.weight = value;
+    }
+  }
+  return costs;
+}
+
+void write(const std::string& text, const std::string& output) {
+  if (output.empty()) {
+    std::cout << text;
+    return;
+  }
+  std::ofstream file(output, std::ios::binary);
+  if (!(file << text << std::flush)) throw SystemError(format("writing {}", output), errno);
+}
+
+// From the given order of actions and their times.
+std::string render(const schedule::Schedule& schedule, const schedule::Simulation& simulation,
+                   const std::string& form) {
+  if (form == "csv") return to_csv(schedule);
+  if (form == "json") return to_json(schedule, simulation);
+  if (form == "svg") return to_svg(to_chart(schedule, simulation));
+  return to_text(schedule, simulation);
+}
+
+std::string render(const MeasuredStep& measured, const std::string& form) {
+  if (form == "text") return to_text(measured);
+  if (form != "svg") return render(measured.schedule, measured.simulation, form);
+  auto chart = to_chart(measured.schedule, measured.simulation);
+  chart.title = format("step {}, measured, from {}", measured.step, chart.title);
+  chart.unit = "ms";
+  return to_svg(chart);
+}
+
+}  // namespace
+
+int schedule(const Words& arguments) {
+  std::string kind_name = "1f1b", costs_text = "F=1,I=1,W=1", hop_text = "0", form = "text";
+  std::string output, trace;
+  schedule::ScheduleOptions options{.ranks = 0, .microbatches = 0, .chunks = 0};
+  int64_t step = 0;
+  bool lower = false;
+  CLI::App app;
+  auto* kind = app.add_option("--kind", kind_name, "Which schedule; file reads one from --file")
+                   ->capture_default_str();
+  auto* stages = app.add_option("--stages", options.ranks, "Pipeline ranks");
+  auto* microbatches =
+      app.add_option("--microbatches", options.microbatches, "Micro-batches of a step");
+  auto* chunks = app.add_option("--chunks", options.chunks, "Parts of the model on each rank [1]");
+  auto* group = app.add_option("--group", options.group,
+                               "Micro-batches that a chunk takes in turn (interleaved, zb-1p) "
+                               "[as many as ranks]");
+  auto* file =
+      app.add_option("--file", options.file, "Schedule to read, as --format csv writes it");
+  auto* costs = app.add_option("--cost", costs_text,
+                               "Time of a forward, a backward and its halves I and W on one chunk; "
+                               "B=2 sets the whole backward")
+                    ->capture_default_str();
+  auto* hop =
+      app.add_option("--hop", hop_text, "Time from one rank to another")->capture_default_str();
+  app.add_option("--format", form, "What to write")
+      ->check(CLI::IsMember(Words{"text", "csv", "json", "svg"}))
+      ->capture_default_str();
+  app.add_option("--output", output, "Write to this file, over what is there");
+  auto* lowered =
+      app.add_flag("--lower", lower, "Show sends and receives too (only --format text)");
+  auto* traced =
+      app.add_option("--trace", trace, "Folder of a run's traces: show a step as it ran, in ms");
+  auto* stepped = app.add_option("--step", step, "Which step of the trace [the last complete one]");
+  if (const auto status =
+          parse(app, "schedule",
+                "Shows a pipeline schedule and says how long it takes and what it holds.\n"
+                "Usage: lockstep schedule --kind KIND --stages P --microbatches M [OPTIONS]\n"
+                "       lockstep schedule --trace DIR [OPTIONS]\n",
+                arguments))
+    return *status;
+
+  if (*traced) {
+    for (const auto* option :
+         {kind, stages, microbatches, chunks, group, file, costs, hop, lowered}) {
+      if (*option) {
+        throw ConfigError(
+            format("schedule: --trace and {} exclude each other", option->get_name()));
+      }
+    }
+    write(render(read_step(trace, *stepped ? std::optional(step) : std::nullopt), form), output);
+    return 0;
+  }
+  if (*stepped) throw ConfigError("schedule: --step is of a trace: it needs --trace");
+  if (lower && form != "text") {
+    throw ConfigError(format("schedule: --lower is for --format text, not {}", form));
+  }
+  options.kind = layout::parse_pipeline_schedule(kind_name);
+  if (options.kind != schedule::Kind::file) {
+    for (const auto* option : {stages, microbatches}) {
+      if (!*option) throw ConfigError(format("schedule: {} is required", option->get_name()));
+    }
+    if (!*chunks) options.chunks = 1;
+  }
+  const auto order = schedule::generate(options);
+  const auto simulation = schedule::simulate(order, schedule::uniform(parse_costs(costs_text)),
+                                             parse_time("--hop", hop_text));
+  write(lower ? to_text(schedule::lower(order), simulation) : render(order, simulation, form),
+        output);
+  return 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,179 @@
+#include "lockstep/cli/schedule_trace.h"
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using schedule::Action;
+using schedule::Interval;
+using schedule::Op;
+
+struct Event {
+  Action action;
+  int stage = 0;
+  Interval time;  // microseconds
+};
+using Ranks = std::map<int, std::vector<Event>>;  // by pipeline rank
+// By step, and by the trace's process: ranks of other axes have the same place in the pipeline.
+using Steps = std::map<int64_t, std::map<int, Ranks>>;
+
+bool is_computation_name(const std::string& name) {
+  return name.size() > 1 && std::string_view("FBIW").find(name[0]) != std::string_view::npos &&
+         name[1] >= '0' && name[1] <= '9';
+}
+
+// One event a line, as core/trace writes them; the last line of a process that was killed may be
+// cut.
+void read_trace(const fs::path& path, Steps& steps) {
+  std::ifstream file(path);
+  if (!file) throw ConfigError(format("schedule: {}: cannot be read", path.string()));
+  for (std::string line; std::getline(file, line);) {
+    if (line.find("\"cat\":\"pipeline\"") == std::string::npos) continue;
+    const auto end = line.find_last_of('}');
+    const auto json = nlohmann::json::parse(line.substr(0, end + 1), nullptr, false);
+    if (json.is_discarded()) continue;
+    try {
+      const std::string name = json.at("name");
+      const auto& args = json.at("args");
+      if (!is_computation_name(name) || args.value("dp", 0) != 0) continue;
+      const double start = json.at("ts");
+      const double duration = json.at("dur");
+      steps[args.at("step")][json.at("pid")][args.at("rank")].push_back(
+          {schedule::parse_action(name, std::numeric_limits<int>::max()),
+           args.at("stage"),
+           {start, start + duration}});
+    } catch (const nlohmann::json::exception& error) {
+      throw ConfigError(format("schedule: {}: {}: {}", path.string(), line, error.what()));
+    }
+  }
+}
+
+// The first process of each place.
+Ranks first_of(const std::map<int, Ranks>& processes) {
+  Ranks ranks;
+  for (const auto& [process, its] : processes) {
+    for (const auto& [rank, events] : its) ranks.try_emplace(rank, events);
+  }
+  return ranks;
+}
+
+MeasuredStep measured(int64_t number, Ranks ranks) {
+  MeasuredStep result{.step = number};
+  auto& schedule = result.schedule;
+  schedule.kind = schedule::Kind::file;
+  schedule.ranks = ranks.rbegin()->first + 1;
+  double first = std::numeric_limits<double>::max();
+  bool loop = true;
+  for (const auto& [rank, events] : ranks) {
+    for (const Event& event : events) {
+      first = std::min(first, event.time.start);
+      schedule.microbatches = std::max(schedule.microbatches, event.action.microbatch + 1);
+      schedule.chunks = std::max(schedule.chunks, event.action.chunk + 1);
+      loop = loop && event.stage == event.action.chunk * schedule.ranks + rank;
+    }
+  }
+  schedule.order = loop ? schedule::StageOrder::loop : schedule::StageOrder::v;
+  std::vector<std::vector<Interval>> times;
+  for (int rank = 0; rank < schedule.ranks; ++rank) {
+    auto& events = ranks[rank];
+    std::stable_sort(events.begin(), events.end(),
+                     [](const Event& a, const Event& b) { return a.time.start < b.time.start; });
+    schedule.actions.emplace_back();
+    times.emplace_back();
+    for (const Event& event : events) {
+      schedule.actions.back().push_back(event.action);
+      times.back().push_back({(event.time.start - first) / 1e3, (event.time.end - first) / 1e3});
+    }
+  }
+  schedule::validate(schedule);
+  result.simulation = schedule::summarize(schedule, std::move(times));
+  return result;
+}
+
+}  // namespace
+
+MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
+  if (!fs::is_directory(folder)) {
+    throw ConfigError(format("schedule: --trace {}: is not a folder", folder));
+  }
+  Steps steps;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() == ".json") read_trace(entry.path(), steps);
+  }
+  if (steps.empty()) {
+    throw ConfigError(
+        format("schedule: {}/*.json have no events of a pipeline; a run of one writes them when "
+               "LOCKSTEP_TRACE names a folder",
+               folder));
+  }
+  if (step && !steps.contains(*step)) {
+    throw ConfigError(format("schedule: --step is {}, but the trace has steps {} to {}", *step,
+                             steps.begin()->first, steps.rbegin()->first));
+  }
+  std::string why;
+  for (auto found = steps.rbegin(); found != steps.rend(); ++found) {
+    if (step && found->first != *step) continue;
+    try {
+      return measured(found->first, first_of(found->second));
+    } catch (const ConfigError& error) {
+      if (why.empty()) why = error.what();
+    }
+  }
+  throw ConfigError(format("schedule: {}: {}: {}", folder,
+                           step ? format("step {} is not complete", *step) : "no step is complete",
+                           why));
+}
+
+std::string to_text(const MeasuredStep& measured) {
+  const auto& [step, schedule, simulation] = measured;
+  constexpr std::array<const char*, 4> kOps = {"F", "B", "I", "W"};
+  struct Sum {
+    double time = 0;
+    int count = 0;
+  };
+  std::vector<std::array<Sum, 4>> sums(static_cast<size_t>(schedule.ranks));
+  std::array<bool, 4> used{};
+  for (int rank = 0; rank < schedule.ranks; ++rank) {
+    for (size_t i = 0; i < schedule.actions[rank].size(); ++i) {
+      const auto op = static_cast<size_t>(schedule.actions[rank][i].op);
+      const auto& [start, end] = simulation.times[rank][i];
+      sums[rank][op].time += end - start;
+      ++sums[rank][op].count;
+      used[op] = true;
+    }
+  }
+  std::string text =
+      format("step {} as measured: {} ranks, {} micro-batches, {} chunks per rank; times in ms\n",
+             step, schedule.ranks, schedule.microbatches, schedule.chunks);
+  text += "rank";
+  for (size_t op = 0; op < kOps.size(); ++op) {
+    if (used[op]) text += format("  mean {}", kOps[op]);
+  }
+  text += "      span  peak live\n";
+  for (int rank = 0; rank < schedule.ranks; ++rank) {
+    text += format("{:4}", rank);
+    for (size_t op = 0; op < kOps.size(); ++op) {
+      const auto& [time, count] = sums[rank][op];
+      if (used[op]) text += count == 0 ? format("{:>8}", "-") : format("{:8.3f}", time / count);
+    }
+    text += format("{:10.3f}{:11}\n", simulation.span[rank], simulation.peak_live[rank]);
+  }
+  text += format("makespan {:.3f}\n", simulation.makespan);
+  text += format("bubble {:.6f} of the makespan, {:.6f} of the longest span\n",
+                 simulation.bubble_makespan, simulation.bubble_span);
+  return text;
+}
+
+}  // namespace lockstep::cli

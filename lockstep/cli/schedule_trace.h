@@ -1,0 +1,26 @@
+// What a run's trace says about its pipeline.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "lockstep/schedule/schedule.h"
+#include "lockstep/schedule/simulate.h"
+
+namespace lockstep::cli {
+
+struct MeasuredStep {
+  int64_t step = 0;
+  schedule::Schedule schedule = {};      // its kind is file: a trace does not tell
+  schedule::Simulation simulation = {};  // milliseconds
+};
+
+// Reads the pipeline's computations of data-parallel replica 0 from the traces in `folder`; without
+// `step`, those of the last step that is complete. Throws ConfigError if there is none.
+MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step);
+
+// Means per rank and op, and the numbers of the whole step.
+std::string to_text(const MeasuredStep& measured);
+
+}  // namespace lockstep::cli
