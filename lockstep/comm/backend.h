@@ -29,7 +29,8 @@ class Pending {
 // Adds the time it lives to a counter of nanoseconds, if there is one.
 class BlockedTime {
  public:
-  explicit BlockedTime(std::atomic<int64_t>* counter) : counter_(counter), start_(Clock::now()) {}
+  explicit BlockedTime(std::atomic<int64_t>* counter)
+      : counter_(is_counted() ? counter : nullptr), start_(Clock::now()) {}
   ~BlockedTime() {
     if (counter_ != nullptr) {
       *counter_ +=
@@ -38,6 +39,8 @@ class BlockedTime {
   }
   BlockedTime(const BlockedTime&) = delete;
   BlockedTime& operator=(const BlockedTime&) = delete;
+
+  static bool is_counted();  // not on a thread that is Uncounted
 
  private:
   std::atomic<int64_t>* counter_;
@@ -92,6 +95,9 @@ class GroupImpl {
   // safe. Backends without shared memory locate nothing.
   virtual fabric::Location locate(const void*, size_t) const { return {}; }
   virtual const std::byte* reach(int, const fabric::Location&) const { return nullptr; }
+  // Makes the operations of all members fail, those that run too. False where the backend cannot:
+  // they end when a peer is lost, or late.
+  virtual bool abort(const std::string&) { return false; }
   // Reductions are a binary tree over ranks, split at the largest power of two (fabric/reduce.h).
   virtual bool sums_in_rank_tree() const { return false; }
 

@@ -45,6 +45,10 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   const std::byte* reach(int rank, const fabric::Location& location) const override {
     return engine_.seat().reach(rank, location);
   }
+  bool abort(const std::string& why) override {
+    engine_.abort(why);
+    return true;
+  }
   bool sums_in_rank_tree() const override { return true; }
 
  private:

@@ -4,6 +4,19 @@
 #include "lockstep/core/trace.h"
 
 namespace lockstep::comm {
+namespace {
+
+// Of the thread, because that is what waits.
+int& uncounted() {
+  thread_local int depth = 0;
+  return depth;
+}
+
+}  // namespace
+
+Uncounted::Uncounted() { ++uncounted(); }
+Uncounted::~Uncounted() { --uncounted(); }
+bool detail::BlockedTime::is_counted() { return uncounted() == 0; }
 
 void Work::wait() {
   if (!pending_) return;

@@ -34,4 +34,14 @@ class [[nodiscard]] Work {
   std::shared_ptr<std::atomic<int64_t>> blocked_;
 };
 
+// While one is alive, what this thread spends in operations and waits is not blocked time: a thread
+// that does nothing else.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+  Uncounted(const Uncounted&) = delete;
+  Uncounted& operator=(const Uncounted&) = delete;
+};
+
 }  // namespace lockstep::comm

@@ -267,6 +267,12 @@ void Engine::finish(Queue& queue, std::exception_ptr error) {
 
 // The group is of no further use: tells the others why and ends everything here with the same
 // error.
+void Engine::abort(const std::string& why) {
+  const Board& board = seat_.board();
+  board.fail(Failure::other, seat_.rank(), why);
+  board.ring_all();
+}
+
 void Engine::break_with(std::exception_ptr error) {
   const Board& board = seat_.board();
   if (!broken_) {

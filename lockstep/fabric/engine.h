@@ -57,6 +57,8 @@ class Engine {
   std::shared_ptr<Ticket> submit(Operation operation, std::shared_ptr<const void> memory);
   // Returns when the operation has ended; throws its error.
   void wait(Ticket& ticket);
+  // Operations of all members fail from now on, with this reason.
+  void abort(const std::string& why);
 
  private:
   using Queue = std::deque<std::shared_ptr<Ticket>>;

@@ -10,19 +10,11 @@
 #include <vector>
 
 #include "lockstep/config/model_spec.h"
-#include "lockstep/layout/parallel_config.h"
-#include "lockstep/model/block.h"
-#include "lockstep/nn/embedding.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/initialize.h"
 #include "lockstep/nn/random_context.h"
 
 namespace lockstep::model {
-
-struct LanguageModelOptions {
-  at::TensorOptions tensors = {};  // dtype and device of the parameters
-  // selective: each block's MLP is computed again in backward; full: the whole block is.
-  layout::Recompute recompute = layout::Recompute::none;
-};
 
 // Parameters are those of spec.tensors(), by the same names, and begin without values:
 // initialize() or load_hugging_face() gives them.
@@ -40,15 +32,8 @@ class LanguageModelImpl : public torch::nn::Module {
 
  private:
   config::ModelSpec spec_;
-  LanguageModelOptions options_;
   std::shared_ptr<nn::RandomContext> random_;
-  nn::Embedding embed_;
-  nn::Embedding positions_{nullptr};  // gpt
-  nn::Dropout dropout_;
-  std::vector<Block> blocks_;
-  Norm norm_;
-  at::Tensor head_;      // (V, C): the embedding's where they are tied
-  at::Tensor rotation_;  // llama
+  std::vector<parallel::LayerForward> layers_;
 };
 
 class LanguageModel : public torch::nn::ModuleHolder<LanguageModelImpl> {

@@ -87,6 +87,7 @@ struct Frame {
         cuda(optim::current_autocast(at::kCUDA)) {}
 
   at::Tensor take(size_t index);
+  void drop(size_t index);
   void repeat();
 
   const std::function<void()> again;
@@ -95,7 +96,7 @@ struct Frame {
   const GeneratorStates generators;
   const optim::AutocastOptions cpu, cuda;
   size_t count = 0;                // saved in the first call
-  std::vector<at::Tensor> values;  // collected in the second; given away one by one
+  std::vector<at::Tensor> values;  // collected in the second; dropped one by one
   std::vector<int64_t> versions;   // of the values when they were saved
   std::mutex mutex;                // backward has a thread for each device
 };
@@ -137,12 +138,14 @@ struct Complete<Base> : Base {
 class Numbered : public Complete<SavedVariableHooks> {
  public:
   explicit Numbered(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  // A node that is done with its tensor, or that nobody will come to.
+  ~Numbered() override { frame_->drop(index_); }
   void call_pack_hook(const at::Tensor&) override { index_ = frame_->count++; }
   at::Tensor call_unpack_hook() override { return frame_->take(index_); }
 
  private:
   std::shared_ptr<Frame> frame_;
-  size_t index_ = 0;
+  size_t index_ = SIZE_MAX;  // until it is given something to keep
 };
 
 class Collecting : public Complete<SavedVariableHooks> {
@@ -213,7 +216,13 @@ at::Tensor Frame::take(size_t index) {
   if (values[index]._version() != versions[index]) {
     throw Error("[recompute] a tensor that backward needs was changed in place by the function");
   }
-  return std::exchange(values[index], {});
+  return values[index];
+}
+
+void Frame::drop(size_t index) {
+  at::Tensor value;  // its memory goes when the lock is no longer held
+  const std::lock_guard lock(mutex);
+  if (index < values.size()) value = std::move(values[index]);
 }
 
 RecomputeScope::RecomputeScope(std::function<void()> again, RecomputeOptions options)

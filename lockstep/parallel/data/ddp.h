@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -89,6 +90,9 @@ class DdpHandle {
   DdpHandle(torch::nn::Module& model, const comm::Group& group, DdpOptions options);
 
   NoSync no_sync() { return NoSync(ddp_); }
+  // Which micro-batch of the step the next backward is of, where they do not come in order (a
+  // pipeline); none: the next. Matters to the sum of reproducible mode.
+  void set_micro_batch(std::optional<int64_t> index);
   // Averages what is in the gradients now, as the end of a backward would: for gradients that were
   // accumulated under no_sync or put there by hand. Does nothing in eval mode. Collective.
   void sync_gradients();

@@ -226,7 +226,12 @@ void Reducer::launch(size_t position) {
         });
     return;
   }
-  if (options_.reproducible) sums_[position].finish(bucket.flat);
+  if (options_.reproducible && micro_batch_) {
+    if (in_backward_) sums_[position].push(bucket.flat, micro_batch_);
+    sums_[position].write_sum(bucket.flat);
+  } else if (options_.reproducible) {
+    sums_[position].finish(bucket.flat);
+  }
   std::function<void()> complete;
   if (options_.hook) {
     complete = options_.hook(bucket, group_);
@@ -260,7 +265,7 @@ void Reducer::accumulate_round() {
     if (!states_[i].staged) stage(i);
     parameters_[i].tensor.mutable_grad().reset();
   }
-  for (size_t b = 0; b < buckets_.size(); ++b) sums_[b].push(buckets_[b].flat);
+  for (size_t b = 0; b < buckets_.size(); ++b) sums_[b].push(buckets_[b].flat, micro_batch_);
 }
 
 void Reducer::average_round() {

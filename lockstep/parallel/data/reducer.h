@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Begins to listen to the parameters' gradients; once, when a shared_ptr owns this.
   void install_hooks();
   void set_syncing(bool syncing) { syncing_ = syncing; }
+  void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
   // In backward: a round begins, if none is under way; its end is queued on the graph that runs
   // now.
   void begin_backward();
@@ -90,7 +92,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads
   bool syncing_ = true;
-  bool learned_ = false;  // the first averaged backward is over
+  std::optional<int64_t> micro_batch_;  // whose gradients come; none: the next one's
+  bool learned_ = false;                // the first averaged backward is over
   bool in_round_ = false;
   bool in_backward_ = false;  // the round is a backward, not sync_gradients
   bool shadowing_ = false;

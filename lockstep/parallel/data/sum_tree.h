@@ -1,25 +1,34 @@
-// Adds up the gradients of successive micro-batches as a binary tree, whatever their number.
+// Adds up the gradients of the micro-batches of a step as a binary tree, whatever their number and
+// the order in which they come.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace lockstep::parallel::detail {
 
-// Works like a binary counter: level k holds the sum of 2^k leaves, so n leaves need at most
-// log2(n) buffers, and leaves 0..n-1 are combined as ((0 1)(2 3))((4 5)(6 7)), split at the largest
-// power of two, as fabric::reduce combines ranks.
+// Leaves 0..n-1 are combined as ((0 1)(2 3))((4 5)(6 7)), split at the largest power of two, as
+// fabric::reduce combines ranks. In order or in reverse, n leaves need at most log2(n) + 1 buffers.
 class SumTree {
  public:
-  // Takes a copy of the next leaf.
-  void push(const at::Tensor& leaf);
-  // Replaces the last leaf by the sum of all, and forgets them.
+  // Takes a copy of a leaf: that of this index, or the next one.
+  void push(const at::Tensor& leaf, std::optional<int64_t> index = {});
+  // Replaces the last leaf in order by the sum of all, and forgets them.
   void finish(const at::Tensor& leaf);
+  // Writes the sum of what was pushed, and forgets it. Nothing was: zeros.
+  void write_sum(const at::Tensor& out);
 
  private:
-  std::vector<at::Tensor> levels_;  // undefined where a level is empty
+  using Place = std::pair<int, int64_t>;  // level, and place in it: leaves [place << level, ...)
+
+  std::map<Place, at::Tensor> sums_;  // of whole subtrees whose sibling is not there yet
   std::vector<at::Tensor> spare_;
+  int64_t next_ = 0;
 };
 
 }  // namespace lockstep::parallel::detail

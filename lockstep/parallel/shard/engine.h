@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -76,6 +77,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   // ---- users ----
   void change_no_sync(int change) { no_sync_ += change; }
+  void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
+  // Reduces what backward passes under no_sync left; collective.
+  void reduce_now();
   // Shards may be written after this; collective.
   void begin_update();
   // Gathers units (all, if there is no name) and keeps them until unpin().
@@ -126,6 +130,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   bool syncs() const;
   void arrive(size_t flat, size_t member);
   void begin_round();
+  void open_round(bool in_backward);
   void end_round();
   void reduce_round();
   void abandon_round();
@@ -155,6 +160,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads
   int no_sync_ = 0;
+  std::optional<int64_t> micro_batch_;  // whose gradients come; none: the next one's
+  bool in_backward_ = false;            // the round is a backward, not reduce_now()
   bool in_round_ = false;
   bool round_syncs_ = true;
   std::weak_ptr<bool> callback_;  // gone, if the backward of the round was ended by an exception

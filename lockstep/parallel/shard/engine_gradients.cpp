@@ -90,15 +90,28 @@ bool ShardEngine::syncs() const {
   return no_sync_ == 0 || options_.no_sync == NoSyncGradients::sharded;
 }
 
-void ShardEngine::begin_round() {
-  if (in_round_ && callback_.expired()) abandon_round();
-  if (in_round_) return;
+void ShardEngine::open_round(bool in_backward) {
   in_round_ = true;
-  round_syncs_ = syncs();
+  in_backward_ = in_backward;
+  round_syncs_ = !in_backward || syncs();
   num_launched_ = 0;
   late_ = false;
   arrival_order_.clear();
   for (const auto& flat : flats_) flat->begin_round();
+}
+
+void ShardEngine::reduce_now() {
+  if (options_.no_sync == NoSyncGradients::sharded) return;  // every backward did
+  const std::lock_guard lock(mutex_);
+  if (in_round_) abandon_round();
+  open_round(false);
+  end_round();
+}
+
+void ShardEngine::begin_round() {
+  if (in_round_ && callback_.expired()) abandon_round();
+  if (in_round_) return;
+  open_round(true);
   // Dies with the graph that was to call it.
   const auto alive = std::make_shared<bool>();
   callback_ = alive;
@@ -154,7 +167,7 @@ void ShardEngine::launch_complete() {
 }
 
 void ShardEngine::launch(Flat& flat) {
-  flat.launch([this] { return make_room(); });
+  flat.launch([this] { return make_room(); }, {.index = micro_batch_, .is_new = in_backward_});
   under_way_.push_back(&flat);
   if (flat.reduces_to_shards()) {
     ++counts_.reduce_scatters;
@@ -182,7 +195,7 @@ void ShardEngine::end_round() {
   release_all();
   if (round_syncs_) return reduce_round();
   for (const size_t index : launch_order_)
-    flats_[index]->keep_for_later([this] { return make_room(); });
+    flats_[index]->keep_for_later([this] { return make_room(); }, micro_batch_);
 }
 
 void ShardEngine::reduce_round() {
@@ -214,7 +227,7 @@ void ShardEngine::reduce_round() {
   note_bytes();
   window_ = true;
   ++backwards_;
-  if (!learned_) learn_launch_order();
+  if (!learned_ && in_backward_) learn_launch_order();
 }
 
 // After the first backward: in the order in which gradients were complete on rank 0; those that

@@ -130,7 +130,12 @@ class Flat {
   // Every parameter has had a gradient in this backward.
   bool is_complete() const { return num_arrived_ == members_.size(); }
   // Begins to reduce; what is missing counts as zero.
-  void launch(const std::function<bool()>& make_room);
+  // The gradients of a micro-batch, or only those that were kept for later.
+  struct Leaf {
+    std::optional<int64_t> index = {};  // none: the next
+    bool is_new = true;
+  };
+  void launch(const std::function<bool()>& make_room, Leaf leaf);
   bool in_flight() const { return in_flight_; }
   // Waits for that, and gives the line's memory back.
   void wait_reduced();
@@ -138,7 +143,7 @@ class Flat {
   // one.
   void settle(std::span<const int64_t> num_ranks);
   // Ends a micro-batch that is not reduced.
-  void keep_for_later(const std::function<bool()>& make_room);
+  void keep_for_later(const std::function<bool()>& make_room, std::optional<int64_t> micro_batch);
   void abandon();
   // What the shards have of a parameter's gradient becomes zero.
   void zero_gradient(size_t member);

@@ -155,13 +155,18 @@ void Flat::hide_unreduced() {
   }
 }
 
-void Flat::launch(const std::function<bool()>& make_room) {
+void Flat::launch(const std::function<bool()>& make_room, Leaf leaf) {
   const at::NoGradGuard no_grad;
   hide_unreduced();
   open_gradients(make_room);
   fill_gaps();
   const bool ordered = context_.options->reproducible;
-  if (ordered) sum_.finish(gradients_);
+  if (ordered && leaf.index) {
+    if (leaf.is_new) sum_.push(gradients_, leaf.index);
+    sum_.write_sum(gradients_);
+  } else if (ordered) {
+    sum_.finish(gradients_);
+  }
   in_flight_ = true;
   const comm::ReduceOptions average{.op = comm::ReduceOp::avg, .tag = plan_.name};
   if (!scatters()) {
@@ -257,13 +262,14 @@ void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
   }
 }
 
-void Flat::keep_for_later(const std::function<bool()>& make_room) {
+void Flat::keep_for_later(const std::function<bool()>& make_room,
+                          std::optional<int64_t> micro_batch) {
   show_unreduced();
   if (!context_.options->reproducible) return;
   const at::NoGradGuard no_grad;
   open_gradients(make_room);
   fill_gaps();
-  sum_.push(gradients_);
+  sum_.push(gradients_, micro_batch);
   for (const Member& member : members_) member.tensor.mutable_grad().reset();
   versions_.assign(members_.size(), std::nullopt);
   close_gradients();

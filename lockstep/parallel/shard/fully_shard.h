@@ -116,7 +116,17 @@ class ShardedModel {
   double grad_norm(optim::NormOptions options = {}) const;
   double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
 
+  // What this rank adds to a norm over several models: every element of the model's gradients is
+  // counted by one rank of each set of ranks that share it out.
+  std::vector<at::Tensor> norm_parameters() const;
+
   NoSyncShards no_sync() { return NoSyncShards(sharded_); }
+  // Reduces what backward passes under no_sync() left, as the end of one without it would.
+  // Collective.
+  void reduce_gradients();
+  // Which micro-batch of the step the next backward is of, where they do not come in order (a
+  // pipeline); none: the next. Matters to the sum of reproducible mode.
+  void set_micro_batch(std::optional<int64_t> index);
   // Gathers a unit, or all, until reshard().
   void unshard(const std::string& unit = {});
   void reshard(const std::string& unit = {});

@@ -61,13 +61,25 @@ double ShardedModel::grad_norm(optim::NormOptions options) const {
   const auto& groups = sharded_->engine->groups();
   options.group = groups.reduce;
   options.exact = options.exact || sharded_->options.reproducible;
+  return optim::grad_norm(norm_parameters(), options);
+}
+
+std::vector<at::Tensor> ShardedModel::norm_parameters() const {
+  if (!sharded_->engine) return parameters();
   std::vector<at::Tensor> mine;
   for (const auto& flat : sharded_->engine->flats()) {
     // What everybody has counts once.
-    if (flat->plan().shard.size() == 1 && groups.reduce.rank() != 0) continue;
+    if (flat->plan().shard.size() == 1 && sharded_->engine->groups().reduce.rank() != 0) continue;
     for (const auto& [name, tensor] : flat->optimized()) mine.push_back(tensor);
   }
-  return optim::grad_norm(mine, options);
+  return mine;
+}
+
+void ShardedModel::reduce_gradients() {
+  if (sharded_->engine) sharded_->engine->reduce_now();
+}
+void ShardedModel::set_micro_batch(std::optional<int64_t> index) {
+  if (sharded_->engine) sharded_->engine->set_micro_batch(index);
 }
 
 double ShardedModel::clip_grad_norm(double max_norm, optim::NormOptions options) const {

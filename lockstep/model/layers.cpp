@@ -1,0 +1,123 @@
+#include "lockstep/model/layers.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/model/block.h"
+#include "lockstep/nn/dropout.h"
+#include "lockstep/nn/embedding.h"
+#include "lockstep/nn/heads.h"
+
+namespace lockstep::model {
+namespace {
+
+using config::ModelKind;
+using parallel::LayerForward;
+using parallel::Tensors;
+
+// theta^(-2i/D). With Llama 3's scaling, waves longer than the sequences of the first training are
+// stretched by the factor, short ones are left, and those between are blended.
+std::vector<double> rotary_frequencies(const config::ModelSpec& spec) {
+  std::vector<double> frequencies;
+  const int64_t width = spec.head_dim();
+  for (int64_t i = 0; i < width; i += 2) {
+    double frequency =
+        std::pow(spec.rope_theta, -static_cast<double>(i) / static_cast<double>(width));
+    if (const auto& scaling = spec.rope_scaling) {
+      const double wave = 2 * std::numbers::pi / frequency;
+      const double turns = static_cast<double>(scaling->original_positions) / wave;
+      const double kept = (turns - scaling->low_freq_factor) /
+                          (scaling->high_freq_factor - scaling->low_freq_factor);
+      const double share = std::clamp(kept, 0.0, 1.0);
+      frequency = share * frequency + (1 - share) * frequency / scaling->factor;
+    }
+    frequencies.push_back(frequency);
+  }
+  return frequencies;
+}
+
+// What the layers on one rank share.
+struct Shared {
+  const config::ModelSpec spec;
+  const LanguageModelOptions options;
+  const std::shared_ptr<nn::RandomContext> random;
+  at::Tensor rotation = {};  // llama: made by the first block
+
+  Parts parts() const { return {spec, options.tensors}; }
+};
+
+LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
+  Parts parts = shared.parts();
+  nn::Embedding embed = parts.embedding(stage, "embed");
+  nn::Embedding positions{nullptr};
+  if (shared.spec.kind == ModelKind::gpt) positions = parts.embedding(stage, "positions");
+  nn::Dropout dropout = stage.register_module("dropout", nn::Dropout(shared.spec.dropout));
+  nn::attach_random(*dropout, shared.random, "dropout");
+  return [embed, positions, dropout, limit = shared.spec.positions](const Tensors& in) mutable {
+    const at::Tensor& tokens = in.at(0);
+    if (tokens.dim() != 2 || tokens.size(1) > limit) {
+      throw ConfigError(format("[LanguageModel] tokens are ({}), must be (B, T) with T at most {}",
+                               join(tokens.sizes()), limit));
+    }
+    at::Tensor x = embed(tokens);
+    if (!positions.is_empty()) x = x + positions->weight.narrow(0, 0, tokens.size(1));
+    return Tensors{dropout(x)};
+  };
+}
+
+LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage) {
+  if (shared.spec.kind == ModelKind::llama && !shared.rotation.defined()) {
+    shared.rotation = nn::rotary_table(rotary_frequencies(shared.spec), shared.spec.positions)
+                          .to(shared.options.tensors.device());
+  }
+  Parts parts = shared.parts();
+  Block block(parts, layer, shared.options.recompute, shared.random);
+  const std::string path = format("blocks.{}", layer);
+  nn::attach_random(*block, shared.random, path + ".");
+  parallel::detail::register_layer(stage, path, block.ptr());
+  return [block, rotation = shared.rotation](const Tensors& in) mutable {
+    return Tensors{block(in.at(0), rotation)};
+  };
+}
+
+LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
+  Parts parts = shared.parts();
+  const Norm norm = parts.norm(stage, "", "norm");
+  at::Tensor weight;  // (V, C)
+  if (!shared.spec.is_tied()) {
+    weight = parts.linear(stage, "", "head")->weight;
+  } else if (const auto children = stage.named_children(); children.contains("embed")) {
+    weight = children["embed"]->as<nn::EmbeddingImpl>()->weight;
+  } else {
+    weight = parts.embedding(stage, "embed")->weight;
+  }
+  return [norm, weight](const Tensors& in) { return Tensors{at::linear(norm(in.at(0)), weight)}; };
+}
+
+}  // namespace
+
+std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
+                                                   const LanguageModelOptions& options,
+                                                   std::shared_ptr<nn::RandomContext> random) {
+  const auto shared = std::make_shared<Shared>(Shared{spec, options, std::move(random)});
+  std::vector<parallel::Layer> layers;
+  layers.push_back(
+      {[shared](torch::nn::Module& stage) { return build_embedding(*shared, stage); }});
+  for (int64_t i = 0; i < spec.layers; ++i) {
+    layers.push_back(
+        {[shared, i](torch::nn::Module& stage) { return build_block(*shared, i, stage); }});
+  }
+  layers.push_back({[shared](torch::nn::Module& stage) { return build_head(*shared, stage); }});
+  return layers;
+}
+
+std::vector<std::string> tied_parameters(const config::ModelSpec& spec) {
+  return spec.is_tied() ? std::vector<std::string>{"embed.weight"} : std::vector<std::string>{};
+}
+
+}  // namespace lockstep::model

@@ -1,0 +1,31 @@
+// The layers of a language model: all of them in one model, or cut into the stages of a pipeline.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/config/model_spec.h"
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/nn/random_context.h"
+#include "lockstep/parallel/pipeline/layer.h"
+
+namespace lockstep::model {
+
+struct LanguageModelOptions {
+  at::TensorOptions tensors = {};  // dtype and device of the parameters
+  // selective: each block's MLP is computed again in backward; full: the whole block is.
+  layout::Recompute recompute = layout::Recompute::none;
+};
+
+// Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V). Together
+// they have the parameters of spec.tensors(), by the same names. `random` is what their dropout
+// depends on. The spec must be resolved.
+std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
+                                                   const LanguageModelOptions& options,
+                                                   std::shared_ptr<nn::RandomContext> random);
+
+// Parameters that the head shares with the embeddings: in a pipeline, both stages have them.
+std::vector<std::string> tied_parameters(const config::ModelSpec& spec);
+
+}  // namespace lockstep::model

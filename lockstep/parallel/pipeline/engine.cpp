@@ -1,0 +1,317 @@
+#include "lockstep/parallel/pipeline/engine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::parallel {
+
+std::vector<int> layers_per_stage(int layers, int stages, const std::vector<int>& split) {
+  if (split.empty()) {
+    if (layers < stages || layers % stages != 0) {
+      throw ConfigError(
+          format("[pipeline] {} layers over {} stages, must be a multiple; or give split, the "
+                 "layers of each stage",
+                 layers, stages));
+    }
+    return std::vector<int>(static_cast<size_t>(stages), layers / stages);
+  }
+  const int64_t sum = std::accumulate(split.begin(), split.end(), int64_t{0});
+  if (static_cast<int>(split.size()) != stages || sum != layers ||
+      *std::min_element(split.begin(), split.end()) < 1) {
+    throw ConfigError(
+        format("[pipeline] split is {}: {} stages with {} layers, must be {} stages with at least "
+               "one layer each and {} layers in all",
+               join(split), split.size(), sum, stages, layers));
+  }
+  return split;
+}
+
+namespace detail {
+namespace {
+
+using schedule::Action;
+using schedule::Op;
+
+// All micro-batches through one chunk after the other.
+schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatches) {
+  schedule::Schedule all;
+  static_cast<schedule::Pipeline&>(all) = layout;
+  all.kind = schedule::Kind::file;
+  all.microbatches = microbatches;
+  all.actions.resize(static_cast<size_t>(layout.ranks));
+  for (auto& actions : all.actions) {
+    for (int chunk = 0; chunk < layout.chunks; ++chunk) {
+      for (int i = 0; i < microbatches; ++i) actions.push_back({Op::forward, i, chunk});
+    }
+    for (int chunk = layout.chunks; chunk-- > 0;) {
+      for (int i = 0; i < microbatches; ++i) actions.push_back({Op::backward, i, chunk});
+    }
+  }
+  schedule::Program program = schedule::lower(all);
+  for (auto& actions : program.actions) {
+    std::erase_if(actions, [](const Action& action) {
+      return action.op == Op::backward || action.op == Op::send_gradient ||
+             action.op == Op::recv_gradient;
+    });
+  }
+  return program;
+}
+
+// A rank's tensors for another stage: values, and whether their gradients are wanted.
+Tensors as_leaves(Tensors tensors) {
+  for (at::Tensor& tensor : tensors) {
+    if (tensor.defined()) tensor = tensor.detach().requires_grad_(tensor.requires_grad());
+  }
+  return tensors;
+}
+
+// Ranks that have a part of the model's gradients each: the pipeline's, and those of "dp" that
+// share a stage out among them.
+comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages,
+                            const comm::Group& data, const comm::Group& all) {
+  int sharing = 1;
+  if (const auto& sharded = stages.front()->sharded(); sharded) {
+    const auto& options = sharded->options();
+    sharing = options.strategy == ShardingStrategy::hybrid_shard ? options.hybrid_group_size
+              : options.strategy == ShardingStrategy::no_shard   ? 1
+                                                                 : data.size();
+  }
+  return all.split(data.rank() / std::max(1, sharing), all.rank());
+}
+
+}  // namespace
+
+PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const comm::Group& pipeline,
+                               const comm::Group& data, const comm::Group& all,
+                               PipelineOptions given)
+    : options(std::move(given)),
+      schedule(schedule::generate({.kind = options.schedule,
+                                   .ranks = pipeline.size(),
+                                   .microbatches = options.microbatches,
+                                   .chunks = options.chunks,
+                                   .group = options.group,
+                                   .file = options.schedule_file})),
+      pipeline_(pipeline.split(0, pipeline.rank())),
+      data_rank_(data.rank()),
+      program_(schedule::lower(
+          schedule, {.unshard = std::holds_alternative<FullyShardOptions>(options.data) &&
+                                options.max_unsharded > 0 && schedule.stages() > 1,
+                     .max_unsharded = std::max(1, options.max_unsharded),
+                     .reduce = true})),
+      mailbox_(pipeline.split(0, pipeline.rank()), options.device) {
+  schedule::check_deadlock(program_);
+  const auto counts =
+      layers_per_stage(static_cast<int>(layers.size()), layout().stages(), options.split);
+  std::vector<Stage*> mine;
+  for (int chunk = 0; chunk < layout().chunks; ++chunk) {
+    const int stage = layout().stage(rank(), chunk);
+    const int first = std::accumulate(counts.begin(), counts.begin() + stage, 0);
+    stages_.push_back(std::make_unique<Stage>(
+        std::span(layers).subspan(static_cast<size_t>(first),
+                                  static_cast<size_t>(counts[static_cast<size_t>(stage)])),
+        data, options));
+    mine.push_back(stages_.back().get());
+  }
+  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(),
+                                           pipeline.split(0, pipeline.rank()));
+  norm_group_ = make_norm_group(stages_, data, all);
+}
+
+void PipelineEngine::note_memory() {
+  int live = 0;
+  size_t kept = 0;
+  for (const auto& stage : stages_) {
+    live += stage->live();
+    kept += stage->kept_bytes();
+  }
+  stats.peak_live = std::max(stats.peak_live, live);
+  stats.peak_kept_bytes = std::max(stats.peak_kept_bytes, static_cast<int64_t>(kept));
+}
+
+Tensors PipelineEngine::inputs_of(const Action& action, const Run& run) {
+  if (layout().stage(rank(), action.chunk) > 0) {
+    return mailbox_.take({.microbatch = action.microbatch, .chunk = action.chunk});
+  }
+  Tensors inputs = run.batch.inputs(action.microbatch);
+  for (at::Tensor& input : inputs) {
+    if (input.defined()) input = input.detach();
+  }
+  return inputs;
+}
+
+// To a stage of this rank at once; to another rank's when the program says so.
+void PipelineEngine::pass_on(const Action& action, Tensors tensors, Run& run) {
+  const bool forward = action.op == Op::forward;
+  const int to = layout().stage(rank(), action.chunk) + (forward ? 1 : -1);
+  if (to < 0 || to == layout().stages()) return;
+  const schedule::Place place = layout().place(to);
+  if (place.rank == rank()) {
+    mailbox_.put({.gradient = !forward, .microbatch = action.microbatch, .chunk = place.chunk},
+                 forward ? as_leaves(std::move(tensors)) : std::move(tensors));
+  } else {
+    run.outgoing[static_cast<size_t>(action.chunk)] = std::move(tensors);
+  }
+}
+
+Tensors PipelineEngine::forward(const Action& action, Run& run) {
+  Stage& stage = *stages_[static_cast<size_t>(action.chunk)];
+  Tensors inputs = inputs_of(action, run);
+  if (run.batch.begin) run.batch.begin(action.microbatch);
+  const bool is_last = layout().stage(rank(), action.chunk) + 1 == layout().stages();
+  const Stage::Loss loss = [&](const Tensors& outputs) {
+    return run.batch.loss(action.microbatch, outputs);
+  };
+  timeline.push_back({action, Clock::now(), {}});
+  Tensors outputs = stage.forward(action.microbatch, std::move(inputs), is_last ? &loss : nullptr);
+  if (is_last) run.losses[action.microbatch].copy_(outputs[0].detach().reshape({}));
+  return outputs;
+}
+
+void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
+  Stage& stage = *stages_[static_cast<size_t>(action.chunk)];
+  if (action.op == Op::forward) {
+    pass_on(action, forward(action, run), run);
+    return;
+  }
+  if (action.op == Op::backward_weight) {
+    timeline.push_back({action, Clock::now(), {}});
+    stage.backward_weight(action.microbatch, syncs);
+    return;
+  }
+  Tensors gradients;
+  if (layout().stage(rank(), action.chunk) + 1 < layout().stages()) {
+    gradients =
+        mailbox_.take({.gradient = true, .microbatch = action.microbatch, .chunk = action.chunk});
+  }
+  timeline.push_back({action, Clock::now(), {}});
+  pass_on(action,
+          action.op == Op::backward ? stage.backward(action.microbatch, gradients, syncs)
+                                    : stage.backward_input(action.microbatch, gradients),
+          run);
+}
+
+void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
+  const auto chunk = static_cast<size_t>(action.chunk);
+  switch (action.op) {
+    case Op::forward:
+    case Op::backward:
+    case Op::backward_input:
+    case Op::backward_weight: {
+      compute(action, reduces_next && run.reduces, run);
+      TimedAction& timed = timeline.back();
+      timed.end = Clock::now();
+      note_memory();
+      if (trace::enabled()) {
+        static thread_local const trace::Row row(pipeline_.members()[static_cast<size_t>(rank())],
+                                                 "pipeline");
+        row.add("pipeline", schedule::name_of(action, 0), timed.start, timed.end,
+                format("\"stage\":{},\"rank\":{},\"dp\":{},\"step\":{}",
+                       layout().stage(rank(), action.chunk), rank(), data_rank_, num_steps_));
+      }
+      return;
+    }
+    case Op::send_activation:
+    case Op::send_gradient:
+      mailbox_.send(std::exchange(run.outgoing[chunk], {}), layout().peer(rank(), action));
+      return;
+    case Op::recv_activation:
+    case Op::recv_gradient:
+      mailbox_.expect({.gradient = action.op == Op::recv_gradient,
+                       .microbatch = action.microbatch,
+                       .chunk = action.chunk},
+                      layout().peer(rank(), action));
+      return;
+    case Op::unshard:
+      stages_[chunk]->unshard();
+      return;
+    case Op::reshard:
+      stages_[chunk]->reshard();
+      return;
+    case Op::reduce:
+      if (run.reduces) stages_[chunk]->reduce();
+      return;
+  }
+}
+
+at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
+  stats = {};
+  timeline.clear();
+  run.outgoing.resize(stages_.size());
+  run.losses = at::zeros({program.microbatches}, at::kDouble);
+  try {
+    tied_->copy_values();
+    const auto& actions = program.actions[static_cast<size_t>(rank())];
+    for (size_t i = 0; i < actions.size(); ++i) {
+      // The last gradients of a chunk are reduced while they are computed. The gradient that goes
+      // to another rank must not wait for that.
+      const auto reduces = [&](size_t next) {
+        return next < actions.size() && actions[next].op == Op::reduce &&
+               actions[next].chunk == actions[i].chunk;
+      };
+      act(actions[i], reduces(i + 1), run);
+    }
+    if (run.trains && run.reduces) tied_->return_gradients();
+    mailbox_.finish();
+    const int last = layout().place(layout().stages() - 1).rank;
+    comm::broadcast(run.losses, pipeline_, {.root = last, .tag = "losses"}).wait();
+  } catch (const std::exception& error) {
+    mailbox_.abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
+    throw;
+  }
+  ++num_steps_;
+  return run.losses;
+}
+
+at::Tensor PipelineEngine::step(const PipelineBatch& batch, PipelineStep how) {
+  const c10::AutoGradMode grad(true);
+  for (const auto& stage : stages_) {
+    stage->begin_step();
+    stage->set_first_microbatch(first_microbatch_);
+  }
+  first_microbatch_ = how.accumulate ? first_microbatch_ + layout().microbatches : 0;
+  return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true, .losses = {}});
+}
+
+at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches) {
+  if (microbatches < 1)
+    throw ConfigError(format("[pipeline] {} micro-batches, must be at least 1", microbatches));
+  const at::NoGradGuard no_grad;
+  if (forward_program_.microbatches != microbatches || forward_program_.actions.empty())
+    forward_program_ = forward_alone(layout(), microbatches);
+  return run(forward_program_, {.batch = batch, .reduces = false, .trains = false, .losses = {}});
+}
+
+bool PipelineEngine::is_tied_copy(size_t chunk, const std::string& name) const {
+  return tied_->is_copy(static_cast<int>(chunk), name);
+}
+
+std::vector<optim::NamedParameter> PipelineEngine::named_parameters() const {
+  std::vector<optim::NamedParameter> all;
+  for (size_t chunk = 0; chunk < stages_.size(); ++chunk) {
+    for (auto& parameter : stages_[chunk]->named_parameters()) {
+      if (!is_tied_copy(chunk, parameter.name)) all.push_back(std::move(parameter));
+    }
+  }
+  return all;
+}
+
+double PipelineEngine::grad_norm(optim::NormOptions how) const {
+  how.group = norm_group_;
+  std::vector<at::Tensor> mine;
+  // Copies have given their gradients away.
+  for (const auto& stage : stages_) {
+    for (at::Tensor& tensor : stage->norm_parameters()) mine.push_back(std::move(tensor));
+  }
+  return optim::grad_norm(mine, how);
+}
+
+}  // namespace detail
+}  // namespace lockstep::parallel

@@ -1,0 +1,71 @@
+// Runs a rank's program: a list of actions over its stages. Private: not installed.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/mesh/mesh.h"
+#include "lockstep/parallel/pipeline/mailbox.h"
+#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/pipeline/stage.h"
+#include "lockstep/parallel/pipeline/tied.h"
+
+namespace lockstep::parallel::detail {
+
+class PipelineEngine {
+ public:
+  // Collective over both groups; `all` is the ranks of both.
+  PipelineEngine(const std::vector<Layer>& layers, const comm::Group& pipeline,
+                 const comm::Group& data, const comm::Group& all, PipelineOptions options);
+
+  at::Tensor step(const PipelineBatch& batch, PipelineStep options);
+  at::Tensor evaluate(const PipelineBatch& batch, int microbatches);
+
+  double grad_norm(optim::NormOptions options) const;
+  std::vector<optim::NamedParameter> named_parameters() const;
+
+  const std::vector<std::unique_ptr<Stage>>& stages() const { return stages_; }
+  int stage(size_t chunk) const { return layout().stage(rank(), static_cast<int>(chunk)); }
+  const schedule::Pipeline& layout() const { return program_; }
+  int rank() const { return pipeline_.rank(); }
+  bool owns_stage(int stage) const { return layout().place(stage).rank == rank(); }
+  bool is_tied_copy(size_t chunk, const std::string& name) const;
+
+  const PipelineOptions options;
+  schedule::Schedule schedule;
+  PipelineStats stats;
+  std::vector<TimedAction> timeline;
+
+  const schedule::Program& program() const { return program_; }
+
+ private:
+  // What one run of a program needs.
+  struct Run {
+    const PipelineBatch& batch;
+    bool reduces = true;
+    bool trains = true;
+    at::Tensor losses;                   // on the last stage's rank, as they come
+    std::vector<Tensors> outgoing = {};  // per chunk: what its last computation gave
+  };
+
+  at::Tensor run(const schedule::Program& program, Run run);
+  void act(const schedule::Action& action, bool reduces_next, Run& run);
+  void compute(const schedule::Action& action, bool syncs, Run& run);
+  Tensors forward(const schedule::Action& action, Run& run);
+  Tensors inputs_of(const schedule::Action& action, const Run& run);
+  void pass_on(const schedule::Action& action, Tensors tensors, Run& run);
+  void note_memory();
+
+  comm::Group pipeline_, norm_group_;
+  int data_rank_;
+  schedule::Program program_, forward_program_;
+  std::vector<std::unique_ptr<Stage>> stages_;  // one for each chunk
+  std::unique_ptr<TiedParameters> tied_;
+  Mailbox mailbox_;
+  int64_t first_microbatch_ = 0;  // where steps accumulate
+  int64_t num_steps_ = 0;
+};
+
+}  // namespace lockstep::parallel::detail

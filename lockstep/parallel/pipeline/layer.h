@@ -1,0 +1,99 @@
+// What a pipeline is built from: layers that a rank builds only if they are its own.
+//
+//   std::vector<parallel::Layer> layers;
+//   layers.push_back(parallel::layer("embed", [] { return torch::nn::Embedding(50257, 768); }));
+//   for (int i = 0; i < 12; ++i)
+//     layers.push_back(parallel::layer(fmt::format("blocks.{}", i), [] { return Block(768); }));
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/parallel/data/ddp.h"
+
+namespace lockstep::parallel {
+
+// What goes from layer to layer, and from stage to stage.
+using Tensors = std::vector<at::Tensor>;
+using LayerForward = std::function<Tensors(const Tensors&)>;
+
+struct Layer {
+  // Builds the layer's modules and registers them in the stage's module, under names that are its
+  // own in the whole model; returns what computes with them. Called on the rank that has the layer.
+  std::function<LayerForward(torch::nn::Module& stage)> build;
+};
+
+namespace detail {
+
+// The module of this path below `root`; modules on the way that are not there are made.
+torch::nn::Module& container(torch::nn::Module& root, const std::string& path);
+void register_layer(torch::nn::Module& stage, const std::string& path,
+                    std::shared_ptr<torch::nn::Module> module);
+[[noreturn]] void refuse_inputs(const std::string& layer, size_t count);
+
+template <class Module>
+Tensors call(Module& module, const std::string& name, const Tensors& in) {
+  Tensors out;
+  const auto run = [&](const auto&... arguments) {
+    if constexpr (requires { module.forward(arguments...); }) {
+      collect_tensors(module.forward(arguments...), out);
+    } else if constexpr (requires { module.forward(in); }) {
+      collect_tensors(module.forward(in), out);
+    } else {
+      refuse_inputs(name, in.size());
+    }
+  };
+  switch (in.size()) {
+    case 1:
+      run(in[0]);
+      break;
+    case 2:
+      run(in[0], in[1]);
+      break;
+    case 3:
+      run(in[0], in[1], in[2]);
+      break;
+    case 4:
+      run(in[0], in[1], in[2], in[3]);
+      break;
+    default:
+      run(in);
+  }
+  return out;
+}
+
+}  // namespace detail
+
+// A layer that is one module, registered under `name`, in which dots separate modules. `make`
+// returns its holder or a shared_ptr to it. Its forward takes as many tensors as the layer before
+// gives, or a std::vector of them, and returns a tensor, or tuples and vectors of such.
+template <class Make>
+Layer layer(std::string name, Make make) {
+  return {[name = std::move(name), make = std::move(make)](torch::nn::Module& stage) {
+    auto module = make();
+    std::shared_ptr<std::remove_reference_t<decltype(*module)>> shared;
+    if constexpr (requires { module.ptr(); }) {
+      shared = module.ptr();
+    } else {
+      shared = module;
+    }
+    detail::register_layer(stage, name, shared);
+    return LayerForward(
+        [shared, name](const Tensors& in) { return detail::call(*shared, name, in); });
+  }};
+}
+
+// A layer without parameters: a function of tensors.
+template <class Function>
+requires std::invocable<Function, const Tensors&> Layer function_layer(Function function) {
+  return {[function = std::move(function)](torch::nn::Module&) { return LayerForward(function); }};
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,211 @@
+#include "lockstep/parallel/pipeline/mailbox.h"
+
+#include <ATen/ATen.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+constexpr int64_t kMaxTensors = 8, kMaxDims = 8;
+constexpr int64_t kTensorWords = 4 + kMaxDims;  // kind, dtype, requires_grad, dims, sizes
+constexpr int64_t kHeaderWords = 1 + kMaxTensors * kTensorWords;
+enum Kind : int64_t { kUndefined, kOnCpu, kOnDevice };
+
+at::Tensor header_of(const Tensors& tensors) {
+  if (static_cast<int64_t>(tensors.size()) > kMaxTensors) {
+    throw ConfigError(format("[pipeline] a stage gives {} tensors to the next, must be at most {}",
+                             tensors.size(), kMaxTensors));
+  }
+  const at::Tensor header = at::zeros({kHeaderWords}, at::kLong);
+  int64_t* word = header.data_ptr<int64_t>();
+  *word++ = static_cast<int64_t>(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    int64_t* const begin = word;
+    word += kTensorWords;
+    if (!tensor.defined()) continue;
+    if (tensor.dim() > kMaxDims || tensor.layout() != at::kStrided) {
+      throw ConfigError(
+          format("[pipeline] a stage gives a tensor of {} dimensions and layout {} to the next, "
+                 "must be dense with at most {}",
+                 tensor.dim(), c10::str(tensor.layout()), kMaxDims));
+    }
+    begin[0] = tensor.is_cpu() ? kOnCpu : kOnDevice;
+    begin[1] = static_cast<int64_t>(tensor.scalar_type());
+    begin[2] = tensor.requires_grad() ? 1 : 0;
+    begin[3] = tensor.dim();
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) begin[4 + dim] = tensor.size(dim);
+  }
+  return header;
+}
+
+// Tensors without values, as the header describes them.
+Tensors tensors_of(const at::Tensor& header, c10::Device device) {
+  const int64_t* word = header.data_ptr<int64_t>();
+  Tensors tensors(static_cast<size_t>(*word++));
+  for (at::Tensor& tensor : tensors) {
+    const int64_t* const begin = word;
+    word += kTensorWords;
+    if (begin[0] == kUndefined) continue;
+    tensor = at::empty(at::IntArrayRef(begin + 4, static_cast<size_t>(begin[3])),
+                       at::TensorOptions()
+                           .dtype(static_cast<at::ScalarType>(begin[1]))
+                           .device(begin[0] == kOnCpu ? c10::Device(at::kCPU) : device));
+    tensor.requires_grad_(begin[2] != 0);
+  }
+  return tensors;
+}
+
+bool has_values(const at::Tensor& tensor) { return tensor.defined() && tensor.numel() > 0; }
+
+}  // namespace
+
+// What one peer sends, taken in by a thread.
+struct Mailbox::Channel {
+  std::deque<MessageKey> expected;
+  bool busy = false;  // receiving
+  std::thread thread;
+};
+
+struct Mailbox::Shared {
+  Tensors receive(int from) const;
+  void run(int from, Channel& channel);
+
+  comm::Group group;
+  c10::Device device = at::kCPU;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int, Channel> channels;  // by peer
+  std::map<MessageKey, Tensors> arrived;
+  std::exception_ptr error;
+  bool stopping = false;
+};
+
+Tensors Mailbox::Shared::receive(int from) const {
+  const at::Tensor header = at::empty({kHeaderWords}, at::kLong);
+  comm::recv(header, from, group).wait();
+  Tensors tensors = tensors_of(header, device);
+  std::vector<comm::Work> parts;
+  for (const at::Tensor& tensor : tensors) {
+    if (has_values(tensor)) parts.push_back(comm::recv(tensor.detach(), from, group));
+  }
+  for (comm::Work& part : parts) part.wait();
+  return tensors;
+}
+
+void Mailbox::Shared::run(int from, Channel& channel) {
+  const comm::Uncounted uncounted;
+  trace::name_thread(group.members()[static_cast<size_t>(group.rank())],
+                     format("pipeline, from {}", from));
+  std::unique_lock lock(mutex);
+  for (;;) {
+    changed.wait(lock, [&] { return stopping || error || !channel.expected.empty(); });
+    if (stopping || error) return;
+    const MessageKey key = channel.expected.front();
+    channel.expected.pop_front();
+    channel.busy = true;
+    lock.unlock();
+    Tensors tensors;
+    std::exception_ptr failure;
+    try {
+      tensors = receive(from);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    channel.busy = false;
+    if (failure && !error) error = failure;
+    if (!failure) arrived[key] = std::move(tensors);
+    changed.notify_all();
+  }
+}
+
+Mailbox::Mailbox(comm::Group group, c10::Device device) : shared_(std::make_shared<Shared>()) {
+  shared_->group = std::move(group);
+  shared_->device = device;
+}
+
+Mailbox::~Mailbox() {
+  bool stuck = false;
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->stopping = true;
+    for (const auto& [from, channel] : shared_->channels) stuck = stuck || channel.busy;
+    shared_->changed.notify_all();
+  }
+  // Nobody will send what they wait for.
+  const bool ended = !stuck || shared_->group.impl().abort("the pipeline was ended");
+  for (auto& [from, channel] : shared_->channels) {
+    if (ended) {
+      channel.thread.join();
+    } else {
+      channel.thread.detach();  // it holds all that it uses
+    }
+  }
+}
+
+void Mailbox::expect(const MessageKey& key, int from) {
+  const std::lock_guard lock(shared_->mutex);
+  Channel& channel = shared_->channels[from];
+  channel.expected.push_back(key);
+  if (!channel.thread.joinable()) {
+    channel.thread =
+        std::thread([shared = shared_, from, &channel] { shared->run(from, channel); });
+  }
+  shared_->changed.notify_all();
+}
+
+void Mailbox::send(const Tensors& tensors, int to) {
+  std::erase_if(sends_, [](comm::Work& work) {
+    if (!work.done()) return false;
+    work.wait();  // throws what went wrong
+    return true;
+  });
+  sends_.push_back(comm::send(header_of(tensors), to, shared_->group));
+  for (const at::Tensor& tensor : tensors) {
+    if (has_values(tensor))
+      sends_.push_back(comm::send(tensor.detach().contiguous(), to, shared_->group));
+  }
+}
+
+void Mailbox::put(const MessageKey& key, Tensors tensors) {
+  const std::lock_guard lock(shared_->mutex);
+  shared_->arrived[key] = std::move(tensors);
+}
+
+Tensors Mailbox::take(const MessageKey& key) {
+  std::unique_lock lock(shared_->mutex);
+  auto found = shared_->arrived.find(key);
+  if (found == shared_->arrived.end()) {
+    const comm::detail::BlockedTime blocked(
+        shared_->group.impl().membership().world->blocked.get());
+    shared_->changed.wait(lock, [&] {
+      found = shared_->arrived.find(key);
+      return found != shared_->arrived.end() || shared_->error;
+    });
+    if (found == shared_->arrived.end()) std::rethrow_exception(shared_->error);
+  }
+  Tensors tensors = std::move(found->second);
+  shared_->arrived.erase(found);
+  return tensors;
+}
+
+void Mailbox::finish() {
+  for (comm::Work& work : sends_) work.wait();
+  sends_.clear();
+}
+
+void Mailbox::abort(const std::string& why) { shared_->group.impl().abort(why); }
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,95 @@
+#include "lockstep/parallel/pipeline/pipeline.h"
+
+#include "lockstep/parallel/pipeline/engine.h"
+
+namespace lockstep::parallel {
+namespace {
+
+std::shared_ptr<detail::PipelineEngine> make_engine(const std::vector<Layer>& layers,
+                                                    const mesh::Mesh& mesh,
+                                                    PipelineOptions options) {
+  if (!mesh.has("dp")) {
+    const comm::Group pipeline = mesh["pp"];
+    return std::make_shared<detail::PipelineEngine>(layers, pipeline, comm::Group(), pipeline,
+                                                    std::move(options));
+  }
+  return std::make_shared<detail::PipelineEngine>(layers, mesh["pp"].group(), mesh["dp"].group(),
+                                                  mesh.flatten({"dp", "pp"}), std::move(options));
+}
+
+}  // namespace
+
+Pipeline::Pipeline(const std::vector<Layer>& layers, const mesh::Mesh& mesh,
+                   PipelineOptions options)
+    : engine_(make_engine(layers, mesh, std::move(options))) {}
+Pipeline::Pipeline(const std::vector<Layer>& layers, const comm::Group& group,
+                   PipelineOptions options)
+    : engine_(std::make_shared<detail::PipelineEngine>(layers, group, comm::Group(), group,
+                                                       std::move(options))) {}
+
+at::Tensor Pipeline::step(const PipelineBatch& batch, PipelineStep options) {
+  return engine_->step(batch, options);
+}
+at::Tensor Pipeline::evaluate(const PipelineBatch& batch, int microbatches) {
+  return engine_->evaluate(batch, microbatches);
+}
+
+std::vector<optim::NamedParameter> Pipeline::named_parameters() const {
+  return engine_->named_parameters();
+}
+std::vector<at::Tensor> Pipeline::parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& parameter : named_parameters()) all.push_back(parameter.tensor);
+  return all;
+}
+double Pipeline::grad_norm(optim::NormOptions options) const {
+  return engine_->grad_norm(std::move(options));
+}
+double Pipeline::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+  const double norm = grad_norm(std::move(options));
+  optim::clip_grad_with_norm(parameters(), max_norm, norm);
+  return norm;
+}
+
+void Pipeline::train(bool on) {
+  for (const auto& stage : engine_->stages()) stage->module().train(on);
+}
+bool Pipeline::is_training() const { return engine_->stages().front()->module().is_training(); }
+
+bool Pipeline::has_first_stage() const { return engine_->owns_stage(0); }
+bool Pipeline::has_last_stage() const {
+  return engine_->owns_stage(engine_->layout().stages() - 1);
+}
+std::vector<int> Pipeline::stages() const {
+  std::vector<int> all;
+  for (size_t chunk = 0; chunk < engine_->stages().size(); ++chunk)
+    all.push_back(engine_->stage(chunk));
+  return all;
+}
+std::vector<std::shared_ptr<torch::nn::Module>> Pipeline::modules() const {
+  std::vector<std::shared_ptr<torch::nn::Module>> all;
+  for (const auto& stage : engine_->stages()) all.push_back(stage->shared_module());
+  return all;
+}
+std::vector<ShardedModel> Pipeline::sharded() const {
+  std::vector<ShardedModel> all;
+  for (const auto& stage : engine_->stages()) {
+    if (stage->sharded()) all.push_back(*stage->sharded());
+  }
+  return all;
+}
+std::vector<std::string> Pipeline::tied_copies(size_t stage) const {
+  std::vector<std::string> names;
+  for (const auto& item : engine_->stages().at(stage)->module().named_parameters()) {
+    if (engine_->is_tied_copy(stage, item.key())) names.push_back(item.key());
+  }
+  return names;
+}
+
+const schedule::Schedule& Pipeline::schedule() const { return engine_->schedule; }
+const schedule::Program& Pipeline::program() const { return engine_->program(); }
+const PipelineOptions& Pipeline::options() const { return engine_->options; }
+PipelineStats Pipeline::stats() const { return engine_->stats; }
+std::span<const TimedAction> Pipeline::timeline() const { return engine_->timeline; }
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,141 @@
+// Pipeline parallelism: a model in stages on the ranks of a group, run by a schedule.
+//
+//   parallel::Pipeline pipeline(layers, mesh, {.schedule = layout::PipelineSchedule::zb_h1,
+//                                              .microbatches = 8});
+//   optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 1e-3});
+//   const at::Tensor losses = pipeline.step(
+//       {.inputs = [&](int i) { return parallel::Tensors{tokens[i]}; },
+//        .loss = [&](int i, const parallel::Tensors& out) { return loss(out[0], targets[i]); }});
+//   pipeline.clip_grad_norm(1);
+//   optimizer.step();
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "lockstep/core/clock.h"
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/mesh/mesh.h"
+#include "lockstep/nn/random_context.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/parameters.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/pipeline/layer.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/schedule/lower.h"
+
+namespace lockstep::parallel {
+
+struct PipelineOptions {
+  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
+  int microbatches = 1;            // of a step, on each data-parallel rank
+  int chunks = 1;                  // stages of a rank
+  int group = 0;                   // interleaved: as schedule::ScheduleOptions
+  std::string schedule_file = {};  // of PipelineSchedule::file
+  std::vector<int> split = {};     // layers of each stage, first to last; empty: all equal
+  // Parameters that several stages have under the same name, and that are one: the first stage's,
+  // which the optimizer sees, is copied to the others before each step and gets their gradients.
+  std::vector<std::string> tied = {};
+  // How the ranks of the mesh's axis "dp" share each stage.
+  std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
+  // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
+  int max_unsharded = 3;
+  // Layers are built without memory, and get their first values so.
+  std::optional<MaterializeOptions> first_values = std::nullopt;
+  // Each layer is computed again in backward; `random` is what its random layers share.
+  bool recompute = false;
+  std::shared_ptr<nn::RandomContext> random = {};
+  c10::Device device = c10::Device(c10::kCPU);  // where tensors from other devices arrive
+};
+
+// What a step computes. Each function is called once for every micro-batch.
+struct PipelineBatch {
+  // On the rank of the first stage. They get no gradients.
+  std::function<Tensors(int microbatch)> inputs;
+  // On the rank of the last stage: one number, whose gradient is taken. Micro-batches' gradients
+  // add up, so for the mean over them divide by their number.
+  std::function<at::Tensor(int microbatch, const Tensors& outputs)> loss;
+  // On every rank, before a stage's forward: to set what random layers depend on.
+  std::function<void(int microbatch)> begin = {};
+};
+
+struct PipelineStep {
+  bool accumulate = false;  // more steps follow before gradients are reduced and used
+};
+
+// Of the last step, on this rank. Counted, not computed.
+struct PipelineStats {
+  int peak_live = 0;  // micro-batches of all stages between forward and the end of backward
+  // Gradients kept from the first half of a backward to the second.
+  int64_t peak_kept_bytes = 0;
+};
+
+struct TimedAction {
+  schedule::Action action;
+  Clock::time_point start, end;  // of the computation: waiting for its input is not in it
+};
+
+namespace detail {
+class PipelineEngine;
+}
+
+// A value: copies share everything.
+class Pipeline {
+ public:
+  // Of the mesh the axis "pp" is used and, if there is one, "dp"; or all ranks of a group. Builds
+  // this rank's stages. Collective. ConfigError where layers, schedule and ranks do not fit.
+  Pipeline(const std::vector<Layer>& layers, const mesh::Mesh& mesh, PipelineOptions options = {});
+  Pipeline(const std::vector<Layer>& layers, const comm::Group& group,
+           PipelineOptions options = {});
+
+  // Forward and backward of all micro-batches. Returns the losses on every rank of the pipeline, as
+  // doubles on the CPU. Afterwards parameters have their gradients, averaged over "dp". Collective.
+  // After an exception, which peers get too, the pipeline cannot go on.
+  at::Tensor step(const PipelineBatch& batch, PipelineStep options = {});
+  // Forward alone, in the mode that train() or eval() set, of any number of micro-batches.
+  at::Tensor evaluate(const PipelineBatch& batch, int microbatches);
+
+  // For the optimizer: of this rank's stages, what it is to update.
+  std::vector<optim::NamedParameter> named_parameters() const;
+  std::vector<at::Tensor> parameters() const;
+  // Of the whole model, every parameter once, the same on all ranks. Collective.
+  double grad_norm(optim::NormOptions options = {}) const;
+  double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
+
+  void train(bool on = true);
+  void eval() { train(false); }
+  bool is_training() const;
+
+  bool has_first_stage() const;
+  bool has_last_stage() const;
+  // This rank's stages: which of the model's, and the modules; sharded ones where data is sharded.
+  std::vector<int> stages() const;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
+  std::vector<ShardedModel> sharded() const;
+  // Names in modules() that another stage's parameter is copied to.
+  std::vector<std::string> tied_copies(size_t stage) const;
+
+  const schedule::Schedule& schedule() const;
+  const schedule::Program& program() const;
+  const PipelineOptions& options() const;
+  PipelineStats stats() const;
+  // What this rank computed in the last step, in order.
+  std::span<const TimedAction> timeline() const;
+
+ private:
+  std::shared_ptr<detail::PipelineEngine> engine_;
+};
+
+// Layers of each stage. ConfigError unless `split` is a way to cut `layers` into `stages`, or is
+// empty and `layers` can be cut into equal ones.
+std::vector<int> layers_per_stage(int layers, int stages, const std::vector<int>& split);
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,101 @@
+// One stage of a pipeline, on the rank that has it. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/optim/parameters.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/pipeline/layer.h"
+#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/pipeline/split_backward.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+
+namespace lockstep::parallel::detail {
+
+class StageModule : public torch::nn::Module {
+ public:
+  std::vector<LayerForward> layers;
+};
+
+class Stage {
+ public:
+  using Loss = std::function<at::Tensor(const Tensors& outputs)>;
+
+  // Collective over the data-parallel ranks.
+  Stage(std::span<const Layer> layers, const comm::Group& data, const PipelineOptions& options);
+
+  // Keeps what backward needs, unless gradients are off. The inputs are leaves. With a loss the
+  // result is the loss alone.
+  Tensors forward(int microbatch, Tensors inputs, const Loss* loss);
+  // From the gradients of what forward gave (of a loss: none) to those of its inputs. With `syncs`,
+  // the gradients of parameters are reduced over the data-parallel ranks as well.
+  Tensors backward(int microbatch, const Tensors& gradients, bool syncs);
+  // The same in two halves.
+  Tensors backward_input(int microbatch, const Tensors& gradients);
+  void backward_weight(int microbatch, bool syncs);
+
+  // Before the first forward of a step.
+  void begin_step();
+  void unshard();
+  void reshard();
+  // What was not reduced by a backward that syncs. Collective.
+  void reduce();
+  // Counts micro-batches from here: more steps add to the same gradients.
+  void set_first_microbatch(int64_t first) { first_microbatch_ = first; }
+
+  torch::nn::Module& module() const { return *module_; }
+  std::shared_ptr<torch::nn::Module> shared_module() const { return module_; }
+  std::optional<ShardedModel>& sharded() { return sharded_; }
+  const std::optional<ShardedModel>& sharded() const { return sharded_; }
+  std::vector<optim::NamedParameter> named_parameters() const;
+  std::vector<at::Tensor> norm_parameters() const;
+  int live() const { return static_cast<int>(flights_.size()); }
+  size_t kept_bytes() const { return kept_bytes_; }
+
+ private:
+  using Edges = SplitBackward::Edges;
+  // A micro-batch between its forward and the end of its backward.
+  struct Flight {
+    Tensors inputs;
+    at::Tensor loss_gradient;  // where the output is a loss
+    Edges outputs;             // not valid for those that need no gradient
+    // Where the first half of a split backward ends: at the inputs or, where they need no gradient,
+    // behind the first layer that has one.
+    Edges entries;
+    bool enters_at_inputs = false;
+    std::optional<SplitBackward> split;
+  };
+  class Ddp : public DdpHandle {
+   public:
+    using DdpHandle::before_forward;
+    using DdpHandle::DdpHandle;
+  };
+  using NoSyncGuard = std::variant<std::monostate, NoSync, NoSyncShards>;
+
+  NoSyncGuard synchronised(int microbatch, bool syncs);
+  // Roots and gradients of those outputs for which there is one.
+  std::pair<Edges, Tensors> begin_backward(const Flight& flight, const Tensors& gradients) const;
+
+  std::shared_ptr<StageModule> module_;
+  const PipelineOptions& options_;
+  std::optional<Ddp> whole_;
+  std::optional<ShardedModel> sharded_;
+  std::map<int, Flight> flights_;
+  int64_t first_microbatch_ = 0;
+  bool reduced_ = false;
+  size_t kept_bytes_ = 0;
+};
+
+}  // namespace lockstep::parallel::detail

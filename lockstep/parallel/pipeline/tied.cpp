@@ -1,0 +1,167 @@
+#include "lockstep/parallel/pipeline/tied.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <map>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/philox.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+// Every rank's names with the stages that have them, in one exchange: names travel as hashes.
+std::map<uint64_t, std::vector<int>> stages_of_names(const std::vector<Stage*>& stages,
+                                                     const schedule::Pipeline& layout,
+                                                     const comm::Group& group) {
+  std::vector<int64_t> mine;  // hash, stage
+  for (size_t chunk = 0; chunk < stages.size(); ++chunk) {
+    for (const auto& item : stages[chunk]->module().named_parameters()) {
+      mine.push_back(static_cast<int64_t>(random_key(0, "name", item.key()).tensor));
+      mine.push_back(layout.stage(group.rank(), static_cast<int>(chunk)));
+    }
+  }
+  const auto ranks = static_cast<size_t>(group.size());
+  const at::Tensor sizes = at::empty({group.size()}, at::kLong);
+  comm::all_gather(sizes, at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), group)
+      .wait();
+  const std::vector<int64_t> counts(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + ranks);
+  const at::Tensor all = at::empty({sizes.sum().item<int64_t>()}, at::kLong);
+  comm::all_gather(all, at::tensor(mine, at::kLong), group, {.counts = counts}).wait();
+  std::map<uint64_t, std::vector<int>> found;
+  const int64_t* word = all.data_ptr<int64_t>();
+  for (int64_t i = 0; i < all.numel(); i += 2)
+    found[static_cast<uint64_t>(word[i])].push_back(static_cast<int>(word[i + 1]));
+  for (auto& [name, places] : found) std::sort(places.begin(), places.end());
+  return found;
+}
+
+}  // namespace
+
+TiedParameters::TiedParameters(const std::vector<std::string>& names, std::vector<Stage*> stages,
+                               const schedule::Pipeline& layout, const comm::Group& group)
+    : stages_(std::move(stages)), group_(group) {
+  auto found = stages_of_names(stages_, layout, group_);
+  for (const std::string& name : names) {
+    const auto place = found.find(random_key(0, "name", name).tensor);
+    if (place == found.end()) {
+      throw ConfigError(format("[pipeline] tied has '{}', which no stage has", name));
+    }
+    for (size_t i = 1; i < place->second.size(); ++i) {
+      copies_.push_back({.name = name,
+                         .owner = layout.place(place->second[0]),
+                         .copy = layout.place(place->second[i])});
+    }
+    found.erase(place);
+  }
+  for (const auto& [hash, places] : found) {
+    if (places.size() == 1) continue;
+    std::string name = "a parameter";  // on a rank that does not have it
+    for (const Stage* stage : stages_) {
+      for (const auto& item : stage->module().named_parameters()) {
+        if (random_key(0, "name", item.key()).tensor == hash)
+          name = format("parameter '{}'", item.key());
+      }
+    }
+    throw ConfigError(
+        format("[pipeline] {} is in stages {}; name it in tied if it is one, or give the layers "
+               "other names",
+               name, join(places)));
+  }
+  // Shards must be cut alike. All ranks hear of it if two are not.
+  const at::Tensor numel = at::zeros({static_cast<int64_t>(copies_.size()), 2}, at::kLong);
+  for (size_t i = 0; i < copies_.size(); ++i) {
+    const Copy& copy = copies_[i];
+    const auto size = [&](int chunk) {
+      const at::Tensor tensor = find(chunk, copy.name);
+      return tensor.defined() ? tensor.numel() : 0;
+    };
+    const auto row = static_cast<int64_t>(i);
+    if (copy.owner.rank == group_.rank()) numel[row][0] = size(copy.owner.chunk);
+    if (copy.copy.rank == group_.rank()) numel[row][1] = size(copy.copy.chunk);
+  }
+  if (copies_.empty()) return;
+  comm::all_reduce(numel, group_, {.tag = "sizes of tied parameters"}).wait();
+  for (size_t i = 0; i < copies_.size(); ++i) {
+    const auto sizes = numel[static_cast<int64_t>(i)];
+    if (sizes[0].item<int64_t>() == sizes[1].item<int64_t>()) continue;
+    throw ConfigError(
+        format("[pipeline] tied parameter '{}' has {} elements in its first stage and {} in "
+               "another; must be the same, and where stages are sharded it must be a unit of its "
+               "own, with use_orig_params",
+               copies_[i].name, sizes[0].item<int64_t>(), sizes[1].item<int64_t>()));
+  }
+}
+
+at::Tensor TiedParameters::find(int chunk, const std::string& name) const {
+  for (const auto& parameter : stages_[static_cast<size_t>(chunk)]->named_parameters()) {
+    if (parameter.name == name) return parameter.tensor;
+  }
+  return {};  // a rank that has no rows of it
+}
+
+bool TiedParameters::is_copy(int chunk, const std::string& name) const {
+  return std::any_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
+    return copy.copy.rank == group_.rank() && copy.copy.chunk == chunk && copy.name == name;
+  });
+}
+
+void TiedParameters::copy_values() {
+  const at::NoGradGuard no_grad;
+  std::vector<comm::Work> sends;
+  for (const Copy& copy : copies_) {
+    const bool owns = copy.owner.rank == group_.rank(), copies = copy.copy.rank == group_.rank();
+    at::Tensor value;
+    if (owns) value = find(copy.owner.chunk, copy.name);
+    if (owns && !copies && value.defined())
+      sends.push_back(comm::send(value.detach().clone(), copy.copy.rank, group_));
+    if (!copies) continue;
+    if (auto& sharded = stages_[static_cast<size_t>(copy.copy.chunk)]->sharded())
+      sharded->begin_update();
+    const at::Tensor target = find(copy.copy.chunk, copy.name);
+    if (!target.defined()) continue;
+    if (!owns) {
+      value = at::empty(target.sizes(), target.options());
+      comm::recv(value, copy.owner.rank, group_).wait();
+    }
+    target.copy_(value);
+  }
+  for (comm::Work& send : sends) send.wait();
+}
+
+void TiedParameters::return_gradients() {
+  const at::NoGradGuard no_grad;
+  std::vector<comm::Work> sends;
+  for (const Copy& copy : copies_) {
+    const bool owns = copy.owner.rank == group_.rank(), copies = copy.copy.rank == group_.rank();
+    at::Tensor gradient;
+    if (copies) {
+      const at::Tensor source = find(copy.copy.chunk, copy.name);
+      if (!source.defined()) continue;
+      at::Tensor& place = source.mutable_grad();
+      gradient = place.defined() ? place.detach() : at::zeros_like(source);
+      if (!owns) sends.push_back(comm::send(gradient.clone(), copy.owner.rank, group_));
+      place.reset();
+    }
+    if (!owns) continue;
+    const at::Tensor target = find(copy.owner.chunk, copy.name);
+    if (!target.defined()) continue;
+    at::Tensor& sum = target.mutable_grad();
+    if (!copies) {
+      gradient = at::empty(target.sizes(), target.options());
+      comm::recv(gradient, copy.copy.rank, group_).wait();
+    }
+    if (sum.defined()) {
+      sum.add_(gradient);
+    } else {
+      sum = gradient.clone();
+    }
+  }
+  for (comm::Work& send : sends) send.wait();
+}
+
+}  // namespace lockstep::parallel::detail

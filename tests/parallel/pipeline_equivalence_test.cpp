@@ -1,0 +1,107 @@
+// Every schedule trains as one process does.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <mutex>
+
+#include "lockstep/schedule/simulate.h"
+#include "tests/parallel/pipeline_training.h"
+
+namespace lockstep::test {
+namespace {
+
+const PipelineCurve& one_process(const PipelineCase& c) {
+  static std::map<std::string, PipelineCurve> known;
+  const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
+                          (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
+                          (c.reproducible ? "r" : "") + std::to_string(c.steps);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second
+                              : known.emplace(key, train_one_process(c)).first->second;
+}
+
+void expect_close(const std::vector<double>& found, const std::vector<double>& expected,
+                  const std::string& what) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i)
+    EXPECT_NEAR(found[i], expected[i], 1e-5 * std::abs(expected[i])) << what << " at step " << i;
+}
+
+void compare(const PipelineCase& c) {
+  SCOPED_TRACE(describe(c));
+  const PipelineCurve& expected = one_process(c);
+  comm::run_threads(c.ranks * c.dp, [&](comm::Group world) {
+    const PipelineTrained trained = train_pipeline(c, world);
+    const PipelineCurve& found = trained.curve;
+    if (c.reproducible && !c.tied) {
+      EXPECT_EQ(found.losses, expected.losses);
+      EXPECT_EQ(found.norms, expected.norms);
+      for (const auto& [name, tensor] : found.weights)
+        EXPECT_TRUE(at::equal(tensor, expected.weights.at(name))) << name;
+    } else {
+      expect_close(found.losses, expected.losses, "loss");
+      expect_close(found.norms, expected.norms, "norm");
+    }
+    for (const auto& [name, tensor] : found.weights)
+      EXPECT_TRUE(at::allclose(tensor, expected.weights.at(name), 0, 1e-4)) << name;
+    const auto simulated = schedule::simulate(trained.schedule, schedule::uniform({}));
+    const int rank = world.rank() % c.ranks;
+    EXPECT_EQ(trained.stats.peak_live, simulated.peak_live[static_cast<size_t>(rank)]) << rank;
+  });
+}
+
+struct KindCase {
+  PipelineSchedule schedule;
+  int chunks;
+};
+
+const std::vector<KindCase>& kinds() {
+  static const std::vector<KindCase> all = {
+      {PipelineSchedule::gpipe, 1},       {PipelineSchedule::sequential, 1},
+      {PipelineSchedule::round_robin, 1}, {PipelineSchedule::one_f_one_b, 1},
+      {PipelineSchedule::interleaved, 2}, {PipelineSchedule::looped_bfs, 2},
+      {PipelineSchedule::zb_h1, 1},       {PipelineSchedule::zb_h2, 1},
+      {PipelineSchedule::zb_1p, 2},       {PipelineSchedule::zb_v, 2},
+      {PipelineSchedule::dualpipe_v, 2}};
+  return all;
+}
+
+PipelineCase make(const KindCase& kind, int ranks) {
+  const bool pairs = kind.schedule == PipelineSchedule::dualpipe_v;
+  return {.schedule = kind.schedule,
+          .ranks = ranks,
+          .chunks = kind.chunks,
+          .microbatches = pairs ? std::max(4, 2 * ranks) : std::max(4, ranks)};
+}
+
+class EverySchedule : public testing::TestWithParam<int> {};
+
+// Models and ties alternate so that each pair of (schedule, ranks) has one, and each schedule all.
+TEST_P(EverySchedule, TrainsAsOneProcess) {
+  const int ranks = GetParam();
+  int number = ranks == 4 ? 1 : ranks;
+  for (const KindCase& kind : kinds()) {
+    PipelineCase c = make(kind, ranks);
+    c.llama = (number & 1) != 0;
+    c.tied = (number & 2) != 0;
+    ++number;
+    compare(c);
+  }
+}
+
+TEST_P(EverySchedule, GivesTheBitsOfOneProcess) {
+  const int ranks = GetParam();
+  int number = ranks;
+  for (const KindCase& kind : kinds()) {
+    PipelineCase c = make(kind, ranks);
+    c.llama = (number++ & 1) != 0;
+    c.reproducible = true;
+    c.steps = 3;
+    compare(c);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, EverySchedule, testing::Values(1, 2, 4, 8));
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,202 @@
+// Language models trained by one process and as pipelines, on the same micro-batches.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/mesh/mesh.h"
+#include "lockstep/model/language_model.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/pipeline/pipeline.h"
+
+namespace lockstep::test {
+
+using layout::PipelineSchedule;
+
+struct PipelineCase {
+  PipelineSchedule schedule = PipelineSchedule::one_f_one_b;
+  int ranks = 1, dp = 1;
+  int chunks = 1;
+  int microbatches = 8;  // of each data-parallel rank
+  bool llama = false, tied = false, reproducible = false;
+  layout::Recompute recompute = layout::Recompute::none;
+  std::optional<parallel::FullyShardOptions> shard = std::nullopt;
+  int max_unsharded = 3;
+  int steps = 10;
+  double dropout = 0.1;
+  c10::Device device = at::kCPU;
+
+  int stages() const { return ranks * chunks; }
+  int total() const { return dp * microbatches; }
+};
+
+inline std::string describe(const PipelineCase& c) {
+  std::string text(layout::name_of(c.schedule));
+  text += " p" + std::to_string(c.ranks) + " v" + std::to_string(c.chunks) + " m" +
+          std::to_string(c.microbatches) + " dp" + std::to_string(c.dp) +
+          (c.llama ? " llama" : " gpt") + (c.tied ? " tied" : "") +
+          (c.reproducible ? " reproducible" : "");
+  if (c.shard) text += " " + std::string(parallel::name_of(c.shard->strategy));
+  return text;
+}
+
+constexpr int64_t kVocab = 29, kLength = 8, kRows = 2;
+
+// A layer for each stage at least, and with one more the stages differ.
+inline config::ModelSpec spec_of(const PipelineCase& c) {
+  config::ModelSpec spec{.kind = c.llama ? config::ModelKind::llama : config::ModelKind::gpt,
+                         .layers = std::max(2, c.stages()),
+                         .hidden = 16,
+                         .heads = 2,
+                         .dropout = c.dropout,
+                         .tied = c.tied};
+  return spec.resolved(kLength, kVocab);
+}
+
+// Embeddings and head lie with the first and the last block.
+inline std::vector<int> split_of(const config::ModelSpec& spec, int stages) {
+  if (stages == 1) return {};
+  std::vector<int> split(static_cast<size_t>(stages), static_cast<int>(spec.layers) / stages);
+  ++split.front();
+  ++split.back();
+  return split;
+}
+
+struct TokenBatch {
+  at::Tensor input, target;
+};
+
+// Of the micro-batch that is number `index` in the whole run.
+inline TokenBatch tokens(int64_t index, c10::Device device) {
+  const at::Tensor all =
+      at::randint(0, kVocab, {kRows, kLength + 1},
+                  at::detail::createCPUGenerator(static_cast<uint64_t>(100 + index)), at::kLong);
+  return {all.narrow(1, 0, kLength).contiguous().to(device),
+          all.narrow(1, 1, kLength).flatten().contiguous().to(device)};
+}
+
+inline at::Tensor loss_of(const at::Tensor& logits, const TokenBatch& batch, double scale) {
+  return nn::cross_entropy(logits.flatten(0, 1), batch.target, {.scale = scale});
+}
+
+struct PipelineCurve {
+  std::vector<double> losses, norms;
+  std::map<std::string, at::Tensor> weights;  // that this rank has
+};
+
+inline optim::AdamWOptions adamw() { return {.lr = 1e-3}; }
+
+inline PipelineCurve train_one_process(const PipelineCase& c) {
+  model::LanguageModel model(spec_of(c), {.tensors = at::TensorOptions().device(c.device)});
+  model::initialize(*model, 3);
+  model->random().seed = 5;
+  auto whole = parallel::ddp(model, comm::Group(), {.reproducible = c.reproducible});
+  optim::AdamW optimizer(*model, adamw());
+  const double scale = 1.0 / static_cast<double>(c.total() * kRows * kLength);
+  PipelineCurve curve;
+  for (int step = 0; step < c.steps; ++step) {
+    double sum = 0;
+    for (int i = 0; i < c.total(); ++i) {
+      model->random().position = {.step = step, .micro_batch = i};
+      std::optional<parallel::NoSync> no_sync;
+      if (i + 1 < c.total()) no_sync.emplace(whole.no_sync());
+      const TokenBatch batch = tokens(step * c.total() + i, c.device);
+      const at::Tensor loss = loss_of(whole.forward(batch.input), batch, scale);
+      loss.backward();
+      sum += loss.item<double>();
+    }
+    curve.losses.push_back(sum);
+    curve.norms.push_back(optim::clip_grad_norm(model->parameters(), 1, {.exact = c.reproducible}));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  for (const auto& item : model->named_parameters())
+    curve.weights[item.key()] = item.value().detach().clone();
+  return curve;
+}
+
+struct PipelineTrained {
+  PipelineCurve curve;
+  parallel::PipelineStats stats;  // of the last step
+  schedule::Schedule schedule;
+};
+
+inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& world) {
+  const mesh::Mesh mesh =
+      mesh::Mesh::parallel(world, layout::ParallelDims{.dp = c.dp, .tp = 1, .pp = c.ranks});
+  const config::ModelSpec spec = spec_of(c);
+  const auto random = std::make_shared<nn::RandomContext>();
+  random->seed = 5;
+  parallel::PipelineOptions options{
+      .schedule = c.schedule,
+      .microbatches = c.microbatches,
+      .chunks = c.chunks,
+      .split = split_of(spec, c.stages()),
+      .tied = model::tied_parameters(spec),
+      .max_unsharded = c.max_unsharded,
+      .first_values =
+          parallel::MaterializeOptions{
+              .seed = 3, .device = c.device, .rule = model::initial_values(spec)},
+      .device = c.device};
+  if (c.stages() == 1) options.split = {static_cast<int>(spec.layers) + 2};
+  if (c.shard) {
+    options.data = *c.shard;
+  } else {
+    options.data = parallel::DdpOptions{.reproducible = c.reproducible};
+  }
+  parallel::Pipeline pipeline(
+      model::language_model_layers(
+          spec, {.tensors = at::TensorOptions().device(c.device), .recompute = c.recompute},
+          random),
+      mesh, options);
+  optim::AdamW optimizer(pipeline.named_parameters(), adamw());
+  const comm::Group dp = mesh["dp"];
+  // Gradients are averaged over dp.
+  const double scale = static_cast<double>(c.dp) / static_cast<double>(c.total() * kRows * kLength);
+  PipelineTrained result;
+  for (int step = 0; step < c.steps; ++step) {
+    const auto batch_of = [&](int i) {
+      return tokens(step * c.total() + dp.rank() * c.microbatches + i, c.device);
+    };
+    const at::Tensor losses = pipeline.step(
+        {.inputs = [&](int i) { return parallel::Tensors{batch_of(i).input}; },
+         .loss =
+             [&](int i, const parallel::Tensors& outputs) {
+               return loss_of(outputs[0], batch_of(i), scale);
+             },
+         .begin =
+             [&](int i) {
+               random->position = {.step = step, .micro_batch = dp.rank() * c.microbatches + i};
+             }});
+    const at::Tensor all = at::empty({dp.size() * losses.numel()}, at::kDouble);
+    comm::all_gather(all, losses, dp).wait();
+    double sum = 0;
+    for (int64_t i = 0; i < all.numel(); ++i) sum += all[i].item<double>();
+    result.curve.losses.push_back(sum / c.dp);
+    result.curve.norms.push_back(pipeline.clip_grad_norm(1, {.exact = c.reproducible}));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  for (const auto& sharded : pipeline.sharded()) {
+    for (const auto& [name, tensor] : sharded.full_state_dict())
+      result.curve.weights[name] = tensor.clone();
+  }
+  if (pipeline.sharded().empty()) {
+    for (const auto& [name, tensor] : pipeline.named_parameters())
+      result.curve.weights[name] = tensor.detach().clone();
+  }
+  result.stats = pipeline.stats();
+  result.schedule = pipeline.schedule();
+  return result;
+}
+
+}  // namespace lockstep::test
