@@ -2,6 +2,8 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 
@@ -10,6 +12,17 @@ namespace {
 
 NamedSlice whole(const std::string& name, const at::Tensor& tensor) {
   return {layout::Placement::whole(name, tensor.sizes().vec()), tensor.detach()};
+}
+
+// Parts of a tensor of the optimizer's, such as "layer.weight.exp_avg".
+void add_parts(const parallel::ShardedModel& model, const std::string& name,
+               const at::Tensor& tensor, std::vector<NamedSlice>& slices) {
+  const size_t dot = name.rfind('.');
+  for (auto& [placement, part] : model.parts_of(name.substr(0, dot), tensor)) {
+    if (placement.is_empty()) continue;
+    placement.name = "optim." + placement.name + name.substr(dot);
+    slices.push_back({placement, part});
+  }
 }
 
 }  // namespace
@@ -47,14 +60,37 @@ std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,
                                   optim::Optimizer& optimizer) {
   std::vector<NamedSlice> slices;
-  for (const auto& [name, tensor] : optimizer.state()) {
-    const size_t dot = name.rfind('.');  // "layer.weight.exp_avg"
-    for (auto& [placement, part] : model.parts_of(name.substr(0, dot), tensor)) {
-      if (placement.is_empty()) continue;
-      placement.name = "optim." + placement.name + name.substr(dot);
-      slices.push_back({placement, part});
+  for (const auto& [name, tensor] : optimizer.state()) add_parts(model, name, tensor, slices);
+  return slices;
+}
+
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline) {
+  std::vector<NamedSlice> slices;
+  const auto modules = pipeline.modules();
+  const auto sharded = pipeline.sharded();
+  for (size_t stage = 0; stage < modules.size(); ++stage) {
+    const auto copies = pipeline.tied_copies(stage);
+    const auto mine = sharded.empty() ? slices_of(*modules[stage]) : slices_of(sharded[stage]);
+    for (const NamedSlice& slice : mine) {
+      if (std::find(copies.begin(), copies.end(), slice.placement.name) == copies.end())
+        slices.push_back(slice);
     }
   }
+  return slices;
+}
+
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
+  const auto sharded = pipeline.sharded();
+  if (sharded.empty()) return slices_of(optimizer);
+  // Which stage a tensor of the optimizer's belongs to; of tied ones it has the first.
+  std::map<std::string, size_t> stage_of;
+  for (size_t stage = 0; stage < sharded.size(); ++stage) {
+    for (const auto& parameter : sharded[stage].named_parameters())
+      stage_of.emplace(parameter.name, stage);
+  }
+  std::vector<NamedSlice> slices;
+  for (const auto& [name, tensor] : optimizer.state())
+    add_parts(sharded[stage_of.at(name.substr(0, name.rfind('.')))], name, tensor, slices);
   return slices;
 }
 

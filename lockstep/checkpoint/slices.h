@@ -8,6 +8,7 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/placement.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::checkpoint {
@@ -29,6 +30,10 @@ std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer);
 // names. Before load(), unless nothing has used the model: sharded.begin_update().
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model);
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model, optim::Optimizer& optimizer);
+
+// The same of a pipeline's stages on this rank; a tied parameter is its first stage's.
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline);
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer);
 
 // One list after the other.
 std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b);

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "lockstep/config/hf_model.h"
+#include "lockstep/config/pipeline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -37,7 +38,7 @@ void check_vocabulary(const formats::Corpus& corpus, const char* key, int64_t vo
              key, largest, vocab, largest + 1));
 }
 
-void check_memory(const TrainConfig& config, const ModelSpec& model) {
+void check_memory(const TrainConfig& config, const ModelSpec& model, int world) {
   const int64_t limit = config.memory.max_per_device;
   if (limit == 0) return;
   // Weights, gradients and optimizer state; 16-bit weights have a float32 master.
@@ -45,12 +46,13 @@ void check_memory(const TrainConfig& config, const ModelSpec& model) {
   const bool adamw = config.optim.name == OptimizerKind::adamw;
   const int64_t buffers = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
   const int64_t each = (half ? 2 + 2 + 4 : 4 + 4) + 4 * buffers;
-  const int64_t needed = each * model.parameters();
+  const int64_t parameters = parameters_per_rank(config, model, world);
+  const int64_t needed = each * parameters;
   if (needed <= limit) return;
   throw ConfigError(
       format("memory.max_per_device is {} bytes, but weights, gradients and optimizer state of {} "
              "parameters take {} ({} each); use a smaller model or allow more",
-             limit, model.parameters(), needed, each));
+             limit, parameters, needed, each));
 }
 
 void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
@@ -178,7 +180,8 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
 void check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
   config.validate(world);
   const ModelSpec model = check_data(config);
-  check_memory(config, model);
+  if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
+  check_memory(config, model, world);
   check_metrics_file(config.metrics.file);
   const std::string& dir = config.checkpoint.dir;
   if (!dir.empty()) formats::check_writable(dir);

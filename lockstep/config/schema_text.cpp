@@ -93,7 +93,9 @@ std::string help_text(const Schema& schema) {
       flag += flag.size() + 2 > kHelpColumn ? format("\n{}", std::string(kHelpColumn, ' '))
                                             : std::string(kHelpColumn - flag.size(), ' ');
       std::string help = option.help;
-      if (!option.choices.empty()) help += format(" {{{}}}", choices_text(option, "|"));
+      // Many names need more than one line.
+      const char* const separator = option.choices.size() > 8 ? " | " : "|";
+      if (!option.choices.empty()) help += format(" {{{}}}", choices_text(option, separator));
       const std::string fallback = shown(option, option.fallback);
       if (!fallback.empty()) help += format(" [{}]", fallback);
       out += format("{}{}\n", flag, wrapped(help, kHelpColumn));

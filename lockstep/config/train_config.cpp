@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "lockstep/config/pipeline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -16,12 +17,9 @@ void require(bool holds, const std::string& message) {
 // What the trainer cannot do yet. Whoever adds one of these deletes its line.
 void refuse_unsupported(const TrainConfig& config) {
   const LayoutConfig& parallel = config.parallel;
-  require(parallel.tp == 1,
-          format("parallel.tp is {}, only 1 is supported: data parallelism", parallel.tp));
-  require(parallel.pp == 1,
-          format("parallel.pp is {}, only 1 is supported: data parallelism", parallel.pp));
-  require(parallel.chunks == 1,
-          format("parallel.chunks is {}, only 1 is supported", parallel.chunks));
+  require(
+      parallel.tp == 1,
+      format("parallel.tp is {}, only 1 is supported: data and pipeline parallelism", parallel.tp));
   require(config.comm.strategy == layout::CommStrategy::all_reduce,
           format("comm.strategy is {}, only all-reduce, the backend's own, is supported",
                  layout::name_of(config.comm.strategy)));
@@ -52,10 +50,6 @@ void validate_layout(const TrainConfig& config, int world) {
     require(config.dp(world) % parallel.shard_size == 0,
             format("parallel.shard_size {} must divide the {} data-parallel ranks",
                    parallel.shard_size, config.dp(world)));
-  }
-  if (parallel.schedule) {
-    require(parallel.pp > 1, format("parallel.schedule is {}, but parallel.pp is 1: leave it auto",
-                                    layout::name_of(*parallel.schedule)));
   }
 }
 
@@ -143,6 +137,8 @@ void TrainConfig::validate(int world) const {
   }
   validate_data(*this);
   validate_batch(*this, world);
+  validate_pipeline(*this, world);
+  if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);
   validate_checkpoints(checkpoint);

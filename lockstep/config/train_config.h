@@ -71,8 +71,12 @@ struct LayoutConfig {
   int tp = 1, pp = 1;
   Shard shard = Shard::none;
   int shard_size = 0;  // hybrid: ranks that share; 0: those of a host
-  std::optional<layout::PipelineSchedule> schedule = std::nullopt;  // not set: 1f1b
-  int chunks = 1;
+  // Not set: 1f1b, or interleaved where there are chunks.
+  std::optional<layout::PipelineSchedule> schedule = std::nullopt;
+  int chunks = 1;                  // stages of a rank
+  int group = 0;                   // interleaved: micro-batches a chunk takes in turn; 0: pp
+  std::vector<double> split = {};  // layers of each stage; empty: equal shares
+  std::string schedule_file = {};  // for PipelineSchedule::file
 
   bool operator==(const LayoutConfig&) const = default;
 };

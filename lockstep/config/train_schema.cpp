@@ -151,7 +151,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("dp", parallel.dp, "Replicas with data of their own; 0: what tp and pp leave.",
              kFromZero);
   schema.add("tp", parallel.tp, "Ranks that share each matrix.", kFromOne);
-  schema.add("pp", parallel.pp, "Pipeline stages.", kFromOne);
+  schema.add("pp", parallel.pp, "Ranks that the layers are cut over, as a pipeline.", kFromOne);
   schema.add_choice("shard", parallel.shard, shard_names(),
                     "What dp ranks share instead of holding it all: parameters, gradients and "
                     "optimizer state (full); the same, with parameters kept from forward to "
@@ -160,9 +160,17 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("shard_size", parallel.shard_size,
              "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
   schema.add_choice("schedule", parallel.schedule, schedule_names(),
-                    "Order of the pipeline's work. auto: 1f1b.");
-  schema.add("chunks", parallel.chunks, "Parts of the model on each stage (interleaved).",
-             kFromOne);
+                    "Order of the pipeline's work (lockstep schedule draws it). auto: 1f1b, or "
+                    "interleaved where there are chunks.");
+  schema.add("chunks", parallel.chunks, "Stages of each pipeline rank.", kFromOne);
+  schema.add("group", parallel.group,
+             "interleaved and zb-1p: micro-batches that a stage takes in turn; 0: as many as pp.",
+             kFromZero);
+  schema.add("split", parallel.split,
+             "Layers of each stage, first to last; embeddings and head count as one each. Empty: "
+             "equal shares of the blocks.");
+  schema.add("schedule_file", parallel.schedule_file,
+             "schedule file: the CSV to read, as lockstep schedule writes it.");
 
   schema.section("memory", "Memory");
   schema.add_choice("strategy", config.memory.strategy,

@@ -1,100 +1,82 @@
 #include "lockstep/train/data_parallel_model.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
-#include <algorithm>
+#include <variant>
 
-#include "lockstep/core/format.h"
-#include "lockstep/model/hugging_face.h"
+#include "lockstep/nn/loss.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/train/progress.h"
+#include "lockstep/train/eval_mode.h"
+#include "lockstep/train/model_options.h"
 
 namespace lockstep::train {
-namespace {
 
-using config::Shard;
 using config::TrainConfig;
-using parallel::ShardingStrategy;
-
-ShardingStrategy strategy_of(Shard shard) {
-  switch (shard) {
-    case Shard::none:
-      return ShardingStrategy::no_shard;
-    case Shard::full:
-      return ShardingStrategy::full_shard;
-    case Shard::grad_op:
-      return ShardingStrategy::shard_grad_op;
-    case Shard::optimizer:
-      return ShardingStrategy::optimizer;
-    case Shard::hybrid:
-      return ShardingStrategy::hybrid_shard;
-  }
-  return ShardingStrategy::no_shard;
-}
-
-// Blocks, and what comes before and after them.
-bool is_unit(const std::string& path, torch::nn::Module&) {
-  const std::string blocks = "blocks.";
-  if (path.starts_with(blocks)) return path.find('.', blocks.size()) == std::string::npos;
-  return path == "embed" || path == "positions" || path == "head";
-}
-
-parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm::Group& group) {
-  parallel::FullyShardOptions options{.strategy = strategy_of(config.parallel.shard),
-                                      .units = parallel::ByPredicate(is_unit),
-                                      .use_orig_params = true,
-                                      .reproducible = config.train.reproducible};
-  if (options.strategy == ShardingStrategy::hybrid_shard) {
-    options.hybrid_group_size =
-        config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
-  }
-  return options;
-}
-
-}  // namespace
 
 DataParallelModel::DataParallelModel(const TrainConfig& config, c10::Device device,
                                      const comm::Group& group)
-    : model_(nullptr), exact_norm_(config.train.reproducible) {
-  const bool half = config.train.dtype == config::Precision::bfloat16;
-  const auto tensors = at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
-  const auto seed = static_cast<uint64_t>(config.train.seed);
-  const nn::InitializeRule first_values =
-      config.model_path.empty() ? model::initial_values(config.model)
-                                : model::hugging_face_values(config.model, config.model_path);
+    : model_(nullptr),
+      micro_batches_(config.accumulation(group.size())),
+      exact_norm_(config.train.reproducible) {
+  const parallel::MaterializeOptions values = first_values(config, device);
   const auto make = [&] {
-    return model::LanguageModel(config.model,
-                                {.tensors = tensors, .recompute = config.recompute()});
+    return model::LanguageModel(
+        config.model, {.tensors = tensor_options(config, device), .recompute = config.recompute()});
   };
-  if (config.parallel.shard == Shard::none) {
+  if (config.parallel.shard == config::Shard::none) {
     model_ = make();
     for (const auto& item : model_->named_parameters())
-      first_values(item.value(), {.seed = seed, .name = item.key()});
+      values.rule(item.value(), {.seed = values.seed, .name = item.key()});
     whole_.emplace(parallel::ddp(model_, group, {.reproducible = config.train.reproducible}));
   } else {
     // Without ever having all of it.
     auto deferred = parallel::deferred(make);
-    sharded_.emplace(parallel::fully_shard(deferred, group, shard_options(config, group),
-                                           {.seed = seed, .device = device, .rule = first_values}));
+    sharded_.emplace(parallel::fully_shard(deferred, group, shard_options(config, group), values));
     model_ = deferred.model;
   }
-  model_->random().seed = seed;
+  model_->random().seed = values.seed;
 }
 
 at::Tensor DataParallelModel::forward(const at::Tensor& tokens) {
   return whole_ ? whole_->forward(tokens) : model_->forward(tokens);
 }
 
-DataParallelModel::NoSync DataParallelModel::no_sync() {
-  if (whole_) return whole_->no_sync();
-  return sharded_->no_sync();
+at::Tensor DataParallelModel::step(const StepInput& input) {
+  using NoSync = std::variant<parallel::NoSync, parallel::NoSyncShards>;
+  std::vector<at::Tensor> losses;
+  for (int64_t i = 0; i < micro_batches_; ++i) {
+    const Tensors batch = input.next();
+    model_->random().position = {.step = input.step, .micro_batch = input.first_micro_batch + i};
+    std::optional<NoSync> no_sync;
+    if (i + 1 < micro_batches_ && whole_) no_sync.emplace(whole_->no_sync());
+    if (i + 1 < micro_batches_ && sharded_) no_sync.emplace(sharded_->no_sync());
+    const at::Tensor loss =
+        nn::cross_entropy(forward(batch.input).flatten(0, 1), batch.target,
+                          {.scale = input.loss_scale, .overwrite_logits = true});
+    loss.backward();
+    losses.push_back(loss.detach());
+  }
+  return at::stack(losses);
+}
+
+std::vector<double> DataParallelModel::evaluate(std::span<const Tensors> batches) {
+  const at::NoGradGuard no_grad;
+  const EvalMode eval(*model_);
+  std::vector<double> losses;
+  for (const Tensors& batch : batches) {
+    const at::Tensor logits = model_->forward(batch.input).flatten(0, 1);
+    losses.push_back(
+        nn::cross_entropy(logits, batch.target, {.overwrite_logits = true}).item<double>());
+  }
+  return losses;
 }
 
 std::vector<optim::NamedParameter> DataParallelModel::parameters() const {
   return whole_ ? optim::named_parameters(*model_) : sharded_->named_parameters();
 }
 
-double DataParallelModel::clip_grad_norm(double max_norm) const {
+double DataParallelModel::clip_grad_norm(double max_norm) {
   const optim::NormOptions options{.exact = exact_norm_};
   if (sharded_) {
     return max_norm > 0 ? sharded_->clip_grad_norm(max_norm, options)
@@ -111,13 +93,10 @@ std::vector<checkpoint::NamedSlice> DataParallelModel::slices(optim::Optimizer& 
   return checkpoint::slices_of(*model_) + checkpoint::slices_of(optimizer);
 }
 
-std::string DataParallelModel::describe() const {
-  if (!sharded_ || sharded_->units().empty()) return "";
-  const parallel::ShardStats stats = sharded_->stats();
-  const auto all = static_cast<double>(stats.num_parameters);
-  return format("{}: {} of {} parameters on this rank, in {} units",
-                parallel::name_of(sharded_->options().strategy),
-                short_number(stats.local_ratio * all), short_number(all), sharded_->units().size());
+std::vector<std::string> DataParallelModel::describe() const {
+  if (!sharded_) return {};
+  const std::string shards = describe_shards(std::span(&*sharded_, 1));
+  return shards.empty() ? std::vector<std::string>{} : std::vector<std::string>{shards};
 }
 
 }  // namespace lockstep::train

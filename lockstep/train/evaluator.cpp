@@ -11,24 +11,6 @@
 #include "lockstep/train/batches.h"
 
 namespace lockstep::train {
-namespace {
-
-class EvalMode {
- public:
-  explicit EvalMode(torch::nn::Module& model) : model_(model), was_training_(model.is_training()) {
-    model.eval();
-  }
-  ~EvalMode() { model_.train(was_training_); }
-  EvalMode(const EvalMode&) = delete;
-  EvalMode& operator=(const EvalMode&) = delete;
-
- private:
-  torch::nn::Module& model_;
-  bool was_training_;
-};
-
-}  // namespace
-
 Evaluator::Evaluator(formats::Corpus corpus, comm::Group group, EvaluatorOptions options)
     : corpus_(std::move(corpus)),
       group_(std::move(group)),
@@ -51,26 +33,34 @@ int64_t Evaluator::tokens() const {
   return std::min(most, std::max<int64_t>(corpus_.size() - 1, 0));
 }
 
-double Evaluator::loss(model::LanguageModelImpl& model) const {
-  const at::NoGradGuard no_grad;
-  const EvalMode eval(model);
-  const at::Tensor sums = at::zeros({2}, at::kDouble);  // loss, tokens
+double Evaluator::loss(TrainedModel& model) const {
+  double sum = 0, tokens = 0;
   // All ranks run the model equally often, which a sharded one needs; what is too much is not
   // counted.
-  for (int64_t first = 0; first < batches_; first += group_.size()) {
-    const int64_t batch = std::min(first + group_.rank(), batches_ - 1);
-    const auto rows = formats::evaluation_batch(corpus_, {.seq_len = options_.seq_len,
-                                                          .vocab = model.spec().vocab,
-                                                          .first_window = first_window(batch),
-                                                          .rows = options_.rows});
-    const Tensors tensors = to_tensors(rows, options_.seq_len, options_.device);
-    const at::Tensor logits = model.forward(tensors.input).flatten(0, 1);
-    const at::Tensor loss = nn::cross_entropy(logits, tensors.target, {.overwrite_logits = true});
-    if (first + group_.rank() >= batches_) continue;
-    sums[0] += loss.item<double>();
-    sums[1] += static_cast<double>(std::ranges::count_if(
-        rows.target, [](int64_t target) { return target != nn::kIgnoredTarget; }));
+  const int64_t rounds = (batches_ + group_.size() - 1) / group_.size();
+  for (int64_t round = 0; round < rounds; round += model.batches_at_once()) {
+    std::vector<Tensors> tensors;
+    std::vector<double> counts;
+    for (int64_t i = round; i < std::min(rounds, round + model.batches_at_once()); ++i) {
+      const int64_t batch = i * group_.size() + group_.rank();
+      const auto rows = formats::evaluation_batch(
+          corpus_, {.seq_len = options_.seq_len,
+                    .vocab = options_.vocab,
+                    .first_window = first_window(std::min(batch, batches_ - 1)),
+                    .rows = options_.rows});
+      tensors.push_back(to_tensors(rows, options_.seq_len, options_.device));
+      const auto real = std::ranges::count_if(
+          rows.target, [](int64_t target) { return target != nn::kIgnoredTarget; });
+      counts.push_back(batch < batches_ ? static_cast<double>(real) : 0);
+    }
+    const std::vector<double> losses = model.evaluate(tensors);
+    for (size_t i = 0; i < losses.size(); ++i) {
+      if (counts[i] == 0) continue;
+      sum += losses[i];
+      tokens += counts[i];
+    }
   }
+  const at::Tensor sums = at::tensor({sum, tokens}, at::kDouble);
   comm::all_reduce(sums, group_, {.tag = "validation"}).wait();
   return (sums[0] / sums[1]).item<double>();
 }

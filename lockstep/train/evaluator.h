@@ -1,17 +1,18 @@
-// The loss on text that is not trained on.
+// The loss on text that is not trained on. Private: not installed.
 #pragma once
 
 #include <cstdint>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/formats/corpus.h"
-#include "lockstep/model/language_model.h"
+#include "lockstep/train/trained_model.h"
 
 namespace lockstep::train {
 
 struct EvaluatorOptions {
   int64_t seq_len = 0, rows = 0;  // of a batch
-  int64_t max_tokens = 0;         // about how many are evaluated, spread over the data; 0: all
+  int64_t vocab = 0;
+  int64_t max_tokens = 0;  // about how many are evaluated, spread over the data; 0: all
   c10::Device device = at::kCPU;
 };
 
@@ -20,8 +21,8 @@ class Evaluator {
  public:
   Evaluator(formats::Corpus corpus, comm::Group group, EvaluatorOptions options);
 
-  // Mean over all tokens of all ranks' shares. The model is in eval mode meanwhile. Collective.
-  double loss(model::LanguageModelImpl& model) const;
+  // Mean over all tokens of all ranks' shares. Collective.
+  double loss(TrainedModel& model) const;
   int64_t tokens() const;  // that are evaluated
   bool empty() const { return batches_ == 0; }
 

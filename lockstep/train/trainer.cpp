@@ -20,18 +20,17 @@
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/entropy.h"
 #include "lockstep/mesh/mesh.h"
-#include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lr_schedule.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/step_guard.h"
 #include "lockstep/train/batches.h"
-#include "lockstep/train/data_parallel_model.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/stop_request.h"
+#include "lockstep/train/trained_model.h"
 
 namespace lockstep::train {
 namespace {
@@ -56,7 +55,7 @@ int set_threads(const TrainConfig& config, const comm::Group& group) {
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
-                                                 const DataParallelModel& model) {
+                                                 const TrainedModel& model) {
   const config::OptimConfig& options = config.optim;
   auto groups = optim::decay_groups(model.parameters(), options.weight_decay);
   if (options.name == config::OptimizerKind::sgd) {
@@ -106,7 +105,7 @@ struct Trainer::State {
   const int threads;
   const c10::Device device;
   const int64_t accumulation, global_batch;
-  DataParallelModel model;
+  const std::unique_ptr<TrainedModel> model;
   const std::unique_ptr<optim::Optimizer> optimizer;
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
@@ -133,13 +132,14 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       device(choose_device(config, world)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
-      model(config, device, dp),
-      optimizer(make_optimizer(config, model)),
+      model(make_model(config, device, mesh)),
+      optimizer(make_optimizer(config, *model)),
       schedule(make_schedule(config)),
-      guard(dp),
+      guard(world),
       evaluator(data.validation, dp,
                 {.seq_len = config.train.seq_len,
                  .rows = config.train.micro_batch,
+                 .vocab = config.model.vocab,
                  .max_tokens = config.train.eval_tokens,
                  .device = device}) {
   if (config.memory.max_per_device > 0 && device.is_cuda()) {
@@ -165,7 +165,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 void Trainer::State::resume() {
   const auto path = config::find_checkpoint(config.checkpoint);
   if (!path) return;
-  const auto manifest = checkpoint::load(*path, model.slices(*optimizer), world);
+  const auto manifest = checkpoint::load(*path, model->slices(*optimizer), world);
   done = manifest.step;
   const auto position = manifest.state.find("samples");
   if (position == manifest.state.end()) {
@@ -189,8 +189,7 @@ void Trainer::State::say_what_is_trained() {
       config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));
-  if (const std::string shards = model.describe(); !shards.empty())
-    progress->line("shard  " + shards);
+  for (const std::string& line : model->describe()) progress->line(line);
   progress->line(format("data   {}; {} tokens held out", data.train.describe(),
                         short_number(static_cast<double>(data.validation.size()))));
   if (config.model.vocab <= 256) {
@@ -220,18 +219,20 @@ struct StepSums {
   bool stop;
 };
 
-static StepSums combine(const at::Tensor& losses, bool stop, const comm::Group& dp) {
+static StepSums combine(const at::Tensor& losses, bool stop, const mesh::Mesh& mesh) {
   const int64_t count = losses.numel();
   const at::Tensor mine = at::cat({losses, at::full({1}, stop ? 1 : 0, at::kDouble)});
-  const at::Tensor all = at::empty({dp.size(), count + 1}, at::kDouble);
-  comm::all_gather(all, mine, dp, {.tag = "losses"}).wait();
+  const at::Tensor all = at::empty({mesh.size(), count + 1}, at::kDouble);
+  comm::all_gather(all, mine, mesh.group(), {.tag = "losses"}).wait();
   StepSums sums{0, false};
   const auto values = all.accessor<double, 2>();
-  for (int64_t rank = 0; rank < dp.size(); ++rank) {
-    for (int64_t i = 0; i < count; ++i) sums.loss += values[rank][i];
+  const int dp = mesh.size("dp");
+  const int others = mesh.size() / dp;  // which have the same losses, next to each other
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    for (int64_t i = 0; i < count && rank % others == 0; ++i) sums.loss += values[rank][i];
     sums.stop = sums.stop || values[rank][count] != 0;
   }
-  sums.loss /= dp.size();
+  sums.loss /= dp;
   return sums;
 }
 
@@ -240,29 +241,21 @@ StepMetrics Trainer::State::step() {
   const auto start = Clock::now();
   const auto blocked = world.blocked_time();
   const auto tokens = static_cast<double>(global_batch * config.train.seq_len);
-  std::vector<at::Tensor> losses;
-  for (int64_t i = 0; i < accumulation; ++i) {
-    const Tensors batch = to_tensors(reader->next(), config.train.seq_len, device);
-    model->random().position = {.step = static_cast<uint32_t>(done),
-                                .micro_batch = static_cast<uint32_t>(dp.rank() * accumulation + i)};
-    std::optional<DataParallelModel::NoSync> no_sync;
-    if (i + 1 < accumulation) no_sync.emplace(model.no_sync());
-    // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
-    const at::Tensor loss =
-        nn::cross_entropy(model.forward(batch.input).flatten(0, 1), batch.target,
-                          {.scale = dp.size() / tokens, .overwrite_logits = true});
-    loss.backward();
-    losses.push_back(loss.detach());
-  }
-  const double norm = model.clip_grad_norm(config.optim.clip);
+  // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
+  const at::Tensor losses =
+      model->step({.next = [&] { return to_tensors(reader->next(), config.train.seq_len, device); },
+                   .step = done,
+                   .first_micro_batch = dp.rank() * accumulation,
+                   .loss_scale = dp.size() / tokens});
+  const double norm = model->clip_grad_norm(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
-  const at::Tensor on_host = at::stack(losses).to(at::kCPU, at::kDouble);
+  const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
   optimizer->set_lr(result.lr);
   result.skipped = !guard.step(*optimizer, norm);
   skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
   optimizer->zero_grad();
-  const StepSums sums = combine(on_host, stop.signal() != 0, dp);
+  const StepSums sums = combine(on_host, stop.signal() != 0, mesh);
   ++done;
   samples += global_batch;
   stopping = sums.stop;
@@ -294,7 +287,7 @@ void Trainer::State::save() {
   const std::string path =
       checkpoint::save(config.checkpoint.dir,
                        {.step = done,
-                        .slices = model.slices(*optimizer),
+                        .slices = model->slices(*optimizer),
                         .state = {{"samples", std::to_string(samples)},
                                   {"tokens", std::to_string(samples * config.train.seq_len)}},
                         .config = config::to_json(config)},

@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "lockstep/config/pipeline.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::config {
@@ -231,21 +232,98 @@ TEST(TrainConfig, ThreadsAndTimeout) {
 TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
   expect_refused(
       2, [](auto& c) { c.parallel.tp = 2; },
-      "parallel.tp is 2, only 1 is supported: data parallelism");
-  expect_refused(
-      2, [](auto& c) { c.parallel.pp = 2; },
-      "parallel.pp is 2, only 1 is supported: data parallelism");
-  expect_refused(
-      2, [](auto& c) { c.parallel.chunks = 2; }, "parallel.chunks is 2, only 1 is supported");
-  expect_refused(
-      2, [](auto& c) { c.parallel.schedule = layout::PipelineSchedule::gpipe; },
-      "parallel.schedule is gpipe, but parallel.pp is 1: leave it auto");
+      "parallel.tp is 2, only 1 is supported: data and pipeline parallelism");
   expect_refused(
       2, [](auto& c) { c.comm.strategy = layout::CommStrategy::tree; },
       "comm.strategy is tree, only all-reduce, the backend's own, is supported");
   expect_refused(
       2, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; },
       "memory.strategy is extreme, supported are basic, standard and aggressive");
+}
+
+// Rules of the schedules themselves are tested with them.
+TEST(TrainConfig, PipelinesFitTheModel) {
+  using layout::PipelineSchedule;
+  expect_refused(
+      2, [](auto& c) { c.parallel.chunks = 2; },
+      "parallel.chunks is 2, but parallel.pp is 1: leave it out");
+  expect_refused(
+      2, [](auto& c) { c.parallel.schedule = PipelineSchedule::gpipe; },
+      "parallel.schedule is gpipe, but parallel.pp is 1: leave it out");
+  expect_refused(
+      2,
+      [](auto& c) {
+        c.parallel.split = {3, 3};
+      },
+      "parallel.split has 2 numbers, but parallel.pp is 1: leave it out");
+  expect_refused(
+      3, [](auto& c) { c.parallel.pp = 3; },
+      "model.layers is 4, must be a multiple of the stages, parallel.pp 3; or give "
+      "parallel.split, the layers of each, in which embeddings and head count as one each");
+  const auto more_stages_than_layers = [](auto& c) {
+    c.parallel.pp = 4;
+    c.parallel.chunks = 2;
+    c.train.global_batch = 32;
+  };
+  expect_refused(4, more_stages_than_layers,
+                 "model.layers is 4, must be a multiple of the stages, parallel.pp 4 x "
+                 "parallel.chunks 2 = 8; or give parallel.split, the layers of each, in which "
+                 "embeddings and head count as one each");
+  const auto wrong_split = [](auto& c) {
+    c.parallel.pp = 2;
+    c.parallel.split = {1, 4};
+  };
+  expect_refused(2, wrong_split,
+                 "parallel.split is 1, 4: 2 stages with 5 layers, must be 2 stages (parallel.pp 2) "
+                 "with 6 layers: model.layers 4, embeddings and head");
+  const auto half_a_layer = [](auto& c) {
+    c.parallel.pp = 2;
+    c.parallel.split = {1.5, 4.5};
+  };
+  expect_refused(2, half_a_layer, "parallel.split has 1.5, must have whole numbers from 1");
+  const auto too_few_microbatches = [](auto& c) {
+    c.parallel.pp = 2;
+    c.parallel.chunks = 2;
+    c.parallel.schedule = PipelineSchedule::dualpipe_v;
+  };
+  expect_refused(2, too_few_microbatches,
+                 "[schedule] dualpipe-v: microbatches is 1, must be at least twice the number of "
+                 "ranks, 4 (ranks: parallel.pp; microbatches: train.global_batch 8 / "
+                 "(train.micro_batch 8 x dp 1))");
+  const auto chunks_of_1f1b = [](auto& c) {
+    c.parallel.pp = 2;
+    c.parallel.chunks = 2;
+    c.parallel.schedule = PipelineSchedule::one_f_one_b;
+  };
+  expect_refused(2, chunks_of_1f1b,
+                 "[schedule] 1f1b: chunks is 2, but 1f1b has one chunk per rank: interleaved, "
+                 "looped-bfs, zb-1p, zb-v and dualpipe-v have more (ranks: parallel.pp; "
+                 "microbatches: train.global_batch 8 / (train.micro_batch 8 x dp 1))");
+
+  TrainConfig config = valid();
+  config.parallel.pp = 2;
+  config.parallel.chunks = 2;
+  config.train.global_batch = 32;
+  config.validate(4);
+  EXPECT_EQ(schedule_options(config, 4).kind, PipelineSchedule::interleaved);
+  EXPECT_EQ(schedule_options(config, 4).microbatches, 2);
+  EXPECT_EQ(layers_per_stage(config.parallel, 4), (std::vector<int>{2, 1, 1, 2}));
+  config.parallel.split = {1, 2, 2, 1};
+  config.validate(4);
+  EXPECT_EQ(layers_per_stage(config.parallel, 4), (std::vector<int>{1, 2, 2, 1}));
+}
+
+// Counted by hand: hidden 8, ffn 32, vocab 10, 4 positions.
+TEST(TrainConfig, ParametersOfTheLargestRank) {
+  TrainConfig config = valid();
+  config.model = ModelSpec{.layers = 4, .hidden = 8, .heads = 2, .vocab = 10, .positions = 4};
+  config.parallel.pp = 2;
+  config.train.global_batch = 16;
+  const int64_t block = 2 * 16 + (24 * 8 + 24) + (8 * 8 + 8) + (32 * 8 + 32) + (8 * 32 + 8);
+  const int64_t first = 80 + 32 + 2 * block, last = 2 * block + 16 + 80;
+  EXPECT_EQ(parameters_per_rank(config, config.model, 2), std::max(first, last));
+  config.parallel.split = {1, 5};
+  EXPECT_EQ(parameters_per_rank(config, config.model, 2), 4 * block + 16 + 80);
 }
 
 TEST(TrainConfig, ShardSizeBelongsToHybrid) {

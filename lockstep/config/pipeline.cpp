@@ -1,0 +1,118 @@
+#include "lockstep/config/pipeline.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::config {
+namespace {
+
+using layout::PipelineSchedule;
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError(message);
+}
+
+// Which layer a tensor belongs to: the embeddings' is 0, the head's the last.
+size_t layer_of(const std::string& tensor, int64_t blocks) {
+  const std::string prefix = "blocks.";
+  if (tensor.starts_with(prefix)) return 1 + std::stoul(tensor.substr(prefix.size()));
+  const bool is_embedding = tensor.starts_with("embed.") || tensor.starts_with("positions.");
+  return is_embedding ? 0 : static_cast<size_t>(blocks) + 1;
+}
+
+}  // namespace
+
+bool is_pipelined(const LayoutConfig& parallel) { return parallel.pp > 1; }
+
+schedule::ScheduleOptions schedule_options(const TrainConfig& config, int world) {
+  const LayoutConfig& parallel = config.parallel;
+  return {.kind = parallel.schedule.value_or(parallel.chunks > 1 ? PipelineSchedule::interleaved
+                                                                 : PipelineSchedule::one_f_one_b),
+          .ranks = parallel.pp,
+          .microbatches = config.accumulation(world),
+          .chunks = parallel.chunks,
+          .group = parallel.group,
+          .file = parallel.schedule_file};
+}
+
+std::vector<int> layers_per_stage(const LayoutConfig& parallel, int64_t blocks) {
+  const int64_t stages = int64_t{parallel.pp} * parallel.chunks;
+  const std::string how = parallel.chunks > 1 ? format("parallel.pp {} x parallel.chunks {} = {}",
+                                                       parallel.pp, parallel.chunks, stages)
+                                              : format("parallel.pp {}", parallel.pp);
+  if (parallel.split.empty()) {
+    require(blocks % stages == 0,
+            format("model.layers is {}, must be a multiple of the stages, {}; or give "
+                   "parallel.split, the layers of each, in which embeddings and head count as one "
+                   "each",
+                   blocks, how));
+    std::vector<int> layers(static_cast<size_t>(stages), static_cast<int>(blocks / stages));
+    ++layers.front();
+    ++layers.back();
+    return layers;
+  }
+  std::vector<int> layers;
+  for (const double count : parallel.split) layers.push_back(static_cast<int>(count));
+  const int64_t sum = std::accumulate(layers.begin(), layers.end(), int64_t{0});
+  require(static_cast<int64_t>(layers.size()) == stages && sum == blocks + 2,
+          format("parallel.split is {}: {} stages with {} layers, must be {} stages ({}) with {} "
+                 "layers: model.layers {}, embeddings and head",
+                 join(layers), layers.size(), sum, stages, how, blocks + 2, blocks));
+  return layers;
+}
+
+void validate_pipeline(const TrainConfig& config, int world) {
+  const LayoutConfig& parallel = config.parallel;
+  const auto only_with_stages = [&](bool given, const std::string& what) {
+    require(!given || parallel.pp > 1, format("{}, but parallel.pp is 1: leave it out", what));
+  };
+  only_with_stages(parallel.schedule.has_value(),
+                   format("parallel.schedule is {}",
+                          parallel.schedule ? layout::name_of(*parallel.schedule) : ""));
+  only_with_stages(parallel.chunks > 1, format("parallel.chunks is {}", parallel.chunks));
+  only_with_stages(parallel.group > 0, format("parallel.group is {}", parallel.group));
+  only_with_stages(!parallel.split.empty(),
+                   format("parallel.split has {} numbers", parallel.split.size()));
+  only_with_stages(!parallel.schedule_file.empty(),
+                   format("parallel.schedule_file is {}", parallel.schedule_file));
+  if (!is_pipelined(parallel)) return;
+  for (const double count : parallel.split) {
+    require(count >= 1 && count == std::floor(count) && count < 1e6,
+            format("parallel.split has {}, must have whole numbers from 1", count));
+  }
+  try {
+    schedule::generate(schedule_options(config, world));
+  } catch (const ConfigError& error) {
+    throw ConfigError(format(
+        "{} (ranks: parallel.pp; microbatches: train.global_batch {} / (train.micro_batch "
+        "{} x dp {}))",
+        error.what(), config.global_batch(world), config.train.micro_batch, config.dp(world)));
+  }
+}
+
+int64_t parameters_per_rank(const TrainConfig& config, const ModelSpec& model, int world) {
+  if (!is_pipelined(config.parallel)) return model.parameters();
+  std::vector<int64_t> of_layer(static_cast<size_t>(model.layers) + 2);
+  for (const TensorSpec& tensor : model.tensors()) {
+    const int64_t count = layout::numel_of(tensor.shape);
+    of_layer[layer_of(tensor.name, model.layers)] += count;
+    if (model.is_tied() && tensor.name == "embed.weight") of_layer.back() += count;  // a copy
+  }
+  const auto schedule = schedule::generate(schedule_options(config, world));
+  const std::vector<int> layers = layers_per_stage(config.parallel, model.layers);
+  std::vector<int64_t> of_rank(static_cast<size_t>(schedule.ranks));
+  auto next = of_layer.begin();
+  for (size_t stage = 0; stage < layers.size(); ++stage) {
+    const auto end = next + layers[stage];
+    of_rank[static_cast<size_t>(schedule.place(static_cast<int>(stage)).rank)] +=
+        std::accumulate(next, end, int64_t{0});
+    next = end;
+  }
+  return *std::max_element(of_rank.begin(), of_rank.end());
+}
+
+}  // namespace lockstep::config

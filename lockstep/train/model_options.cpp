@@ -1,0 +1,80 @@
+#include "lockstep/train/model_options.h"
+
+#include "lockstep/core/format.h"
+#include "lockstep/model/hugging_face.h"
+#include "lockstep/train/progress.h"
+
+namespace lockstep::train {
+namespace {
+
+using config::Shard;
+using config::TrainConfig;
+using parallel::ShardingStrategy;
+
+ShardingStrategy strategy_of(Shard shard) {
+  switch (shard) {
+    case Shard::none:
+      return ShardingStrategy::no_shard;
+    case Shard::full:
+      return ShardingStrategy::full_shard;
+    case Shard::grad_op:
+      return ShardingStrategy::shard_grad_op;
+    case Shard::optimizer:
+      return ShardingStrategy::optimizer;
+    case Shard::hybrid:
+      return ShardingStrategy::hybrid_shard;
+  }
+  return ShardingStrategy::no_shard;
+}
+
+// Blocks, and what comes before and after them.
+bool is_unit(const std::string& path, torch::nn::Module&) {
+  const std::string blocks = "blocks.";
+  if (path.starts_with(blocks)) return path.find('.', blocks.size()) == std::string::npos;
+  return path == "embed" || path == "positions" || path == "head";
+}
+
+}  // namespace
+
+at::TensorOptions tensor_options(const TrainConfig& config, c10::Device device) {
+  const bool half = config.train.dtype == config::Precision::bfloat16;
+  return at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
+}
+
+parallel::MaterializeOptions first_values(const TrainConfig& config, c10::Device device) {
+  return {.seed = static_cast<uint64_t>(config.train.seed),
+          .device = device,
+          .rule = config.model_path.empty()
+                      ? model::initial_values(config.model)
+                      : model::hugging_face_values(config.model, config.model_path)};
+}
+
+parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm::Group& group) {
+  parallel::FullyShardOptions options{.strategy = strategy_of(config.parallel.shard),
+                                      .units = parallel::ByPredicate(is_unit),
+                                      .use_orig_params = true,
+                                      .reproducible = config.train.reproducible};
+  if (options.strategy == ShardingStrategy::hybrid_shard) {
+    options.hybrid_group_size =
+        config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
+  }
+  return options;
+}
+
+std::string describe_shards(std::span<const parallel::ShardedModel> models) {
+  double mine = 0, all = 0;
+  size_t units = 0;
+  for (const parallel::ShardedModel& model : models) {
+    const parallel::ShardStats stats = model.stats();
+    const auto count = static_cast<double>(stats.num_parameters);
+    all += count;
+    mine += stats.local_ratio * count;
+    units += model.units().size();
+  }
+  if (units == 0) return "";
+  return format("shard  {}: {} of {} parameters on this rank, in {} units",
+                parallel::name_of(models[0].options().strategy), short_number(mine),
+                short_number(all), units);
+}
+
+}  // namespace lockstep::train

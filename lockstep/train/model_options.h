@@ -1,0 +1,23 @@
+// From a configuration to the options of what shares a model among ranks. Private: not installed.
+#pragma once
+
+#include <c10/core/TensorOptions.h>
+
+#include <span>
+#include <string>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/config/train_config.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+
+namespace lockstep::train {
+
+at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
+parallel::MaterializeOptions first_values(const config::TrainConfig& config, c10::Device device);
+// `group` is the data-parallel ranks.
+parallel::FullyShardOptions shard_options(const config::TrainConfig& config,
+                                          const comm::Group& group);
+// "shard  full: 1.2M of 4.8M parameters on this rank, in 14 units"
+std::string describe_shards(std::span<const parallel::ShardedModel> models);
+
+}  // namespace lockstep::train

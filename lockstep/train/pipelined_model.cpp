@@ -1,0 +1,120 @@
+#include "lockstep/train/pipelined_model.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "lockstep/config/pipeline.h"
+#include "lockstep/core/format.h"
+#include "lockstep/model/layers.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/schedule/simulate.h"
+#include "lockstep/train/eval_mode.h"
+#include "lockstep/train/model_options.h"
+
+namespace lockstep::train {
+namespace {
+
+parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c10::Device device,
+                                           const mesh::Mesh& mesh) {
+  const auto schedule = config::schedule_options(config, mesh.size());
+  parallel::PipelineOptions options{
+      .schedule = schedule.kind,
+      .microbatches = schedule.microbatches,
+      .chunks = schedule.chunks,
+      .group = schedule.group,
+      .schedule_file = schedule.file,
+      .split = config::layers_per_stage(config.parallel, config.model.layers),
+      .tied = model::tied_parameters(config.model),
+      .first_values = first_values(config, device),
+      .device = device};
+  if (config.parallel.shard == config::Shard::none) {
+    options.data = parallel::DdpOptions{.reproducible = config.train.reproducible};
+  } else {
+    options.data = shard_options(config, mesh["dp"]);
+  }
+  return options;
+}
+
+std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& config) {
+  auto random = std::make_shared<nn::RandomContext>();
+  random->seed = static_cast<uint64_t>(config.train.seed);
+  return random;
+}
+
+}  // namespace
+
+PipelinedModel::PipelinedModel(const config::TrainConfig& config, c10::Device device,
+                               const mesh::Mesh& mesh)
+    : random_(random_context(config)),
+      exact_norm_(config.train.reproducible),
+      pipeline_(model::language_model_layers(
+                    config.model,
+                    {.tensors = tensor_options(config, device), .recompute = config.recompute()},
+                    random_),
+                mesh, pipeline_options(config, device, mesh)) {}
+
+at::Tensor PipelinedModel::loss(const at::Tensor& logits, const at::Tensor& target,
+                                double scale) const {
+  return nn::cross_entropy(logits.flatten(0, 1), target,
+                           {.scale = scale, .overwrite_logits = true});
+}
+
+at::Tensor PipelinedModel::step(const StepInput& input) {
+  std::vector<Tensors> batches;
+  for (int i = 0; i < pipeline_.options().microbatches; ++i) batches.push_back(input.next());
+  const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
+  return pipeline_.step({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
+                         .loss =
+                             [&](int i, const parallel::Tensors& outputs) {
+                               return loss(outputs[0], batch(i).target, input.loss_scale);
+                             },
+                         .begin =
+                             [&](int i) {
+                               random_->position = {.step = input.step,
+                                                    .micro_batch = input.first_micro_batch + i};
+                             }});
+}
+
+std::vector<double> PipelinedModel::evaluate(std::span<const Tensors> batches) {
+  const EvalMode eval(pipeline_);
+  const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
+  const at::Tensor losses =
+      pipeline_.evaluate({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
+                          .loss =
+                              [&](int i, const parallel::Tensors& outputs) {
+                                return loss(outputs[0], batch(i).target, 1);
+                              }},
+                         static_cast<int>(batches.size()));
+  return {losses.data_ptr<double>(), losses.data_ptr<double>() + losses.numel()};
+}
+
+std::vector<optim::NamedParameter> PipelinedModel::parameters() const {
+  return pipeline_.named_parameters();
+}
+
+double PipelinedModel::clip_grad_norm(double max_norm) {
+  const optim::NormOptions options{.exact = exact_norm_};
+  return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
+}
+
+std::vector<checkpoint::NamedSlice> PipelinedModel::slices(optim::Optimizer& optimizer) const {
+  return checkpoint::slices_of(pipeline_) + checkpoint::slices_of(pipeline_, optimizer);
+}
+
+std::vector<std::string> PipelinedModel::describe() const {
+  const schedule::Schedule& schedule = pipeline_.schedule();
+  const auto simulation = schedule::simulate(schedule, schedule::uniform({}));
+  std::vector<std::string> lines{
+      format("pipe   {}: {} stages on {} ranks, {} micro-batches; if all stages took the same "
+             "time, {:.0f} "
+             "% of it would be idle, and a rank would hold {} micro-batches of a stage",
+             layout::name_of(schedule.kind), schedule.stages(), schedule.ranks,
+             schedule.microbatches, 100 * simulation.bubble_makespan,
+             *std::max_element(simulation.peak_live.begin(), simulation.peak_live.end()))};
+  const std::string shards = describe_shards(pipeline_.sharded());
+  if (!shards.empty()) lines.push_back(shards);
+  return lines;
+}
+
+}  // namespace lockstep::train
