@@ -105,13 +105,12 @@ std::vector<checkpoint::NamedSlice> PipelinedModel::slices(optim::Optimizer& opt
 std::vector<std::string> PipelinedModel::describe() const {
   const schedule::Schedule& schedule = pipeline_.schedule();
   const auto simulation = schedule::simulate(schedule, schedule::uniform({}));
+  const int held = *std::max_element(simulation.peak_live.begin(), simulation.peak_live.end());
   std::vector<std::string> lines{
-      format("pipe   {}: {} stages on {} ranks, {} micro-batches; if all stages took the same "
-             "time, {:.0f} "
-             "% of it would be idle, and a rank would hold {} micro-batches of a stage",
+      format("pipe   {}: {} stages on {} ranks, {} micro-batches, {} held at most; idle {:.0f} % "
+             "if stages are alike",
              layout::name_of(schedule.kind), schedule.stages(), schedule.ranks,
-             schedule.microbatches, 100 * simulation.bubble_makespan,
-             *std::max_element(simulation.peak_live.begin(), simulation.peak_live.end()))};
+             schedule.microbatches, held, 100 * simulation.bubble_makespan)};
   const std::string shards = describe_shards(pipeline_.sharded());
   if (!shards.empty()) lines.push_back(shards);
   return lines;

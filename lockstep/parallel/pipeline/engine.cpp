@@ -198,6 +198,15 @@ void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
           run);
 }
 
+void PipelineEngine::add_to_trace(const TimedAction& timed, const Run& run) const {
+  const int row_of = pipeline_.members()[static_cast<size_t>(rank())];
+  static thread_local const trace::Row row(row_of, "pipeline");
+  row.add(run.trains ? "pipeline" : "evaluate", schedule::name_of(timed.action, 2), timed.start,
+          timed.end,
+          format("\"stage\":{},\"rank\":{},\"dp\":{},\"step\":{}",
+                 layout().stage(rank(), timed.action.chunk), rank(), data_rank_, num_steps_));
+}
+
 void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
   const auto chunk = static_cast<size_t>(action.chunk);
   switch (action.op) {
@@ -209,13 +218,7 @@ void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
       TimedAction& timed = timeline.back();
       timed.end = Clock::now();
       note_memory();
-      if (trace::enabled()) {
-        static thread_local const trace::Row row(pipeline_.members()[static_cast<size_t>(rank())],
-                                                 "pipeline");
-        row.add("pipeline", schedule::name_of(action, 0), timed.start, timed.end,
-                format("\"stage\":{},\"rank\":{},\"dp\":{},\"step\":{}",
-                       layout().stage(rank(), action.chunk), rank(), data_rank_, num_steps_));
-      }
+      if (trace::enabled()) add_to_trace(timed, run);
       return;
     }
     case Op::send_activation:
@@ -266,7 +269,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
     mailbox_.abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
     throw;
   }
-  ++num_steps_;
+  if (run.trains) ++num_steps_;
   return run.losses;
 }
 

@@ -57,6 +57,7 @@ class PipelineEngine {
   Tensors inputs_of(const schedule::Action& action, const Run& run);
   void pass_on(const schedule::Action& action, Tensors tensors, Run& run);
   void note_memory();
+  void add_to_trace(const TimedAction& timed, const Run& run) const;
 
   comm::Group pipeline_, norm_group_;
   int data_rank_;
