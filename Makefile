@@ -66,7 +66,7 @@ lint:
 
 # clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them.
 tidy: configure
-	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout formats config launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
+	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
 
 check-all: lint test check-asan check-tsan check-no-pch
 

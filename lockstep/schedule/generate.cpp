@@ -26,7 +26,7 @@ void check_chunks(Kind kind, int chunks) {
       return require(chunks >= 2, kind,
                      format("chunks is {}, must be at least 2; with one, use sequential", chunks));
     case Kind::zb_1p:
-      return;
+      return require(chunks >= 1, kind, format("chunks is {}, must be at least 1", chunks));
     case Kind::zb_v:
     case Kind::dualpipe_v:
       return require(chunks == 2, kind,
