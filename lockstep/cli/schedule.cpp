@@ -1,10 +1,12 @@
 #include "lockstep/cli/schedule.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <fstream>
 #include <iostream>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
 
@@ -70,7 +72,6 @@ void write(const std::string& text, const std::string& output) {
   if (!(file << text << std::flush)) throw SystemError(format("writing {}", output), errno);
 }
 
-// From the given order of actions and their times.
 std::string render(const schedule::Schedule& schedule, const schedule::Simulation& simulation,
                    const std::string& form) {
   if (form == "csv") return to_csv(schedule);
@@ -80,12 +81,19 @@ std::string render(const schedule::Schedule& schedule, const schedule::Simulatio
 }
 
 std::string render(const MeasuredStep& measured, const std::string& form) {
+  const auto& [step, schedule, simulation] = measured;
   if (form == "text") return to_text(measured);
-  if (form != "svg") return render(measured.schedule, measured.simulation, form);
-  auto chart = to_chart(measured.schedule, measured.simulation);
-  chart.title = format("step {}, measured, from {}", measured.step, chart.title);
-  chart.unit = "ms";
-  return to_svg(chart);
+  if (form == "svg") {
+    return to_svg(to_chart(schedule, simulation,
+                           {.name = format("step {} as measured", step), .unit = "ms"}));
+  }
+  if (form == "json") {
+    auto json = nlohmann::ordered_json::parse(to_json(schedule, simulation));
+    json["kind"] = "measured";
+    json["step"] = step;
+    return json.dump(2) + "\n";
+  }
+  return to_csv(schedule);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/schedule/render.h"
 
 namespace lockstep::cli {
 namespace {
@@ -154,9 +155,7 @@ std::string to_text(const MeasuredStep& measured) {
       used[op] = true;
     }
   }
-  std::string text =
-      format("step {} as measured: {} ranks, {} micro-batches, {} chunks per rank; times in ms\n",
-             step, schedule.ranks, schedule.microbatches, schedule.chunks);
+  std::string text = format("step {} as measured: {}; times in ms\n", step, describe(schedule));
   text += "rank";
   for (size_t op = 0; op < kOps.size(); ++op) {
     if (used[op]) text += format("  mean {}", kOps[op]);

@@ -40,7 +40,7 @@ std::string name_of(const Action& action, int chunks) {
 
 Action parse_action(std::string_view name, int chunks) {
   const auto refuse = [&](const std::string& rule) -> ConfigError {
-    return ConfigError(format("[schedule] '{}' is not an action: {}", name, rule));
+    return ConfigError(format("'{}' is not an action: {}", name, rule));
   };
   const size_t letter = name.empty() ? std::string_view::npos : kComputation.find(name.front());
   if (letter == std::string_view::npos) throw refuse("must begin with F, B, I or W");

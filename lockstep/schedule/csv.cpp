@@ -84,7 +84,12 @@ Schedule from_csv(std::string_view text, const std::string& path) {
 }
 
 Schedule read_csv(const std::string& path) {
-  const MappedFile file(path);
+  MappedFile file;
+  try {
+    file = MappedFile(path);
+  } catch (const SystemError& error) {
+    throw ConfigError(format("[schedule] {}", error.what()));
+  }
   return from_csv({reinterpret_cast<const char*>(file.bytes().data()), file.size()}, path);
 }
 

@@ -19,6 +19,9 @@ std::string to_csv(const Schedule& schedule);
 Schedule from_csv(std::string_view text, const std::string& path);
 Schedule read_csv(const std::string& path);
 
+// "4 ranks, 8 micro-batches, 2 chunks per rank"
+std::string describe(const Pipeline& pipeline);
+
 // The actions of one rank, separated by spaces.
 std::string ops(const std::vector<Action>& actions, int chunks);
 
@@ -46,7 +49,13 @@ struct Chart {
   std::vector<Bar> bars = {};
 };
 
-Chart to_chart(const Schedule& schedule, const Simulation& simulation);
+struct ChartLabels {
+  std::string name = {};  // the title begins with it; empty: the kind
+  std::string unit = {};  // of time
+};
+
+Chart to_chart(const Schedule& schedule, const Simulation& simulation,
+               const ChartLabels& labels = {});
 
 // A row per rank, with its computations only; colours by op and chunk, numbers of micro-batches.
 std::string to_svg(const Chart& chart);

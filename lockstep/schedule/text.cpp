@@ -1,5 +1,7 @@
-#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "lockstep/core/format.h"
 #include "lockstep/schedule/render.h"
@@ -8,10 +10,7 @@ namespace lockstep::schedule {
 namespace {
 
 std::string heading(const Pipeline& pipeline) {
-  return format("{}: {} rank{}, {} micro-batch{}, {} chunk{} per rank\n",
-                layout::name_of(pipeline.kind), pipeline.ranks, pipeline.ranks == 1 ? "" : "s",
-                pipeline.microbatches, pipeline.microbatches == 1 ? "" : "es", pipeline.chunks,
-                pipeline.chunks == 1 ? "" : "s");
+  return format("{}: {}\n", layout::name_of(pipeline.kind), describe(pipeline));
 }
 
 std::string rows(const std::vector<std::vector<Action>>& ranks, int chunks) {
@@ -34,6 +33,12 @@ std::string numbers(const Simulation& simulation) {
 }
 
 }  // namespace
+
+std::string describe(const Pipeline& pipeline) {
+  const auto [kind, ranks, microbatches, chunks, order] = pipeline;
+  return format("{} rank{}, {} micro-batch{}, {} chunk{} per rank", ranks, ranks == 1 ? "" : "s",
+                microbatches, microbatches == 1 ? "" : "es", chunks, chunks == 1 ? "" : "s");
+}
 
 std::string ops(const std::vector<Action>& actions, int chunks) {
   std::vector<std::string> names;
@@ -65,16 +70,17 @@ std::string to_json(const Schedule& schedule, const Simulation& simulation) {
   return json.dump(2) + "\n";
 }
 
-Chart to_chart(const Schedule& schedule, const Simulation& simulation) {
-  std::string title = heading(schedule);
-  title.pop_back();
-  title += format("; makespan {:.6g}, bubble {:.1f}%", simulation.makespan,
-                  100 * simulation.bubble_makespan);
+Chart to_chart(const Schedule& schedule, const Simulation& simulation, const ChartLabels& labels) {
+  std::string title =
+      format("{}: {}; makespan {:.6g}{}, bubble {:.1f}%",
+             labels.name.empty() ? layout::name_of(schedule.kind) : labels.name, describe(schedule),
+             simulation.makespan, labels.unit.empty() ? "" : " " + labels.unit,
+             100 * simulation.bubble_makespan);
   // Rounding errors of a bubble of nothing are not a second number.
   if (simulation.bubble_makespan - simulation.bubble_span > 5e-4) {
     title += format(" ({:.1f}% of the longest span)", std::abs(100 * simulation.bubble_span));
   }
-  Chart chart{.title = std::move(title), .chunks = schedule.chunks};
+  Chart chart{.title = std::move(title), .unit = labels.unit, .chunks = schedule.chunks};
   for (int rank = 0; rank < schedule.ranks; ++rank) {
     chart.notes.push_back(format("peak live {}", simulation.peak_live[rank]));
     for (size_t i = 0; i < schedule.actions[rank].size(); ++i) {

@@ -1,0 +1,140 @@
+#include "lockstep/schedule/render.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <set>
+
+namespace lockstep::schedule {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+TEST(Render, Text) {
+  const Schedule schedule = generate({Kind::zb_h2, 2, 3});
+  const Simulation simulation = simulate(schedule, uniform({}));
+  EXPECT_EQ(to_text(schedule, simulation),
+            "zb-h2: 2 ranks, 3 micro-batches, 1 chunk per rank\n"
+            "rank 0: F0 F1 F2 I0 W0 I1 W1 I2 W2\n"
+            "rank 1: F0 I0 F1 I1 F2 I2 W0 W1 W2\n"
+            "makespan 10\n"
+            "spans 9 9\n"
+            "bubble 0.100000 of the makespan, 0.000000 of the longest span\n"
+            "peak live 3 3\n");
+  EXPECT_THAT(to_text(lower(schedule), simulation),
+              HasSubstr("rank 0: F0 SA0 F1 SA1 RG0 F2 SA2 I0 RG1 W0"));
+}
+
+TEST(Render, Json) {
+  const Schedule schedule = generate({Kind::interleaved, 2, 2, 2});
+  const auto json = nlohmann::json::parse(to_json(schedule, simulate(schedule, uniform({}))));
+  const nlohmann::json expected = {
+      {"kind", "interleaved"},
+      {"stages", 2},
+      {"microbatches", 2},
+      {"chunks", 2},
+      {"makespan", 15.0},
+      {"span", {15.0, 12.0}},
+      {"bubble_makespan", 1 - 12.0 / 15},
+      {"bubble_span", 1 - 12.0 / 15},
+      {"peak_live", {4, 3}},
+      {"ops",
+       {"F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 B1.0", "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"}}};
+  EXPECT_EQ(json, expected);
+}
+
+TEST(Render, Chart) {
+  const Schedule schedule = generate({Kind::zb_v, 2, 3, 2});
+  const Simulation simulation = simulate(schedule, uniform({}));
+  const Chart chart = to_chart(schedule, simulation);
+  EXPECT_EQ(chart.title,
+            "zb-v: 2 ranks, 3 micro-batches, 2 chunks per rank; makespan 19, bubble 5.3% (0.0% of "
+            "the longest span)");
+  EXPECT_EQ(chart.chunks, 2);
+  EXPECT_EQ(chart.notes, (std::vector<std::string>{"peak live 4", "peak live 4"}));
+  ASSERT_EQ(chart.bars.size(), 36u);
+  EXPECT_EQ(chart.bars[18].rank, 1);
+  EXPECT_EQ(chart.bars[18].start, 1);
+  EXPECT_EQ(chart.bars[18].end, 2);
+  // The two bubbles of 1f1b are the same: one number.
+  const Schedule plain = generate({Kind::one_f_one_b, 2, 2});
+  EXPECT_EQ(to_chart(plain, simulate(plain, uniform({}))).title,
+            "1f1b: 2 ranks, 2 micro-batches, 1 chunk per rank; makespan 9, bubble 33.3%");
+}
+
+// Left edges, widths and tops of the boxes that have a tooltip, by the tooltip.
+std::map<std::string, std::array<double, 3>> boxes(const std::string& svg) {
+  static const std::regex box(
+      R"x(<rect x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)"[^>]*><title>([^<]*)</title>)x");
+  std::map<std::string, std::array<double, 3>> found;
+  for (std::sregex_iterator at(svg.begin(), svg.end(), box), end; at != end; ++at) {
+    found[(*at)[4]] = {std::stod((*at)[1]), std::stod((*at)[3]), std::stod((*at)[2])};
+  }
+  return found;
+}
+
+TEST(Render, BoxesAreToScale) {
+  const Chart chart{.title = "a < b & c",
+                    .unit = "ms",
+                    .chunks = 2,
+                    .notes = {"first", "second"},
+                    .bars = {{0, {Op::forward, 12, 0}, 0, 10},
+                             {1, {Op::backward, 12, 1}, 10, 30},
+                             {0, {Op::recv_gradient, 12, 0}, 30, 90},
+                             {0, {Op::backward_weight, 345, 0}, 39.999, 40}}};
+  const std::string svg = to_svg(chart);
+  const auto found = boxes(svg);
+  ASSERT_EQ(found.size(), 3u);
+  const auto& forward = found.at("F12.0 0 to 10");
+  const auto& backward = found.at("B12.1 10 to 30");
+  EXPECT_NEAR(backward[1], 2 * forward[1], 0.02);
+  EXPECT_NEAR(backward[0], forward[0] + forward[1], 0.02);
+  EXPECT_GT(backward[2], forward[2]);
+  EXPECT_THAT(svg, HasSubstr("a &lt; b &amp; c"));
+  EXPECT_THAT(svg, HasSubstr("time, ms"));
+  EXPECT_THAT(svg, HasSubstr(">second<"));
+  EXPECT_THAT(svg, HasSubstr("F forward, chunk 0"));
+  EXPECT_THAT(svg, HasSubstr("B backward, chunk 1"));
+  EXPECT_THAT(svg, Not(HasSubstr("I input")));
+  EXPECT_EQ(count(svg, ">12<"), 2);
+  EXPECT_THAT(svg, Not(HasSubstr(">345<"))) << "no room for it";
+  EXPECT_THAT(svg, Not(HasSubstr("<style")));
+  EXPECT_THAT(svg, Not(HasSubstr("nan")));
+}
+
+TEST(Render, ChunksAndOpsDifferInColour) {
+  Chart chart{.title = "", .chunks = 3};
+  for (const Op op : {Op::forward, Op::backward, Op::backward_input, Op::backward_weight}) {
+    for (int chunk = 0; chunk < 3; ++chunk) {
+      const double start = static_cast<double>(chart.bars.size());
+      chart.bars.push_back({0, {op, 0, chunk}, start, start + 1});
+    }
+  }
+  const std::string svg = to_svg(chart);
+  static const std::regex fill(R"x(fill="(#[0-9a-f]{6})"[^>]*><title>)x");
+  std::set<std::string> colours;
+  for (std::sregex_iterator at(svg.begin(), svg.end(), fill), end; at != end; ++at) {
+    colours.insert((*at)[1]);
+  }
+  EXPECT_EQ(colours.size(), 12u);
+}
+
+TEST(Render, AnEmptyChartIsAPicture) {
+  EXPECT_THAT(to_svg({.title = "nothing"}), HasSubstr(">nothing<"));
+  EXPECT_THAT(to_svg({.title = "", .bars = {{0, {Op::forward, 0, 0}, 0, 0}}}),
+              Not(HasSubstr("nan")));
+}
+
+}  // namespace
+}  // namespace lockstep::schedule
