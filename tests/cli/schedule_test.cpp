@@ -38,7 +38,7 @@ TEST(ScheduleCommand, Text) {
 
 TEST(ScheduleCommand, CostsAndHops) {
   const auto makespan = [](const Words& more) {
-    const Result result = command(kSmall, more);
+    const Result result = command({"--stages", "2", "--microbatches", "2"}, more);
     EXPECT_EQ(result.code, 0) << result.err;
     return result.out.substr(result.out.find("makespan"),
                              result.out.find("\nspans") - result.out.find("makespan"));
@@ -47,6 +47,8 @@ TEST(ScheduleCommand, CostsAndHops) {
   EXPECT_EQ(makespan({"--cost", "B=1"}), "makespan 6");
   EXPECT_EQ(makespan({"--cost", "F=0.5,I=1,W=0.25"}), "makespan 5.25");
   EXPECT_EQ(makespan({"--hop", "0.5"}), "makespan 10");
+  EXPECT_EQ(makespan({"--kind", "zb-h1", "--cost", "I=2"}), "makespan 10");
+  EXPECT_EQ(makespan({"--kind", "zb-h1", "--cost", "W=2"}), "makespan 9");
 }
 
 TEST(ScheduleCommand, LoweredTextShowsSendsAndReceives) {
@@ -125,21 +127,23 @@ class ScheduleTrace : public ::testing::Test {
                   ",\"tid\":1,\"ts\":" + std::to_string(start) +
                   ",\"dur\":" + std::to_string(end - start) + ",\"args\":{" + args + "}},\n";
   }
-  // Of 1f1b with two ranks and two micro-batches; the gradients of rank 0 come late.
-  void step(int number, double at, int first_pid = 0, int dp = 0) {
-    const auto args = [&](int rank) {
-      return "\"stage\":" + std::to_string(rank) + ",\"rank\":" + std::to_string(rank) +
-             ",\"step\":" + std::to_string(number) + ",\"dp\":" + std::to_string(dp);
+  // Of 1f1b with two ranks and two micro-batches; the first gradient takes rank 0 longer. `unit` is
+  // the time of a forward.
+  void step(int number, double at, int first_pid = 0, int dp = 0, double unit = 1000) {
+    const auto add = [&](int rank, const std::string& name, double start, double end) {
+      event(first_pid + rank, name, at + start * unit, at + end * unit,
+            "\"stage\":" + std::to_string(rank) + ",\"rank\":" + std::to_string(rank) +
+                ",\"step\":" + std::to_string(number) + ",\"dp\":" + std::to_string(dp));
     };
-    event(first_pid, "F0.0", at, at + 1000, args(0));
-    event(first_pid, "F1.0", at + 1000, at + 2000, args(0));
-    event(first_pid, "SA0.0", at + 1000, at + 9000, args(0));
-    event(first_pid, "B0.0", at + 4000, at + 7000, args(0));
-    event(first_pid, "B1.0", at + 7000, at + 9000, args(0));
-    event(first_pid + 1, "F0.0", at + 1000, at + 2000, args(1));
-    event(first_pid + 1, "B0.0", at + 2000, at + 4000, args(1));
-    event(first_pid + 1, "F1.0", at + 4000, at + 5000, args(1));
-    event(first_pid + 1, "B1.0", at + 5000, at + 7000, args(1));
+    add(0, "F0.0", 0, 1);
+    add(0, "F1.0", 1, 2);
+    add(0, "SA0.0", 1, 9);
+    add(0, "B0.0", 4, 7);
+    add(0, "B1.0", 7, 9);
+    add(1, "F0.0", 1, 2);
+    add(1, "B0.0", 2, 4);
+    add(1, "F1.0", 4, 5);
+    add(1, "B1.0", 5, 7);
   }
   Result show(const Words& more = {}) {
     for (const auto& [pid, text] : text_) {
@@ -185,8 +189,9 @@ TEST_F(ScheduleTrace, TheLastCompleteStep) {
 }
 
 TEST_F(ScheduleTrace, RanksOfOtherAxesAreNotMixedIn) {
-  step(1, 0, 0);
-  step(1, 100, 2);  // the same places again, of the same replica
+  step(1, 0, 0, 1, 3000);  // another replica
+  step(1, 0, 2, 0);
+  step(1, 100, 4, 0, 2000);  // the same places again, of the same replica
   EXPECT_THAT(show().out, HasSubstr("makespan 9.000\n"));
 }
 

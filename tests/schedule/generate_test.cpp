@@ -47,6 +47,9 @@ TEST(Generate, SmallOnesByHand) {
   EXPECT_EQ(rows({.kind = Kind::zb_1p, .ranks = 2, .microbatches = 2, .chunks = 2}),
             (Rows{"F0.0 F1.0 F0.1 F1.1 I0.1 W0.1 I1.1 W1.1 I0.0 W0.0 I1.0 W1.0",
                   "F0.0 F1.0 F0.1 I0.1 F1.1 I1.1 W0.1 I0.0 W1.1 I1.0 W0.0 W1.0"}));
+  // The schedule of five micro-batches without the last three.
+  EXPECT_EQ(rows({.kind = Kind::zb_v, .ranks = 3, .microbatches = 2, .chunks = 2})[2],
+            "F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0");
   EXPECT_EQ(rows({.kind = Kind::zb_v, .ranks = 1, .microbatches = 2, .chunks = 2}),
             (Rows{"F0.0 F0.1 I0.1 W0.1 F1.0 I0.0 W0.0 F1.1 I1.1 W1.1 I1.0 W1.0"}));
 }
