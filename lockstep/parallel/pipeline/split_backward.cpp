@@ -2,15 +2,14 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace lockstep::parallel::detail {
 namespace {
 
-using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::Engine;
 using torch::autograd::Node;
@@ -23,11 +22,11 @@ class Paths {
     for (const Edge& root : roots) visit(root.function.get());
   }
 
-  bool is_input(Node* node) const { return inputs_.contains(node); }
+  // Inputs too.
   bool leads_to_input(Node* node) const { return leads_.at(node); }
-  // Between roots and inputs, but with a way to parameters too.
+  // But with a way to parameters that passes by all inputs, too.
   bool branches(Node* node) const {
-    if (is_input(node) || !leads_to_input(node)) return false;
+    if (!leads_to_input(node)) return false;
     for (const Edge& edge : node->next_edges()) {
       if (edge.is_valid() && !leads_to_input(edge.function.get())) return true;
     }
@@ -50,12 +49,6 @@ class Paths {
         stack.pop_back();
         continue;
       }
-      if (is_input(node)) {  // what is below belongs to the second half
-        leads_[node] = true;
-        nodes_.push_back(node);
-        stack.pop_back();
-        continue;
-      }
       const auto& edges = node->next_edges();
       while (top.next < edges.size() &&
              (!edges[top.next].is_valid() || leads_.contains(edges[top.next].function.get())))
@@ -64,7 +57,7 @@ class Paths {
         stack.push_back({edges[top.next++].function.get()});
         continue;
       }
-      bool leads = false;
+      bool leads = inputs_.contains(node);
       for (const Edge& edge : edges)
         leads = leads || (edge.is_valid() && leads_.at(edge.function.get()));
       leads_[node] = leads;
@@ -80,7 +73,8 @@ class Paths {
 
 }  // namespace
 
-SplitBackward::SplitBackward(Edges roots, Gradients gradients, const Edges& inputs) {
+SplitBackward::SplitBackward(Edges roots, Gradients gradients, const Edges& inputs)
+    : inputs_(inputs) {
   const Paths paths(roots, inputs);
   Edges first_roots;
   Gradients first_gradients;
@@ -103,16 +97,19 @@ SplitBackward::SplitBackward(Edges roots, Gradients gradients, const Edges& inpu
                                                  /*accumulate_grad=*/false, wanted);
   }
   for (size_t i = 0; i < wanted.size(); ++i) {
-    const bool is_input = i < inputs.size();
-    if (is_input) input_gradients_.push_back(found[i]);
-    // An input that is a leaf is not a parameter: its gradient is only reported.
-    if (is_input && dynamic_cast<AccumulateGrad*>(wanted[i].function.get()) != nullptr) continue;
-    if (!found[i].defined()) continue;
-    begins_.push_back(wanted[i]);
-    kept_.push_back(std::move(found[i]));
+    if (i < inputs.size()) {
+      input_gradients_.push_back(std::move(found[i]));
+    } else if (found[i].defined()) {
+      begins_.push_back(wanted[i]);
+      kept_.push_back(std::move(found[i]));
+    }
   }
-  // The way to the inputs is behind us. Without it the second half cannot take it again, and nodes
-  // that nothing else holds go, with what they saved.
+  // The way to the inputs is behind us. What was saved on it goes now: the nodes may live on, as
+  // what made a tensor that a branching node saved.
+  for (Node* node : paths.nodes()) {
+    if (paths.leads_to_input(node) && !paths.branches(node)) node->release_variables();
+  }
+  // The second half cannot take it again.
   for (const std::shared_ptr<Node>& node : branching) {
     for (Edge& edge : node->next_edges()) {
       if (edge.is_valid() && paths.leads_to_input(edge.function.get())) edge = Edge();
@@ -129,6 +126,7 @@ size_t SplitBackward::kept_bytes() const {
 bool SplitBackward::run_weights() {
   const Edges begins = std::exchange(begins_, {});
   const Gradients kept = std::exchange(kept_, {});
+  const Edges inputs = std::exchange(inputs_, {});
   if (begins.empty()) return false;
   Engine::get_default_engine().execute(begins, kept, /*keep_graph=*/false, /*create_graph=*/false,
                                        /*accumulate_grad=*/true, {});

@@ -13,15 +13,15 @@ namespace lockstep::parallel::detail {
 // The first half goes from the roots to the inputs and passes by every node that also leads to
 // parameters (a matmul with a weight); what arrives at such a node is kept. The second half begins
 // at these nodes with what was kept, as one backward. Nothing is computed twice, and in between
-// only these nodes are alive, with what they saved.
+// only these nodes have what they saved.
 class SplitBackward {
  public:
   using Edges = std::vector<torch::autograd::Edge>;
   using Gradients = torch::autograd::variable_list;
 
   // The graph behind the roots, whose gradients these are, up to the inputs. Inputs are leaves, or
-  // tensors inside the graph, below which everything belongs to the second half. Consumes the
-  // graph: no other backward may go through it.
+  // tensors inside the graph: what is below them, and is no way to another, belongs to the second
+  // half. Consumes the graph: no other backward may go through it.
   SplitBackward(Edges roots, Gradients gradients, const Edges& inputs);
 
   // Of the inputs; undefined where none arrived.
@@ -36,6 +36,8 @@ class SplitBackward {
 
  private:
   Gradients input_gradients_;
+  // An input that was saved can be unpacked (by recompute's hooks) while its accumulator lives.
+  Edges inputs_;
   Edges begins_;
   Gradients kept_;
 };

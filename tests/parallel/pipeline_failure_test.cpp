@@ -1,0 +1,195 @@
+// What fails on one rank of a pipeline ends the step on all, with the reason.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <mutex>
+#include <stdexcept>
+
+#include "lockstep/core/error.h"
+#include "tests/parallel/pipeline_follow.h"
+
+namespace lockstep::test {
+namespace {
+
+using namespace std::chrono_literals;
+using parallel::function_layer;
+using parallel::layer;
+using testing::HasSubstr;
+
+// Nobody who waits for this is told.
+constexpr auto kTimeout = 60s, kAtOnce = 10s;
+
+struct Failed {
+  std::vector<std::string> messages;  // by rank
+};
+
+// Every rank's step ends with an error.
+Failed step_that_fails(int ranks, const Job& job, const PipelineOptions& options,
+                       const std::string& backend = "thread") {
+  Failed failed{std::vector<std::string>(static_cast<size_t>(ranks), "nothing was thrown")};
+  const auto begin = std::chrono::steady_clock::now();
+  comm::run_threads(ranks,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(job, group, options);
+                      try {
+                        pipeline.step(batch_of(job, 0));
+                      } catch (const std::exception& error) {
+                        failed.messages[static_cast<size_t>(group.rank())] = error.what();
+                      }
+                    },
+                    {.backend = backend, .timeout = kTimeout});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kAtOnce);
+  return failed;
+}
+
+void expect_everywhere(const Failed& failed, const std::string& what) {
+  for (size_t rank = 0; rank < failed.messages.size(); ++rank)
+    EXPECT_THAT(failed.messages[rank], HasSubstr(what)) << "rank " << rank;
+}
+
+// In the backward of micro-batch `at`.
+struct BreaksBackward : torch::autograd::Function<BreaksBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            bool breaks) {
+    context->saved_data["breaks"] = breaks;
+    return x.clone();
+  }
+  static Tensors backward(torch::autograd::AutogradContext* context, const Tensors& gradients) {
+    if (context->saved_data["breaks"].toBool()) throw std::runtime_error("a gradient is bad");
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+std::vector<PipelineOptions> four_ranks() {
+  std::vector<PipelineOptions> all = kinds();
+  for (PipelineOptions& options : all) options.microbatches = 6;
+  all[2].microbatches = 8;
+  return all;
+}
+
+TEST(PipelineFailure, ALossThatThrows) {
+  for (const PipelineOptions& options : four_ranks()) {
+    for (const int64_t at : {0, 3, 5}) {
+      Job job{.layers = blocks(8)};
+      job.loss = [at](int64_t i, const Tensors& outputs) {
+        if (i == at) throw std::runtime_error("the loss is lost");
+        return outputs[0].sum();
+      };
+      expect_everywhere(step_that_fails(4, job, options), "the loss is lost");
+    }
+  }
+}
+
+TEST(PipelineFailure, ALayerThatThrows) {
+  for (const PipelineOptions& options : four_ranks()) {
+    for (const size_t broken : {0u, 3u, 7u}) {
+      for (const int at : {1, 6}) {
+        Job job{.layers = blocks(8)};
+        const auto calls = std::make_shared<std::atomic<int>>(0);
+        job.layers[broken] = function_layer([at, calls](const Tensors& in) {
+          if (++*calls == at) throw std::runtime_error("a layer is bad");
+          return in;
+        });
+        expect_everywhere(step_that_fails(4, job, options), "a layer is bad");
+      }
+    }
+  }
+}
+
+// The last thing that happens, when other ranks have nothing left to receive.
+TEST(PipelineFailure, ABackwardThatThrows) {
+  for (const char* backend : {"thread", "shm"}) {
+    for (const PipelineOptions& options : four_ranks()) {
+      SCOPED_TRACE(layout::name_of(options.schedule));
+      for (const size_t broken : {1u, 7u}) {
+        for (const int at : {1, options.microbatches}) {
+          Job job{.layers = blocks(8)};
+          const auto calls = std::make_shared<std::atomic<int>>(0);
+          job.layers[broken] = function_layer([at, calls](const Tensors& in) {
+            return Tensors{BreaksBackward::apply(in[0], ++*calls == at)};
+          });
+          expect_everywhere(step_that_fails(4, job, options, backend), "a gradient is bad");
+        }
+      }
+    }
+  }
+}
+
+TEST(PipelineFailure, AnEvaluationThatThrows) {
+  Job job{.layers = blocks(4)};
+  job.loss = [](int64_t i, const Tensors& outputs) {
+    if (i == 2) throw std::runtime_error("the loss is lost");
+    return outputs[0].sum();
+  };
+  const auto begin = std::chrono::steady_clock::now();
+  comm::run_threads(2,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(job, group, {});
+                      try {
+                        pipeline.evaluate(batch_of(job, 0), 3);
+                        ADD_FAILURE() << "nothing was thrown";
+                      } catch (const std::exception& error) {
+                        EXPECT_THAT(error.what(), HasSubstr("the loss is lost"));
+                      }
+                    },
+                    {.backend = "thread", .timeout = kTimeout});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kAtOnce);
+}
+
+// Each time, not only the first.
+TEST(PipelineFailure, AFailedPipelineDoesNotGoOn) {
+  Job job{.layers = blocks(4)};
+  job.loss = [](int64_t i, const Tensors& outputs) {
+    if (i == 0) throw std::runtime_error("the loss is lost");
+    return outputs[0].sum();
+  };
+  comm::run_threads(2,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(job, group, {.microbatches = 2});
+                      EXPECT_ANY_THROW(pipeline.step(batch_of(job, 0)));
+                      EXPECT_THROW(pipeline.step(batch_of(job, 10)), CommError);
+                      EXPECT_THROW(pipeline.evaluate(batch_of(job, 10), 1), CommError);
+                    },
+                    {.backend = "thread", .timeout = kTimeout});
+}
+
+// A rank that is not there any more.
+TEST(PipelineFailure, ARankThatLeaves) {
+  for (const char* backend : {"thread", "shm"}) {
+    for (const PipelineOptions& options : kinds()) {
+      for (const int leaver : {0, 1, 2}) {
+        const Job job{.layers = blocks(12)};
+        const auto begin = std::chrono::steady_clock::now();
+        comm::run_threads(3,
+                          [&](const comm::Group& group) {
+                            Pipeline pipeline = make_pipeline(job, group, options);
+                            pipeline.step(batch_of(job, 0));
+                            if (group.rank() == leaver) return;
+                            EXPECT_THROW(pipeline.step(batch_of(job, 4)), CommError);
+                          },
+                          {.backend = backend, .timeout = kTimeout});
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, kAtOnce)
+            << backend << " " << layout::name_of(options.schedule) << " " << leaver;
+      }
+    }
+  }
+}
+
+// On gloo nobody can be told: the others' waits end when the rank has gone, or late.
+TEST(PipelineFailure, GlooEndsToo) {
+  Job job{.layers = blocks(4)};
+  job.loss = [](int64_t, const Tensors&) -> at::Tensor {
+    throw std::runtime_error("the loss is lost");
+  };
+  comm::run_threads(2,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(job, group, {.microbatches = 2});
+                      EXPECT_ANY_THROW(pipeline.step(batch_of(job, 0)));
+                    },
+                    {.backend = "gloo", .timeout = 1s});
+}
+
+}  // namespace
+}  // namespace lockstep::test

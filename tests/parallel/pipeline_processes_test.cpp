@@ -1,0 +1,78 @@
+// The same comparisons with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+
+#include "tests/parallel/pipeline_training.h"
+
+namespace lockstep::test {
+namespace {
+
+const comm::Group& world() {
+  static const comm::Group group = comm::init({.backend = std::getenv("LOCKSTEP_TEST_BACKEND")
+                                                              ? std::getenv("LOCKSTEP_TEST_BACKEND")
+                                                              : "auto"});
+  return group;
+}
+
+class PipelineProcesses : public testing::TestWithParam<PipelineSchedule> {
+ protected:
+  static PipelineCase make() {
+    const bool chunks =
+        GetParam() == PipelineSchedule::interleaved || GetParam() == PipelineSchedule::zb_v;
+    return {.schedule = GetParam(),
+            .ranks = world().size(),
+            .chunks = chunks ? 2 : 1,
+            .microbatches = 8,
+            .steps = 3};
+  }
+};
+
+TEST_P(PipelineProcesses, FollowOneProcess) {
+  for (const bool tied : {false, true}) {
+    PipelineCase c = make();
+    c.tied = tied;
+    c.llama = !tied;
+    const PipelineCurve expected = train_one_process(c);
+    const PipelineTrained trained = train_pipeline(c, world());
+    ASSERT_EQ(trained.curve.losses.size(), 3u);
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_NEAR(trained.curve.losses[i], expected.losses[i], 1e-5 * expected.losses[i]);
+      EXPECT_NEAR(trained.curve.norms[i], expected.norms[i], 1e-5 * expected.norms[i]);
+    }
+    for (const auto& [name, tensor] : trained.curve.weights)
+      EXPECT_TRUE(at::allclose(tensor, expected.weights.at(name), 0, 1e-4)) << name;
+  }
+}
+
+TEST_P(PipelineProcesses, ReproducibleGivesTheBitsOfOneProcess) {
+  PipelineCase c = make();
+  c.reproducible = true;
+  const PipelineCurve expected = train_one_process(c);
+  const PipelineCurve found = train_pipeline(c, world()).curve;
+  EXPECT_EQ(found.losses, expected.losses);
+  EXPECT_EQ(found.norms, expected.norms);
+  for (const auto& [name, tensor] : found.weights)
+    EXPECT_TRUE(at::equal(tensor, expected.weights.at(name))) << name;
+}
+
+// Stages that are shared by two ranks each.
+TEST_P(PipelineProcesses, WithDataParallelRanks) {
+  if (world().size() % 2 != 0) return;
+  PipelineCase c = make();
+  c.ranks /= 2;
+  c.dp = 2;
+  c.microbatches = 4;
+  const PipelineCurve expected = train_one_process(c);
+  const PipelineCurve found = train_pipeline(c, world()).curve;
+  for (size_t i = 0; i < 3; ++i)
+    EXPECT_NEAR(found.losses[i], expected.losses[i], 1e-5 * expected.losses[i]);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, PipelineProcesses,
+                         testing::Values(PipelineSchedule::one_f_one_b, PipelineSchedule::zb_h1,
+                                         PipelineSchedule::zb_v, PipelineSchedule::interleaved));
+
+}  // namespace
+}  // namespace lockstep::test
