@@ -76,7 +76,7 @@ TEST(PipelineMisuse, SchedulesThatDoNotFit) {
       blocks(4), {.schedule = PipelineSchedule::dualpipe_v, .microbatches = 3, .chunks = 2},
       "[schedule] dualpipe-v: microbatches is 3, must be at least twice the number of ranks, 4");
   expect_refused(blocks(4), {.microbatches = 0},
-                 "[schedule] microbatches is 0, must be at least 1");
+                 "[schedule] 1f1b: microbatches is 0, must be at least 1");
   expect_refused(blocks(4), {.schedule = PipelineSchedule::file},
                  "[schedule] file: the file must be named");
   const Messages found = messages(2, [](const comm::Group& group) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -120,8 +121,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const comm::Gro
         data, options));
     mine.push_back(stages_.back().get());
   }
-  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(),
-                                           pipeline.split(0, pipeline.rank()));
+  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(), pipeline_);
   norm_group_ = make_norm_group(stages_, data, all);
 }
 
@@ -266,7 +266,9 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
     const int last = layout().place(layout().stages() - 1).rank;
     comm::broadcast(run.losses, pipeline_, {.root = last, .tag = "losses"}).wait();
   } catch (const std::exception& error) {
-    mailbox_.abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
+    const std::string why = format("rank {} of the pipeline failed: {}", rank(), error.what());
+    mailbox_.abort(why);
+    pipeline_.impl().abort(why);  // some may have no message to wait for, but tied values or losses
     throw;
   }
   if (run.trains) ++num_steps_;
