@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -34,9 +35,9 @@ void expect_close(const std::vector<double>& found, const std::vector<double>& e
 }
 
 void compare(const PipelineCase& c) {
-  SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
   const PipelineCurve& expected = one_process(c);
   comm::run_threads(c.ranks * c.dp, [&](const comm::Group& world) {
+    SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
     const PipelineCurve found = train_pipeline(c, world).curve;
     EXPECT_FALSE(found.weights.empty());
     if (c.reproducible && !c.tied) {
@@ -124,71 +125,76 @@ INSTANTIATE_TEST_SUITE_P(Sums, PipelineData, testing::Bool(),
 
 // ---- what is gathered, and when ----
 
-void check_gathers(const PipelineCase& c) {
-  SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
+parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
+  const config::ModelSpec spec = spec_of(c);
+  return {model::language_model_layers(spec, {}, std::make_shared<nn::RandomContext>()),
+          mesh,
+          {.schedule = c.schedule,
+           .microbatches = c.microbatches,
+           .chunks = c.chunks,
+           .split = split_of(spec, c.stages()),
+           .tied = model::tied_parameters(spec),
+           .data = *c.shard,
+           .max_unsharded = c.max_unsharded,
+           .first_values =
+               parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}}};
+}
+
+// Every rank takes the same tokens.
+parallel::PipelineBatch batch_from(int first) {
+  return {.inputs = [=](int i) { return parallel::Tensors{tokens(first + i, at::kCPU).input}; },
+          .loss =
+              [=](int i, const parallel::Tensors& outputs) {
+                return loss_of(outputs[0], tokens(first + i, at::kCPU), 0.01);
+              }};
+}
+
+void drop_gradients(const parallel::Pipeline& pipeline) {
+  for (const at::Tensor& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
+}
+
+void on_mesh(const PipelineCase& c, const std::function<void(const mesh::Mesh&)>& use) {
   comm::run_threads(c.ranks * c.dp, [&](const comm::Group& world) {
-    const mesh::Mesh mesh =
-        mesh::Mesh::parallel(world, layout::ParallelDims{.dp = c.dp, .tp = 1, .pp = c.ranks});
-    const config::ModelSpec spec = spec_of(c);
-    parallel::Pipeline pipeline(
-        model::language_model_layers(spec, {}, std::make_shared<nn::RandomContext>()), mesh,
-        {.schedule = c.schedule,
-         .microbatches = c.microbatches,
-         .chunks = c.chunks,
-         .split = split_of(spec, c.stages()),
-         .tied = model::tied_parameters(spec),
-         .data = *c.shard,
-         .max_unsharded = c.max_unsharded,
-         .first_values =
-             parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}});
-    const auto& actions = pipeline.program().actions[static_cast<size_t>(mesh["pp"].rank())];
-    const auto count = [&](size_t chunk, schedule::Op op) {
-      return std::count(actions.begin(), actions.end(),
-                        schedule::Action{op, -1, static_cast<int>(chunk)});
-    };
-    const auto sharded = pipeline.sharded();
-    ASSERT_EQ(sharded.size(), static_cast<size_t>(c.chunks));
-    const parallel::PipelineBatch batch{
-        .inputs = [&](int i) { return parallel::Tensors{tokens(i, c.device).input}; },
-        .loss =
-            [&](int i, const parallel::Tensors& outputs) {
-              return loss_of(outputs[0], tokens(i, c.device), 1);
-            }};
-    const auto check_sharded = [&] {
-      for (const auto& model : sharded) {
-        for (const auto& item :
-             pipeline.modules()[static_cast<size_t>(&model - sharded.data())]->named_parameters())
-          EXPECT_EQ(model.state(item.key()), ParameterState::sharded) << item.key();
-      }
-    };
-    for (int step = 0; step < 3; ++step) {
-      std::vector<int64_t> before;
-      for (const auto& model : sharded) before.push_back(model.stats().all_gathers);
-      pipeline.step(batch);
-      for (size_t chunk = 0; chunk < sharded.size(); ++chunk) {
-        const int64_t gathers = sharded[chunk].stats().all_gathers - before[chunk];
-        const auto units = static_cast<int64_t>(sharded[chunk].units().size());
-        if (c.max_unsharded > 0) {
-          EXPECT_EQ(count(chunk, schedule::Op::unshard), count(chunk, schedule::Op::reshard));
-          EXPECT_EQ(gathers, count(chunk, schedule::Op::unshard) * units) << chunk;
-        } else {
-          EXPECT_EQ(count(chunk, schedule::Op::unshard), 0);
-          EXPECT_GE(gathers, 2 * c.microbatches * (units - 1)) << chunk;
-        }
-        // All chunks of a rank fit: once for the whole step.
-        if (c.max_unsharded >= c.chunks) {
-          EXPECT_EQ(count(chunk, schedule::Op::unshard), 1) << chunk;
-        }
-      }
-      check_sharded();
-      for (const at::Tensor& parameter : pipeline.parameters()) {
-        EXPECT_TRUE(parameter.grad().defined());
-        parameter.mutable_grad().reset();
-      }
-    }
-    pipeline.evaluate(batch, 3);
-    check_sharded();
+    SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
+    use(mesh::Mesh::parallel(world, {.dp = c.dp, .tp = 1, .pp = c.ranks}));
   });
+}
+
+void check_gathers(const PipelineCase& c, const mesh::Mesh& mesh) {
+  parallel::Pipeline pipeline = make(c, mesh);
+  const auto& actions = pipeline.program().actions[static_cast<size_t>(mesh["pp"].rank())];
+  const auto count = [&](size_t chunk, schedule::Op op) {
+    return std::count(actions.begin(), actions.end(),
+                      schedule::Action{op, -1, static_cast<int>(chunk)});
+  };
+  const auto sharded = pipeline.sharded();
+  ASSERT_EQ(sharded.size(), static_cast<size_t>(c.chunks));
+  for (int step = 0; step < 3; ++step) {
+    std::vector<int64_t> before;
+    for (const auto& model : sharded) before.push_back(model.stats().all_gathers);
+    pipeline.step(batch_from(0));
+    for (size_t chunk = 0; chunk < sharded.size(); ++chunk) {
+      const int64_t gathers = sharded[chunk].stats().all_gathers - before[chunk];
+      const auto units = static_cast<int64_t>(sharded[chunk].units().size());
+      const auto unshards = count(chunk, schedule::Op::unshard);
+      EXPECT_EQ(unshards, count(chunk, schedule::Op::reshard));
+      if (c.max_unsharded > 0) {
+        EXPECT_EQ(gathers, unshards * units) << chunk;
+      } else {
+        EXPECT_EQ(unshards, 0);
+        EXPECT_GT(gathers, units) << chunk;
+      }
+      // All chunks of a rank fit: once for the whole step.
+      if (c.max_unsharded >= c.chunks) {
+        EXPECT_EQ(unshards, 1) << chunk;
+      }
+      for (const auto& item : pipeline.modules()[chunk]->named_parameters())
+        EXPECT_EQ(sharded[chunk].state(item.key()), ParameterState::sharded) << item.key();
+    }
+    for (const at::Tensor& parameter : pipeline.parameters())
+      EXPECT_TRUE(parameter.grad().defined());
+    drop_gradients(pipeline);
+  }
 }
 
 TEST(PipelineShards, AreGatheredAsTheProgramSays) {
@@ -196,7 +202,43 @@ TEST(PipelineShards, AreGatheredAsTheProgramSays) {
     for (const int most : {3, 1, 0}) {
       c.shard = shard_options(ShardingStrategy::full_shard, false);
       c.max_unsharded = most;
-      check_gathers(c);
+      on_mesh(c, [&](const mesh::Mesh& mesh) { check_gathers(c, mesh); });
+    }
+  }
+}
+
+void check_accumulation(const PipelineCase& c, const mesh::Mesh& mesh) {
+  PipelineCase half = c;
+  half.microbatches = c.microbatches / 2;
+  parallel::Pipeline whole = make(c, mesh), parts = make(half, mesh);
+  for (int step = 0; step < 2; ++step) {
+    const at::Tensor losses = whole.step(batch_from(0));
+    const at::Tensor first = parts.step(batch_from(0), {.accumulate = true});
+    const at::Tensor second = parts.step(batch_from(half.microbatches));
+    EXPECT_TRUE(at::equal(at::cat({first, second}), losses));
+    EXPECT_NEAR(parts.grad_norm(), whole.grad_norm(), 1e-5 * whole.grad_norm());
+    const auto expected = whole.parameters(), found = parts.parameters();
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t i = 0; i < found.size(); ++i) {
+      ASSERT_TRUE(found[i].grad().defined()) << i;
+      EXPECT_TRUE(at::allclose(found[i].grad(), expected[i].grad(), 1e-5, 1e-6)) << i;
+    }
+    drop_gradients(whole);
+    drop_gradients(parts);
+    whole.evaluate(batch_from(3), 3);  // leaves nothing behind that a step would see
+    EXPECT_TRUE(at::equal(parts.evaluate(batch_from(0), 4), parts.evaluate(batch_from(0), 4)));
+  }
+}
+
+TEST(PipelineShards, StepsThatAccumulateAreOneStep) {
+  using enum ShardingStrategy;
+  for (PipelineCase c : cases(false)) {
+    c.dropout = 0;
+    for (const auto& [strategy, most] : {std::pair(full_shard, 3), std::pair(full_shard, 0),
+                                         std::pair(shard_grad_op, 3), std::pair(optimizer, 3)}) {
+      c.shard = shard_options(strategy, false);
+      c.max_unsharded = most;
+      on_mesh(c, [&](const mesh::Mesh& mesh) { check_accumulation(c, mesh); });
     }
   }
 }

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -186,9 +188,12 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
     optimizer.step();
     optimizer.zero_grad();
   }
-  for (const auto& sharded : pipeline.sharded()) {
-    for (const auto& [name, tensor] : sharded.full_state_dict())
-      result.curve.weights[name] = tensor.clone();
+  for (size_t i = 0; i < pipeline.sharded().size(); ++i) {
+    const auto copies = pipeline.tied_copies(i);  // get their values before a step only
+    for (const auto& [name, tensor] : pipeline.sharded()[i].full_state_dict()) {
+      if (std::find(copies.begin(), copies.end(), name) == copies.end())
+        result.curve.weights[name] = tensor.clone();
+    }
   }
   if (pipeline.sharded().empty()) {
     for (const auto& [name, tensor] : pipeline.named_parameters())

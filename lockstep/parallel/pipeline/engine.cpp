@@ -74,15 +74,14 @@ Tensors as_leaves(Tensors tensors) {
   return tensors;
 }
 
-// Ranks that have a part of the model's gradients each: the pipeline's, and those of "dp" that
-// share a stage out among them.
+// Ranks whose norm_parameters() are the model's together: the pipeline's, and those of "dp" that
+// share a stage out among them, or of which one counts what all have.
 comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages,
                             const comm::Group& data, const comm::Group& all) {
   int sharing = 1;
   if (const auto& sharded = stages.front()->sharded(); sharded) {
     const auto& options = sharded->options();
     sharing = options.strategy == ShardingStrategy::hybrid_shard ? options.hybrid_group_size
-              : options.strategy == ShardingStrategy::no_shard   ? 1
                                                                  : data.size();
   }
   return all.split(data.rank() / std::max(1, sharing), all.rank());
