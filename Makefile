@@ -19,7 +19,7 @@ endef
 ctest = ctest --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install lint tidy check-all check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install lint tidy check-all check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
@@ -28,7 +28,7 @@ help:
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
-	@echo "make check-all           lint, test, and builds with sanitizers and without precompiled headers"
+	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
 	@echo "make clean               remove all build folders"
 	@echo "PRESET=dev|asan|tsan|cuda builds another kind, in build/PRESET; CMAKE_ARGS=-D... passes options on; JOBS=N"
 
@@ -68,7 +68,11 @@ lint:
 tidy: configure
 	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
 
-check-all: lint test check-asan check-tsan check-no-pch
+check-all: lint test check-wide check-asan check-tsan check-no-pch
+
+# What `make test` takes samples of.
+check-wide: build
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/pipeline_equivalence_test
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup
