@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <regex>
 #include <set>
+#include <sstream>
+#include <string>
 
 namespace lockstep::schedule {
 namespace {
@@ -73,13 +73,25 @@ TEST(Render, Chart) {
             "1f1b: 2 ranks, 2 micro-batches, 1 chunk per rank; makespan 9, bubble 33.3%");
 }
 
-// Left edges, widths and tops of the boxes that have a tooltip, by the tooltip.
-std::map<std::string, std::array<double, 3>> boxes(const std::string& svg) {
-  static const std::regex box(
-      R"x(<rect x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)"[^>]*><title>([^<]*)</title>)x");
-  std::map<std::string, std::array<double, 3>> found;
-  for (std::sregex_iterator at(svg.begin(), svg.end(), box), end; at != end; ++at) {
-    found[(*at)[4]] = {std::stod((*at)[1]), std::stod((*at)[3]), std::stod((*at)[2])};
+// The boxes that have a tooltip, by the tooltip.
+struct Box {
+  double x, y, width;
+  std::string fill;
+};
+
+std::map<std::string, Box> boxes(const std::string& svg) {
+  std::map<std::string, Box> found;
+  std::istringstream lines(svg);
+  for (std::string line; std::getline(lines, line);) {
+    const auto title = line.find("<title>");
+    if (title == std::string::npos) continue;
+    const auto value = [&](const std::string& attribute) {
+      const auto begin = line.find(" " + attribute + "=\"") + attribute.size() + 3;
+      return line.substr(begin, line.find('"', begin) - begin);
+    };
+    const std::string tip = line.substr(title + 7, line.find("</title>") - title - 7);
+    found[tip] = {std::stod(value("x")), std::stod(value("y")), std::stod(value("width")),
+                  value("fill")};
   }
   return found;
 }
@@ -98,9 +110,9 @@ TEST(Render, BoxesAreToScale) {
   ASSERT_EQ(found.size(), 3u);
   const auto& forward = found.at("F12.0 0 to 10");
   const auto& backward = found.at("B12.1 10 to 30");
-  EXPECT_NEAR(backward[1], 2 * forward[1], 0.02);
-  EXPECT_NEAR(backward[0], forward[0] + forward[1], 0.02);
-  EXPECT_GT(backward[2], forward[2]);
+  EXPECT_NEAR(backward.width, 2 * forward.width, 0.02);
+  EXPECT_NEAR(backward.x, forward.x + forward.width, 0.02);
+  EXPECT_GT(backward.y, forward.y);
   EXPECT_THAT(svg, HasSubstr("a &lt; b &amp; c"));
   EXPECT_THAT(svg, HasSubstr("time, ms"));
   EXPECT_THAT(svg, HasSubstr(">second<"));
@@ -121,12 +133,8 @@ TEST(Render, ChunksAndOpsDifferInColour) {
       chart.bars.push_back({0, {op, 0, chunk}, start, start + 1});
     }
   }
-  const std::string svg = to_svg(chart);
-  static const std::regex fill(R"x(fill="(#[0-9a-f]{6})"[^>]*><title>)x");
   std::set<std::string> colours;
-  for (std::sregex_iterator at(svg.begin(), svg.end(), fill), end; at != end; ++at) {
-    colours.insert((*at)[1]);
-  }
+  for (const auto& [tip, box] : boxes(to_svg(chart))) colours.insert(box.fill);
   EXPECT_EQ(colours.size(), 12u);
 }
 
