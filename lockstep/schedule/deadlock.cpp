@@ -20,7 +20,11 @@ struct Value {
   bool gradient;
   int stage, microbatch;
 
-  auto operator<=>(const Value&) const = default;
+  bool operator==(const Value&) const = default;
+  bool operator<(const Value& other) const {
+    return std::tie(gradient, stage, microbatch) <
+           std::tie(other.gradient, other.stage, other.microbatch);
+  }
 };
 
 // Two queues between a pair of ranks: what was sent, and what was asked for. Fronts meet.
