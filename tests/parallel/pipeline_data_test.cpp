@@ -21,7 +21,7 @@ const PipelineCurve& one_process(const PipelineCase& c) {
   static std::map<std::string, PipelineCurve> known;
   const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
                           (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
-                          (c.reproducible ? "r" : "");
+                          (c.reproducible ? "r" : "") + std::to_string(c.steps);
   const auto found = known.find(key);
   return found != known.end() ? found->second
                               : known.emplace(key, train_one_process(c)).first->second;
@@ -122,6 +122,28 @@ TEST_P(PipelineData, HoweverManyAreGathered) {
 
 INSTANTIATE_TEST_SUITE_P(Sums, PipelineData, testing::Bool(),
                          [](const auto& info) { return info.param ? "Reproducible" : "Plain"; });
+
+// Blocks that are computed again, with the dropout that they had.
+TEST(PipelineRecompute, GivesTheBitsOfOneProcess) {
+  using enum PipelineSchedule;
+  for (const auto& [schedule, chunks] : {std::pair(one_f_one_b, 1), std::pair(interleaved, 2),
+                                         std::pair(zb_h1, 1), std::pair(zb_v, 2)}) {
+    for (const auto recompute : {layout::Recompute::selective, layout::Recompute::full}) {
+      for (const bool shards : {false, true}) {
+        PipelineCase c{.schedule = schedule,
+                       .ranks = 2,
+                       .dp = 2,
+                       .chunks = chunks,
+                       .microbatches = 4,
+                       .reproducible = true,
+                       .recompute = recompute,
+                       .steps = 3};
+        if (shards) c.shard = shard_options(ShardingStrategy::full_shard, true);
+        compare(c);
+      }
+    }
+  }
+}
 
 // ---- what is gathered, and when ----
 

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <memory>
@@ -145,32 +146,37 @@ inline void expect_gradients(const Pipeline& pipeline, const OneProcess& expecte
 }
 
 // Three steps of gradient descent, each compared.
+inline void follow(const Job& job, const comm::Group& group, const PipelineOptions& options) {
+  SCOPED_TRACE(std::string(layout::name_of(options.schedule)) + " on " +
+               std::to_string(group.size()));
+  OneProcess expected(job);
+  Pipeline pipeline = make_pipeline(job, group, options);
+  for (int step = 0; step < 3; ++step) {
+    const int64_t first = step * options.microbatches;
+    expect_near(doubles(pipeline.step(batch_of(job, first))),
+                expected.step(first, options.microbatches));
+    expect_gradients(pipeline, expected);
+    double norm = 0;
+    for (const at::Tensor& parameter : expected.module().parameters()) {
+      if (parameter.grad().defined()) norm += parameter.grad().square().sum().item<double>();
+    }
+    EXPECT_NEAR(pipeline.grad_norm(), std::sqrt(norm), 1e-5 * (1 + std::sqrt(norm)));
+    expected.update();
+    const at::NoGradGuard no_grad;
+    for (const auto& [name, tensor] : pipeline.named_parameters()) {
+      if (tensor.grad().defined()) tensor.sub_(tensor.grad() * 0.02);
+      tensor.mutable_grad().reset();
+    }
+    const auto buffers = expected.module().named_buffers();
+    for (const auto& module : pipeline.modules()) {
+      for (const auto& item : module->named_buffers())
+        EXPECT_TRUE(at::allclose(item.value(), buffers[item.key()], 1e-4, 1e-6)) << item.key();
+    }
+  }
+}
+
 inline void follow(const Job& job, int ranks, const PipelineOptions& options) {
-  SCOPED_TRACE(std::string(layout::name_of(options.schedule)) + " on " + std::to_string(ranks));
-  comm::run_threads(ranks,
-                    [&](const comm::Group& group) {
-                      OneProcess expected(job);
-                      Pipeline pipeline = make_pipeline(job, group, options);
-                      for (int step = 0; step < 3; ++step) {
-                        const int64_t first = step * options.microbatches;
-                        expect_near(doubles(pipeline.step(batch_of(job, first))),
-                                    expected.step(first, options.microbatches));
-                        expect_gradients(pipeline, expected);
-                        double norm = 0;
-                        for (const at::Tensor& parameter : expected.module().parameters()) {
-                          if (parameter.grad().defined())
-                            norm += parameter.grad().square().sum().item<double>();
-                        }
-                        EXPECT_NEAR(pipeline.grad_norm(), std::sqrt(norm),
-                                    1e-5 * (1 + std::sqrt(norm)));
-                        expected.update();
-                        const at::NoGradGuard no_grad;
-                        for (const auto& [name, tensor] : pipeline.named_parameters()) {
-                          if (tensor.grad().defined()) tensor.sub_(tensor.grad() * 0.02);
-                          tensor.mutable_grad().reset();
-                        }
-                      }
-                    },
+  comm::run_threads(ranks, [&](const comm::Group& group) { follow(job, group, options); },
                     {.backend = "thread", .timeout = std::chrono::seconds(20)});
 }
 

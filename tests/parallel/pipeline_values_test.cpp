@@ -173,6 +173,16 @@ TEST(PipelineValues, FrozenStages) {
   }
 }
 
+// Statistics of micro-batches, in their order.
+TEST(PipelineValues, Buffers) {
+  Job job;
+  for (int i = 0; i < 4; ++i) {
+    job.layers.push_back(
+        layer("norm" + std::to_string(i), [] { return torch::nn::BatchNorm1d(6); }));
+  }
+  follow_all(job);
+}
+
 TEST(PipelineValues, Recomputed) {
   for (PipelineOptions options : kinds()) {
     options.recompute = true;
