@@ -256,8 +256,8 @@ TEST(PipelineShards, StepsThatAccumulateAreOneStep) {
   using enum ShardingStrategy;
   for (PipelineCase c : cases(false)) {
     c.dropout = 0;
-    for (const auto& [strategy, most] : {std::pair(full_shard, 3), std::pair(full_shard, 0),
-                                         std::pair(shard_grad_op, 3), std::pair(optimizer, 3)}) {
+    for (const auto& [strategy, most] :
+         {std::pair(full_shard, 3), std::pair(full_shard, 0), std::pair(optimizer, 3)}) {
       c.shard = shard_options(strategy, false);
       c.max_unsharded = most;
       on_mesh(c, [&](const mesh::Mesh& mesh) { check_accumulation(c, mesh); });
