@@ -1,5 +1,6 @@
 #include "lockstep/comm/watch.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
@@ -193,7 +194,7 @@ void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_poin
       throw TimeoutError(describe_wait(operation, sequence, seconds_since(started)) +
                          "; that is the deadline");
     }
-    if (!warned && Clock::now() - started >= kWarnAfter) {
+    if (!warned && Clock::now() - started >= std::max(kWarnAfter, operation.timeout / 15)) {
       warned = true;
       log::warn(describe_wait(operation, sequence, seconds_since(started)));
     }

@@ -371,7 +371,9 @@ void Engine::look_after(Ticket& ticket) {
   };
   if (Clock::now() - ticket.started >= ticket.operation.timeout)
     throw TimeoutError(message() + "; that is the deadline");
-  if (!ticket.warned && Clock::now() - ticket.started >= options_.warn_after) {
+  // Who allows for a long wait is not surprised by one.
+  const milliseconds warn_after = std::max(options_.warn_after, ticket.operation.timeout / 15);
+  if (!ticket.warned && Clock::now() - ticket.started >= warn_after) {
     ticket.warned = true;
     log::warn(message());
   }

@@ -12,6 +12,7 @@
 
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -98,6 +99,7 @@ struct Frame {
   size_t count = 0;                // saved in the first call
   std::vector<at::Tensor> values;  // collected in the second; dropped one by one
   std::vector<int64_t> versions;   // of the values when they were saved
+  std::set<size_t> unwanted;       // dropped before they were collected
   std::mutex mutex;                // backward has a thread for each device
 };
 
@@ -202,6 +204,9 @@ void Frame::repeat() {
     again();
   } catch (const Enough&) {
   }
+  for (const size_t index : unwanted) {
+    if (index < values.size()) values[index].reset();
+  }
 }
 
 at::Tensor Frame::take(size_t index) {
@@ -222,6 +227,7 @@ at::Tensor Frame::take(size_t index) {
 void Frame::drop(size_t index) {
   at::Tensor value;  // its memory goes when the lock is no longer held
   const std::lock_guard lock(mutex);
+  unwanted.insert(index);
   if (index < values.size()) value = std::move(values[index]);
 }
 

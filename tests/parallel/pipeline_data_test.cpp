@@ -17,40 +17,11 @@ using parallel::FullyShardOptions;
 using parallel::ParameterState;
 using parallel::ShardingStrategy;
 
-const PipelineCurve& one_process(const PipelineCase& c) {
-  static std::map<std::string, PipelineCurve> known;
-  const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
-                          (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
-                          (c.reproducible ? "r" : "") + std::to_string(c.steps);
-  const auto found = known.find(key);
-  return found != known.end() ? found->second
-                              : known.emplace(key, train_one_process(c)).first->second;
-}
-
-void expect_close(const std::vector<double>& found, const std::vector<double>& expected,
-                  const std::string& what) {
-  ASSERT_EQ(found.size(), expected.size());
-  for (size_t i = 0; i < found.size(); ++i)
-    EXPECT_NEAR(found[i], expected[i], 1e-5 * std::abs(expected[i])) << what << " at step " << i;
-}
-
 void compare(const PipelineCase& c) {
   const PipelineCurve& expected = one_process(c);
   comm::run_threads(c.ranks * c.dp, [&](const comm::Group& world) {
-    SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
-    const PipelineCurve found = train_pipeline(c, world).curve;
-    EXPECT_FALSE(found.weights.empty());
-    if (c.reproducible && !c.tied) {
-      EXPECT_EQ(found.losses, expected.losses);
-      EXPECT_EQ(found.norms, expected.norms);
-      for (const auto& [name, tensor] : found.weights)
-        EXPECT_TRUE(at::equal(tensor, expected.weights.at(name))) << name;
-    } else {
-      expect_close(found.losses, expected.losses, "loss");
-      expect_close(found.norms, expected.norms, "norm");
-      for (const auto& [name, tensor] : found.weights)
-        EXPECT_TRUE(at::allclose(tensor, expected.weights.at(name), 0, 1e-4)) << name;
-    }
+    SCOPED_TRACE(describe(c));
+    expect_same(c, train_pipeline(c, world).curve, expected);
   });
 }
 
@@ -124,6 +95,20 @@ INSTANTIATE_TEST_SUITE_P(Sums, PipelineData, testing::Bool(),
                          [](const auto& info) { return info.param ? "Reproducible" : "Plain"; });
 
 // Blocks that are computed again, with the dropout that they had.
+// Fine-tuning with dropout off is training too.
+TEST(PipelineEval, StepsInEvalModeReduceToo) {
+  for (const PipelineSchedule schedule : {PipelineSchedule::one_f_one_b, PipelineSchedule::zb_h1}) {
+    compare({.schedule = schedule,
+             .ranks = 2,
+             .dp = 2,
+             .microbatches = 2,
+             .llama = true,
+             .reproducible = true,
+             .steps = 3,
+             .evals = true});
+  }
+}
+
 TEST(PipelineRecompute, GivesTheBitsOfOneProcess) {
   using enum PipelineSchedule;
   for (const auto& [schedule, chunks] : {std::pair(one_f_one_b, 1), std::pair(interleaved, 2),
@@ -177,7 +162,7 @@ void drop_gradients(const parallel::Pipeline& pipeline) {
 
 void on_mesh(const PipelineCase& c, const std::function<void(const mesh::Mesh&)>& use) {
   comm::run_threads(c.ranks * c.dp, [&](const comm::Group& world) {
-    SCOPED_TRACE(describe(c) + " at most " + std::to_string(c.max_unsharded));
+    SCOPED_TRACE(describe(c));
     use(mesh::Mesh::parallel(world, {.dp = c.dp, .tp = 1, .pp = c.ranks}));
   });
 }
@@ -201,7 +186,9 @@ void check_gathers(const PipelineCase& c, const mesh::Mesh& mesh) {
       const auto unshards = count(chunk, schedule::Op::unshard);
       EXPECT_EQ(unshards, count(chunk, schedule::Op::reshard));
       if (c.max_unsharded > 0) {
-        EXPECT_EQ(gathers, unshards * units) << chunk;
+        // A unit that is fetched for the second half of a backward alone is not used.
+        EXPECT_LE(gathers, unshards * units) << chunk;
+        EXPECT_GE(gathers, units) << chunk;
       } else {
         EXPECT_EQ(unshards, 0);
         EXPECT_GT(gathers, units) << chunk;

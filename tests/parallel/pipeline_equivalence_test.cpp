@@ -10,40 +10,12 @@
 namespace lockstep::test {
 namespace {
 
-const PipelineCurve& one_process(const PipelineCase& c) {
-  static std::map<std::string, PipelineCurve> known;
-  const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
-                          (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
-                          (c.reproducible ? "r" : "") + std::to_string(c.steps);
-  const auto found = known.find(key);
-  return found != known.end() ? found->second
-                              : known.emplace(key, train_one_process(c)).first->second;
-}
-
-void expect_close(const std::vector<double>& found, const std::vector<double>& expected,
-                  const std::string& what) {
-  ASSERT_EQ(found.size(), expected.size());
-  for (size_t i = 0; i < found.size(); ++i)
-    EXPECT_NEAR(found[i], expected[i], 1e-5 * std::abs(expected[i])) << what << " at step " << i;
-}
-
 void compare(const PipelineCase& c) {
-  SCOPED_TRACE(describe(c));
   const PipelineCurve& expected = one_process(c);
-  comm::run_threads(c.ranks * c.dp, [&](comm::Group world) {
+  comm::run_threads(c.ranks * c.dp, [&](const comm::Group& world) {
+    SCOPED_TRACE(describe(c));
     const PipelineTrained trained = train_pipeline(c, world);
-    const PipelineCurve& found = trained.curve;
-    if (c.reproducible && !c.tied) {
-      EXPECT_EQ(found.losses, expected.losses);
-      EXPECT_EQ(found.norms, expected.norms);
-      for (const auto& [name, tensor] : found.weights)
-        EXPECT_TRUE(at::equal(tensor, expected.weights.at(name))) << name;
-    } else {
-      expect_close(found.losses, expected.losses, "loss");
-      expect_close(found.norms, expected.norms, "norm");
-    }
-    for (const auto& [name, tensor] : found.weights)
-      EXPECT_TRUE(at::allclose(tensor, expected.weights.at(name), 0, 1e-4)) << name;
+    expect_same(c, trained.curve, expected);
     const auto simulated = schedule::simulate(trained.schedule, schedule::uniform({}));
     const int rank = world.rank() % c.ranks;
     EXPECT_EQ(trained.stats.peak_live, simulated.peak_live[static_cast<size_t>(rank)]) << rank;

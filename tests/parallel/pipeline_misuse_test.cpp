@@ -12,6 +12,7 @@ namespace lockstep::test {
 namespace {
 
 using namespace std::chrono_literals;
+using parallel::FullyShardOptions;
 using parallel::function_layer;
 using parallel::layer;
 using testing::Eq;
@@ -136,8 +137,32 @@ TEST(PipelineMisuse, TiedNames) {
   layers[3] = layer("blocks.0", [] { return Block(6, 7); });
   expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
                  "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
-                 "stage and 42 in another; must be the same, and where stages are sharded it must "
-                 "be a unit of its own, with use_orig_params");
+                 "stage and 42 in another; number, shape and type must be the same, and where "
+                 "stages are sharded it must be a unit of its own");
+  layers[3] = layer("blocks.0", [] { return Block(9, 4); });
+  expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
+                 "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
+                 "stage and 36 in another; number, shape and type must be the same, and where "
+                 "stages are sharded it must be a unit of its own");
+}
+
+TEST(PipelineMisuse, ShardsWithoutNames) {
+  const auto refused = [&](const PipelineOptions& options, const std::string& message) {
+    const Messages found = messages(4, [&](const comm::Group& group) {
+      const Pipeline pipeline(blocks(4), mesh::Mesh::parallel(group, {.dp = 2, .tp = 1, .pp = 2}),
+                              options);
+    });
+    EXPECT_THAT(found, testing::Each(Eq(message)));
+  };
+  refused({.tied = {"blocks.0.linear.weight"}, .data = FullyShardOptions{}},
+          "[pipeline] sharded stages with 1 chunks per rank and 1 tied parameters need "
+          "use_orig_params");
+  refused({.schedule = PipelineSchedule::interleaved,
+           .microbatches = 2,
+           .chunks = 2,
+           .data = FullyShardOptions{}},
+          "[pipeline] sharded stages with 2 chunks per rank and 0 tied parameters need "
+          "use_orig_params");
 }
 
 // ---- in a step ----

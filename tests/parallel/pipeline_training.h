@@ -35,6 +35,7 @@ struct PipelineCase {
   int max_unsharded = 3;
   int steps = 10;
   double dropout = 0.1;
+  bool evals = false;  // trains in eval mode
   c10::Device device = at::kCPU;
 
   int stages() const { return ranks * chunks; }
@@ -46,7 +47,8 @@ inline std::string describe(const PipelineCase& c) {
   text += " p" + std::to_string(c.ranks) + " v" + std::to_string(c.chunks) + " m" +
           std::to_string(c.microbatches) + " dp" + std::to_string(c.dp) +
           (c.llama ? " llama" : " gpt") + (c.tied ? " tied" : "") +
-          (c.reproducible ? " reproducible" : "");
+          (c.reproducible ? " reproducible" : "") + (c.evals ? " in eval mode" : "") + " at most " +
+          std::to_string(c.max_unsharded);
   if (c.shard) text += " " + std::string(parallel::name_of(c.shard->strategy));
   return text;
 }
@@ -101,6 +103,7 @@ inline PipelineCurve train_one_process(const PipelineCase& c) {
   model::LanguageModel model(spec_of(c), {.tensors = at::TensorOptions().device(c.device)});
   model::initialize(*model, 3);
   model->random().seed = 5;
+  model->train(!c.evals);
   auto whole = parallel::ddp(model, comm::Group(), {.reproducible = c.reproducible});
   optim::AdamW optimizer(*model, adamw());
   const double scale = 1.0 / static_cast<double>(c.total() * kRows * kLength);
@@ -160,6 +163,7 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
           spec, {.tensors = at::TensorOptions().device(c.device), .recompute = c.recompute},
           random),
       mesh, options);
+  pipeline.train(!c.evals);
   optim::AdamW optimizer(pipeline.named_parameters(), adamw());
   const comm::Group dp = mesh["dp"];
   // Gradients are averaged over dp.
@@ -202,6 +206,42 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
   result.stats = pipeline.stats();
   result.schedule = pipeline.schedule();
   return result;
+}
+
+// What one process does with the same micro-batches.
+inline const PipelineCurve& one_process(const PipelineCase& c) {
+  static std::map<std::string, PipelineCurve> known;
+  const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
+                          (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
+                          (c.reproducible ? "r" : "") + (c.evals ? "e" : "") +
+                          std::to_string(c.steps);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second
+                              : known.emplace(key, train_one_process(c)).first->second;
+}
+
+inline void expect_near_each(const std::vector<double>& found, const std::vector<double>& expected,
+                             const std::string& what) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i)
+    EXPECT_NEAR(found[i], expected[i], 1e-5 * std::abs(expected[i])) << what << " at step " << i;
+}
+
+inline void expect_same(const PipelineCase& c, const PipelineCurve& found,
+                        const PipelineCurve& expected) {
+  EXPECT_FALSE(found.weights.empty());
+  const bool bits = c.reproducible && !c.tied;
+  if (bits) {
+    EXPECT_EQ(found.losses, expected.losses);
+    EXPECT_EQ(found.norms, expected.norms);
+  } else {
+    expect_near_each(found.losses, expected.losses, "loss");
+    expect_near_each(found.norms, expected.norms, "norm");
+  }
+  for (const auto& [name, tensor] : found.weights) {
+    const at::Tensor& other = expected.weights.at(name);
+    EXPECT_TRUE(bits ? at::equal(tensor, other) : at::allclose(tensor, other, 0, 1e-4)) << name;
+  }
 }
 
 }  // namespace lockstep::test

@@ -187,6 +187,9 @@ void DdpHandle::after_forward(const std::vector<at::Tensor>& outputs) {
 void DdpHandle::set_micro_batch(std::optional<int64_t> index) {
   if (ddp_->reducer_) ddp_->reducer_->set_micro_batch(index);
 }
+void DdpHandle::reduce_gradients() {
+  if (ddp_->reducer_) ddp_->reducer_->reduce_now();
+}
 void DdpHandle::sync_gradients() { ddp_->sync_gradients(); }
 void DdpHandle::join(const std::function<void()>& step) { ddp_->join(step); }
 const comm::Group& DdpHandle::group() const { return ddp_->group_; }

@@ -112,6 +112,8 @@ class DdpHandle {
   std::vector<BucketInfo> buckets() const;
 
  protected:
+  // As sync_gradients(), in any mode.
+  void reduce_gradients();
   void before_forward();
   void after_forward(const std::vector<at::Tensor>& outputs);
 

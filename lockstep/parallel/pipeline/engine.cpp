@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <torch/cuda.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -42,7 +44,8 @@ using schedule::Action;
 using schedule::Op;
 
 // All micro-batches through one chunk after the other.
-schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatches) {
+schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatches,
+                                schedule::LowerOptions options) {
   schedule::Schedule all;
   static_cast<schedule::Pipeline&>(all) = layout;
   all.kind = schedule::Kind::file;
@@ -56,7 +59,8 @@ schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatch
       for (int i = 0; i < microbatches; ++i) actions.push_back({Op::backward, i, chunk});
     }
   }
-  schedule::Program program = schedule::lower(all);
+  options.reduce = false;
+  schedule::Program program = schedule::lower(all, options);
   for (auto& actions : program.actions) {
     std::erase_if(actions, [](const Action& action) {
       return action.op == Op::backward || action.op == Op::send_gradient ||
@@ -64,6 +68,26 @@ schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatch
     });
   }
   return program;
+}
+
+schedule::LowerOptions lower_options(const PipelineOptions& options,
+                                     const schedule::Pipeline& layout) {
+  return {.unshard = std::holds_alternative<FullyShardOptions>(options.data) &&
+                     options.max_unsharded > 0 && layout.stages() > 1,
+          .max_unsharded = std::max(1, options.max_unsharded),
+          .reduce = true};
+}
+
+// Shards of units have the units' names, which do not say which stage or parameter they are of.
+void check_names(const PipelineOptions& options, const schedule::Pipeline& layout,
+                 const comm::Group& data) {
+  const auto* shard = std::get_if<FullyShardOptions>(&options.data);
+  if (shard == nullptr || shard->use_orig_params || data.size() == 1) return;
+  if (options.tied.empty() && layout.chunks == 1) return;
+  throw ConfigError(
+      format("[pipeline] sharded stages with {} chunks per rank and {} tied parameters need "
+             "use_orig_params",
+             layout.chunks, options.tied.size()));
 }
 
 // A rank's tensors for another stage: values, and whether their gradients are wanted.
@@ -101,13 +125,26 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const comm::Gro
                                    .file = options.schedule_file})),
       pipeline_(pipeline.split(0, pipeline.rank())),
       data_rank_(data.rank()),
-      program_(schedule::lower(
-          schedule, {.unshard = std::holds_alternative<FullyShardOptions>(options.data) &&
-                                options.max_unsharded > 0 && schedule.stages() > 1,
-                     .max_unsharded = std::max(1, options.max_unsharded),
-                     .reduce = true})),
-      mailbox_(pipeline.split(0, pipeline.rank()), options.device) {
+      program_(schedule::lower(schedule, lower_options(options, schedule))),
+      mailbox_(pipeline.split(0, pipeline.rank()), options.device,
+               pipeline.timeout() * program_.actions.front().size()) {
   schedule::check_deadlock(program_);
+  check_names(options, schedule, data);
+  try {
+    build(layers, data, all);
+  } catch (const std::exception& error) {
+    abort(format("rank {} could not build its stages: {}", rank(), error.what()));
+    throw;
+  }
+}
+
+void PipelineEngine::abort(const std::string& why) {
+  mailbox_.abort(why);
+  pipeline_.impl().abort(why);  // some may have no message to wait for, but tied values or losses
+}
+
+void PipelineEngine::build(const std::vector<Layer>& layers, const comm::Group& data,
+                           const comm::Group& all) {
   const auto counts =
       layers_per_stage(static_cast<int>(layers.size()), layout().stages(), options.split);
   std::vector<Stage*> mine;
@@ -168,7 +205,7 @@ Tensors PipelineEngine::forward(const Action& action, Run& run) {
   const Stage::Loss loss = [&](const Tensors& outputs) {
     return run.batch.loss(action.microbatch, outputs);
   };
-  timeline.push_back({action, Clock::now(), {}});
+  run.started = Clock::now();
   Tensors outputs = stage.forward(action.microbatch, std::move(inputs), is_last ? &loss : nullptr);
   if (is_last) run.losses[action.microbatch].copy_(outputs[0].detach().reshape({}));
   return outputs;
@@ -181,7 +218,7 @@ void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
     return;
   }
   if (action.op == Op::backward_weight) {
-    timeline.push_back({action, Clock::now(), {}});
+    run.started = Clock::now();
     stage.backward_weight(action.microbatch, syncs);
     return;
   }
@@ -190,7 +227,7 @@ void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
     gradients =
         mailbox_.take({.gradient = true, .microbatch = action.microbatch, .chunk = action.chunk});
   }
-  timeline.push_back({action, Clock::now(), {}});
+  run.started = Clock::now();
   pass_on(action,
           action.op == Op::backward ? stage.backward(action.microbatch, gradients, syncs)
                                     : stage.backward_input(action.microbatch, gradients),
@@ -214,10 +251,13 @@ void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
     case Op::backward_input:
     case Op::backward_weight: {
       compute(action, reduces_next && run.reduces, run);
-      TimedAction& timed = timeline.back();
-      timed.end = Clock::now();
-      note_memory();
+      // Without it the trace would show how long it takes to queue the work.
+      if (trace::enabled() && options.device.is_cuda()) torch::cuda::synchronize();
+      const TimedAction timed{action, run.started, Clock::now()};
       if (trace::enabled()) add_to_trace(timed, run);
+      if (!run.trains) return;
+      timeline.push_back(timed);
+      note_memory();
       return;
     }
     case Op::send_activation:
@@ -244,11 +284,16 @@ void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
 }
 
 at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
-  stats = {};
-  timeline.clear();
+  if (run.trains) {
+    stats = {};
+    timeline.clear();
+  }
   run.outgoing.resize(stages_.size());
   run.losses = at::zeros({program.microbatches}, at::kDouble);
   try {
+    if (run.trains) {
+      for (const auto& stage : stages_) stage->begin_step();
+    }
     tied_->copy_values();
     const auto& actions = program.actions[static_cast<size_t>(rank())];
     for (size_t i = 0; i < actions.size(); ++i) {
@@ -265,9 +310,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
     const int last = layout().place(layout().stages() - 1).rank;
     comm::broadcast(run.losses, pipeline_, {.root = last, .tag = "losses"}).wait();
   } catch (const std::exception& error) {
-    const std::string why = format("rank {} of the pipeline failed: {}", rank(), error.what());
-    mailbox_.abort(why);
-    pipeline_.impl().abort(why);  // some may have no message to wait for, but tied values or losses
+    abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
     throw;
   }
   if (run.trains) ++num_steps_;
@@ -276,10 +319,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
 
 at::Tensor PipelineEngine::step(const PipelineBatch& batch, PipelineStep how) {
   const c10::AutoGradMode grad(true);
-  for (const auto& stage : stages_) {
-    stage->begin_step();
-    stage->set_first_microbatch(first_microbatch_);
-  }
+  for (const auto& stage : stages_) stage->set_first_microbatch(first_microbatch_);
   first_microbatch_ = how.accumulate ? first_microbatch_ + layout().microbatches : 0;
   return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true, .losses = {}});
 }
@@ -289,7 +329,7 @@ at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches
     throw ConfigError(format("[pipeline] {} micro-batches, must be at least 1", microbatches));
   const at::NoGradGuard no_grad;
   if (forward_program_.microbatches != microbatches || forward_program_.actions.empty())
-    forward_program_ = forward_alone(layout(), microbatches);
+    forward_program_ = forward_alone(layout(), microbatches, lower_options(options, layout()));
   return run(forward_program_, {.batch = batch, .reduces = false, .trains = false, .losses = {}});
 }
 
@@ -309,6 +349,8 @@ std::vector<optim::NamedParameter> PipelineEngine::named_parameters() const {
 
 double PipelineEngine::grad_norm(optim::NormOptions how) const {
   how.group = norm_group_;
+  how.exact =
+      how.exact || std::visit([](const auto& data) { return data.reproducible; }, options.data);
   std::vector<at::Tensor> mine;
   // Copies have given their gradients away.
   for (const auto& stage : stages_) {

@@ -48,8 +48,11 @@ class PipelineEngine {
     bool trains = true;
     at::Tensor losses;                   // on the last stage's rank, as they come
     std::vector<Tensors> outgoing = {};  // per chunk: what its last computation gave
+    Clock::time_point started = {};      // the computation that runs
   };
 
+  void build(const std::vector<Layer>& layers, const comm::Group& data, const comm::Group& all);
+  void abort(const std::string& why);
   at::Tensor run(const schedule::Program& program, Run run);
   void act(const schedule::Action& action, bool reduces_next, Run& run);
   void compute(const schedule::Action& action, bool syncs, Run& run);

@@ -50,21 +50,36 @@ at::Tensor header_of(const Tensors& tensors) {
   return header;
 }
 
-// Tensors without values, as the header describes them.
-Tensors tensors_of(const at::Tensor& header, c10::Device device) {
+// What arrived, in host memory. It goes to the device when it is taken, by the thread and the
+// stream that use it.
+struct Message {
+  at::Tensor header;
+  Tensors values;
+};
+
+Message message_of(at::Tensor header) {
   const int64_t* word = header.data_ptr<int64_t>();
-  Tensors tensors(static_cast<size_t>(*word++));
-  for (at::Tensor& tensor : tensors) {
+  Tensors values(static_cast<size_t>(*word++));
+  for (at::Tensor& value : values) {
     const int64_t* const begin = word;
     word += kTensorWords;
     if (begin[0] == kUndefined) continue;
-    tensor = at::empty(at::IntArrayRef(begin + 4, static_cast<size_t>(begin[3])),
-                       at::TensorOptions()
-                           .dtype(static_cast<at::ScalarType>(begin[1]))
-                           .device(begin[0] == kOnCpu ? c10::Device(at::kCPU) : device));
-    tensor.requires_grad_(begin[2] != 0);
+    value = at::empty(at::IntArrayRef(begin + 4, static_cast<size_t>(begin[3])),
+                      static_cast<at::ScalarType>(begin[1]));
   }
-  return tensors;
+  return {std::move(header), std::move(values)};
+}
+
+Tensors unpack(Message message, c10::Device device) {
+  const int64_t* word = message.header.data_ptr<int64_t>() + 1;
+  for (at::Tensor& value : message.values) {
+    const int64_t* const begin = word;
+    word += kTensorWords;
+    if (!value.defined()) continue;
+    if (begin[0] == kOnDevice) value = value.to(device);
+    value.requires_grad_(begin[2] != 0);
+  }
+  return std::move(message.values);
 }
 
 bool has_values(const at::Tensor& tensor) { return tensor.defined() && tensor.numel() > 0; }
@@ -79,29 +94,34 @@ struct Mailbox::Channel {
 };
 
 struct Mailbox::Shared {
-  Tensors receive(int from) const;
+  Message receive(int from) const;
+  comm::Options patient() const;
   void run(int from, Channel& channel);
 
   comm::Group group;
   c10::Device device = at::kCPU;
+  milliseconds timeout{};
   std::mutex mutex;
   std::condition_variable changed;
   std::map<int, Channel> channels;  // by peer
-  std::map<MessageKey, Tensors> arrived;
+  std::map<MessageKey, Message> arrived;
+  std::map<MessageKey, Tensors> handed_over;  // by stages of this rank
   std::exception_ptr error;
   bool stopping = false;
 };
 
-Tensors Mailbox::Shared::receive(int from) const {
-  const at::Tensor header = at::empty({kHeaderWords}, at::kLong);
-  comm::recv(header, from, group).wait();
-  Tensors tensors = tensors_of(header, device);
+comm::Options Mailbox::Shared::patient() const { return {.timeout = timeout}; }
+
+Message Mailbox::Shared::receive(int from) const {
+  at::Tensor header = at::empty({kHeaderWords}, at::kLong);
+  comm::recv(header, from, group, patient()).wait();
+  Message message = message_of(std::move(header));
   std::vector<comm::Work> parts;
-  for (const at::Tensor& tensor : tensors) {
-    if (has_values(tensor)) parts.push_back(comm::recv(tensor.detach(), from, group));
+  for (const at::Tensor& value : message.values) {
+    if (has_values(value)) parts.push_back(comm::recv(value, from, group, patient()));
   }
   for (comm::Work& part : parts) part.wait();
-  return tensors;
+  return message;
 }
 
 void Mailbox::Shared::run(int from, Channel& channel) {
@@ -116,24 +136,26 @@ void Mailbox::Shared::run(int from, Channel& channel) {
     channel.expected.pop_front();
     channel.busy = true;
     lock.unlock();
-    Tensors tensors;
+    Message message;
     std::exception_ptr failure;
     try {
-      tensors = receive(from);
+      message = receive(from);
     } catch (...) {
       failure = std::current_exception();
     }
     lock.lock();
     channel.busy = false;
     if (failure && !error) error = failure;
-    if (!failure) arrived[key] = std::move(tensors);
+    if (!failure) arrived[key] = std::move(message);
     changed.notify_all();
   }
 }
 
-Mailbox::Mailbox(comm::Group group, c10::Device device) : shared_(std::make_shared<Shared>()) {
+Mailbox::Mailbox(comm::Group group, c10::Device device, milliseconds timeout)
+    : shared_(std::make_shared<Shared>()) {
   shared_->group = std::move(group);
   shared_->device = device;
+  shared_->timeout = timeout;
 }
 
 Mailbox::~Mailbox() {
@@ -172,19 +194,22 @@ void Mailbox::send(const Tensors& tensors, int to) {
     work.wait();  // throws what went wrong
     return true;
   });
-  sends_.push_back(comm::send(header_of(tensors), to, shared_->group));
+  sends_.push_back(comm::send(header_of(tensors), to, shared_->group, shared_->patient()));
   for (const at::Tensor& tensor : tensors) {
-    if (has_values(tensor))
-      sends_.push_back(comm::send(tensor.detach().contiguous(), to, shared_->group));
+    if (has_values(tensor)) {
+      sends_.push_back(
+          comm::send(tensor.detach().contiguous(), to, shared_->group, shared_->patient()));
+    }
   }
 }
 
 void Mailbox::put(const MessageKey& key, Tensors tensors) {
-  const std::lock_guard lock(shared_->mutex);
-  shared_->arrived[key] = std::move(tensors);
+  shared_->handed_over[key] = std::move(tensors);
 }
 
 Tensors Mailbox::take(const MessageKey& key) {
+  // Only the thread that computes hands over and takes.
+  if (auto own = shared_->handed_over.extract(key)) return std::move(own.mapped());
   std::unique_lock lock(shared_->mutex);
   auto found = shared_->arrived.find(key);
   if (found == shared_->arrived.end()) {
@@ -196,9 +221,10 @@ Tensors Mailbox::take(const MessageKey& key) {
     });
     if (found == shared_->arrived.end()) std::rethrow_exception(shared_->error);
   }
-  Tensors tensors = std::move(found->second);
+  Message message = std::move(found->second);
   shared_->arrived.erase(found);
-  return tensors;
+  lock.unlock();
+  return unpack(std::move(message), shared_->device);
 }
 
 void Mailbox::finish() {

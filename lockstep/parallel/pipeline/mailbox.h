@@ -30,8 +30,9 @@ struct MessageKey {
 
 class Mailbox {
  public:
-  // Over a group of the pipeline's own. Tensors that are not on the CPU arrive on `device`.
-  Mailbox(comm::Group group, c10::Device device);
+  // Over a group of the pipeline's own. Tensors that are not on the CPU arrive on `device`. The
+  // timeout is of every message, which may have to wait for all that other ranks compute first.
+  Mailbox(comm::Group group, c10::Device device, milliseconds timeout);
   // Does not wait for what is under way.
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;

@@ -80,7 +80,9 @@ struct PipelineStats {
 
 struct TimedAction {
   schedule::Action action;
-  Clock::time_point start, end;  // of the computation: waiting for its input is not in it
+  // Of the computation: waiting for its input is not in it. On CUDA that of queueing it, unless
+  // there is a trace, for which every action is waited for.
+  Clock::time_point start, end;
 };
 
 namespace detail {

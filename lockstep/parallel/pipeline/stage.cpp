@@ -8,6 +8,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/recompute.h"
+#include "lockstep/parallel/shard/sharded.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -62,7 +63,12 @@ Tensors Stage::forward(int microbatch, Tensors inputs, const Loss* loss) {
     } else {
       x = layer(x);
     }
-    if (records && flight.entries.empty()) enter_at(x);
+    if (!records || !flight.entries.empty()) continue;
+    // Hooks that the user has put on the tensors lie below this place, and run in one half only.
+    for (at::Tensor& tensor : x) {
+      if (needs_gradient(tensor)) tensor = tensor.view_as(tensor);
+    }
+    enter_at(x);
   }
   if (loss != nullptr) {
     x = {(*loss)(x)};
@@ -156,7 +162,7 @@ void Stage::begin_step() {
 }
 
 void Stage::unshard() {
-  if (sharded_) sharded_->unshard();
+  if (sharded_ && sharded_->shared()->engine) sharded_->shared()->engine->pin("", /*waits=*/false);
 }
 
 void Stage::reshard() {
@@ -165,7 +171,7 @@ void Stage::reshard() {
 
 void Stage::reduce() {
   if (std::exchange(reduced_, true)) return;
-  if (whole_) whole_->sync_gradients();
+  if (whole_) whole_->reduce_gradients();
   if (sharded_) sharded_->reduce_gradients();
 }
 

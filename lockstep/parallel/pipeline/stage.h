@@ -81,6 +81,7 @@ class Stage {
    public:
     using DdpHandle::before_forward;
     using DdpHandle::DdpHandle;
+    using DdpHandle::reduce_gradients;
   };
   using NoSyncGuard = std::variant<std::monostate, NoSync, NoSyncShards>;
 

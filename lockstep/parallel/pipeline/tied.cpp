@@ -73,32 +73,43 @@ TiedParameters::TiedParameters(const std::vector<std::string>& names, std::vecto
                name, join(places)));
   }
   // Shards must be cut alike. All ranks hear of it if two are not.
-  const at::Tensor numel = at::zeros({static_cast<int64_t>(copies_.size()), 2}, at::kLong);
+  const auto rows = static_cast<int64_t>(copies_.size());
+  const at::Tensor numel = at::zeros({rows, 2}, at::kLong), kinds = at::zeros({rows, 2}, at::kLong);
   for (size_t i = 0; i < copies_.size(); ++i) {
     const Copy& copy = copies_[i];
-    const auto size = [&](int chunk) {
-      const at::Tensor tensor = find(chunk, copy.name);
-      return tensor.defined() ? tensor.numel() : 0;
+    const auto note = [&](const schedule::Place& place, int64_t column) {
+      if (place.rank != group_.rank()) return;
+      const at::Tensor tensor = find(place.chunk, copy.name);
+      if (!tensor.defined()) return;
+      const auto row = static_cast<int64_t>(i);
+      numel[row][column] = tensor.numel();
+      kinds[row][column] = static_cast<int64_t>(
+          random_key(0, "kind", format("{} {}", join(tensor.sizes()), tensor.toString())).tensor);
     };
-    const auto row = static_cast<int64_t>(i);
-    if (copy.owner.rank == group_.rank()) numel[row][0] = size(copy.owner.chunk);
-    if (copy.copy.rank == group_.rank()) numel[row][1] = size(copy.copy.chunk);
+    note(copy.owner, 0);
+    note(copy.copy, 1);
   }
   if (copies_.empty()) return;
   comm::all_reduce(numel, group_, {.tag = "sizes of tied parameters"}).wait();
+  comm::all_reduce(kinds, group_, {.tag = "shapes of tied parameters"}).wait();
   for (size_t i = 0; i < copies_.size(); ++i) {
     const auto sizes = numel[static_cast<int64_t>(i)];
-    if (sizes[0].item<int64_t>() == sizes[1].item<int64_t>()) continue;
+    const auto same = [&](const at::Tensor& pair) {
+      return pair[0].item<int64_t>() == pair[1].item<int64_t>();
+    };
+    if (same(sizes) && same(kinds[static_cast<int64_t>(i)])) continue;
     throw ConfigError(
         format("[pipeline] tied parameter '{}' has {} elements in its first stage and {} in "
-               "another; must be the same, and where stages are sharded it must be a unit of its "
-               "own, with use_orig_params",
+               "another; number, shape and type must be the same, and where stages are sharded it "
+               "must be a unit of its own",
                copies_[i].name, sizes[0].item<int64_t>(), sizes[1].item<int64_t>()));
   }
 }
 
 at::Tensor TiedParameters::find(int chunk, const std::string& name) const {
-  for (const auto& parameter : stages_[static_cast<size_t>(chunk)]->named_parameters()) {
+  Stage& stage = *stages_[static_cast<size_t>(chunk)];
+  if (!stage.sharded()) return stage.module().named_parameters()[name];
+  for (const auto& parameter : stage.named_parameters()) {
     if (parameter.name == name) return parameter.tensor;
   }
   return {};  // a rank that has no rows of it
@@ -141,7 +152,7 @@ void TiedParameters::return_gradients() {
     at::Tensor gradient;
     if (copies) {
       const at::Tensor source = find(copy.copy.chunk, copy.name);
-      if (!source.defined()) continue;
+      if (!source.defined() || !source.requires_grad()) continue;
       at::Tensor& place = source.mutable_grad();
       gradient = place.defined() ? place.detach() : at::zeros_like(source);
       if (!owns) sends.push_back(comm::send(gradient.clone(), copy.owner.rank, group_));
@@ -149,7 +160,7 @@ void TiedParameters::return_gradients() {
     }
     if (!owns) continue;
     const at::Tensor target = find(copy.owner.chunk, copy.name);
-    if (!target.defined()) continue;
+    if (!target.defined() || !target.requires_grad()) continue;
     at::Tensor& sum = target.mutable_grad();
     if (!copies) {
       gradient = at::empty(target.sizes(), target.options());

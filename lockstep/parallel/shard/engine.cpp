@@ -238,17 +238,18 @@ void ShardEngine::begin_update() {
   window_ = true;
 }
 
-void ShardEngine::pin(const std::string& name) {
+void ShardEngine::pin(const std::string& name, bool waits) {
+  const auto fetch = [&](Flat& flat) { waits ? gather(flat) : flat.prefetch(); };
   if (window_) begin_epoch();
   bool found = false;
   for (Unit& unit : units_) {
     if (!name.empty() && unit.name != name) continue;
     found = true;
     ++unit.pins;
-    for (Flat* flat : unit.flats) gather(*flat);
+    for (Flat* flat : unit.flats) fetch(*flat);
   }
   for (const auto& flat : flats_) {
-    if (flat->plan().resident && (name.empty() || flat->plan().unit == name)) gather(*flat);
+    if (flat->plan().resident && (name.empty() || flat->plan().unit == name)) fetch(*flat);
   }
   if (!found) {
     throw ConfigError(

@@ -82,8 +82,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void reduce_now();
   // Shards may be written after this; collective.
   void begin_update();
-  // Gathers units (all, if there is no name) and keeps them until unpin().
-  void pin(const std::string& unit);
+  // Gathers units (all, if there is no name) and keeps them until unpin(). Without waiting, whoever
+  // uses them first waits.
+  void pin(const std::string& unit, bool waits = true);
   void unpin(const std::string& unit);
   void set_writable(bool writable) { writable_ = writable; }
   // Drops everything after every operator: for tests of what operators find.
