@@ -16,7 +16,7 @@ define configure
 	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
 	fi
 endef
-ctest = ctest --output-on-failure --no-tests=error --test-dir
+ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
 .PHONY: help setup configure build train test install lint tidy check-all check-wide check-asan check-tsan check-no-pch clean
