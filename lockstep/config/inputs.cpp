@@ -7,6 +7,7 @@
 
 #include "lockstep/config/hf_model.h"
 #include "lockstep/config/pipeline.h"
+#include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -180,6 +181,7 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
 void check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
   config.validate(world);
   const ModelSpec model = check_data(config);
+  validate_tensor(config, model);
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_memory(config, model, world);
   check_metrics_file(config.metrics.file);

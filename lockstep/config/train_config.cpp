@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "lockstep/config/pipeline.h"
+#include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -16,15 +17,9 @@ void require(bool holds, const std::string& message) {
 
 // What the trainer cannot do yet. Whoever adds one of these deletes its line.
 void refuse_unsupported(const TrainConfig& config) {
-  const LayoutConfig& parallel = config.parallel;
-  require(
-      parallel.tp == 1,
-      format("parallel.tp is {}, only 1 is supported: data and pipeline parallelism", parallel.tp));
   require(config.comm.strategy == layout::CommStrategy::all_reduce,
           format("comm.strategy is {}, only all-reduce, the backend's own, is supported",
                  layout::name_of(config.comm.strategy)));
-  require(config.memory.strategy != layout::MemoryStrategy::extreme,
-          "memory.strategy is extreme, supported are basic, standard and aggressive");
 }
 
 void validate_layout(const TrainConfig& config, int world) {
@@ -134,10 +129,19 @@ void TrainConfig::validate(int world) const {
     require(model.positions == 0 || train.seq_len <= model.positions,
             format("train.seq_len is {}, must be at most model.positions {}", train.seq_len,
                    model.positions));
+    validate_tensor(*this, model);
   }
   validate_data(*this);
   validate_batch(*this, world);
   validate_pipeline(*this, world);
+  require(memory.disk.empty() || memory.strategy == layout::MemoryStrategy::extreme,
+          format("memory.disk is {}, but memory.strategy is {}: it is for extreme", memory.disk,
+                 layout::name_of(memory.strategy)));
+  require(
+      memory.strategy != layout::MemoryStrategy::extreme || recompute() == layout::Recompute::full,
+      format("train.recompute is {}, must be full or left out where memory.strategy is extreme, "
+             "which keeps nothing in memory but on disk what full recomputation begins from",
+             layout::name_of(recompute())));
   if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);

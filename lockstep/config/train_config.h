@@ -69,6 +69,7 @@ struct OptimConfig {
 struct LayoutConfig {
   int dp = 0;  // 0: what tp and pp leave
   int tp = 1, pp = 1;
+  bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices
   Shard shard = Shard::none;
   int shard_size = 0;  // hybrid: ranks that share; 0: those of a host
   // Not set: 1f1b, or interleaved where there are chunks.
@@ -84,6 +85,7 @@ struct LayoutConfig {
 struct MemoryConfig {
   layout::MemoryStrategy strategy = layout::MemoryStrategy::basic;
   int64_t max_per_device = 0;  // bytes; 0: no limit
+  std::string disk = {};       // extreme: the folder for activations; empty: TMPDIR, or /tmp
 
   bool operator==(const MemoryConfig&) const = default;
 };

@@ -151,6 +151,9 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("dp", parallel.dp, "Replicas with data of their own; 0: what tp and pp leave.",
              kFromZero);
   schema.add("tp", parallel.tp, "Ranks that share each matrix.", kFromOne);
+  schema.add("sequence_parallel", parallel.sequence_parallel,
+             "tp ranks share the sequence where they do not share matrices: less memory for "
+             "activations.");
   schema.add("pp", parallel.pp, "Ranks that the layers are cut over, as a pipeline.", kFromOne);
   schema.add_choice("shard", parallel.shard, shard_names(),
                     "What dp ranks share instead of holding it all: parameters, gradients and "
@@ -182,6 +185,10 @@ void add_layout(Schema& schema, TrainConfig& config) {
                    "Most that a rank may take, such as 8GB: weights, gradients and optimizer state "
                    "must fit, and "
                    "on CUDA the allocator holds to it. 0: what there is.");
+
+  schema.add("disk", config.memory.disk,
+             "Folder that extreme keeps activations in while it runs, best on a fast local disk. "
+             "Empty: TMPDIR, or /tmp.");
 
   schema.section("comm", "Communication");
   schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo"},
