@@ -14,6 +14,14 @@ NamedSlice whole(const std::string& name, const at::Tensor& tensor) {
   return {layout::Placement::whole(name, tensor.sizes().vec()), tensor.detach()};
 }
 
+constexpr std::string_view kOptimizer = "optim.";
+
+// "layer.weight" of "optim.layer.weight.exp_avg"; of a parameter's name, itself.
+std::string parameter_of(const std::string& slice) {
+  if (!slice.starts_with(kOptimizer)) return slice;
+  return slice.substr(kOptimizer.size(), slice.rfind('.') - kOptimizer.size());
+}
+
 // Parts of a tensor of the optimizer's, such as "layer.weight.exp_avg".
 void add_parts(const parallel::ShardedModel& model, const std::string& name,
                const at::Tensor& tensor, std::vector<NamedSlice>& slices) {
@@ -76,12 +84,12 @@ std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline) {
         slices.push_back(slice);
     }
   }
-  return slices;
+  return of_whole_model(slices, pipeline.tensor());
 }
 
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
   const auto sharded = pipeline.sharded();
-  if (sharded.empty()) return slices_of(optimizer);
+  if (sharded.empty()) return of_whole_model(slices_of(optimizer), pipeline.tensor());
   // Which stage a tensor of the optimizer's belongs to; of tied ones it has the first.
   std::map<std::string, size_t> stage_of;
   for (size_t stage = 0; stage < sharded.size(); ++stage) {
@@ -91,7 +99,33 @@ std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Opt
   std::vector<NamedSlice> slices;
   for (const auto& [name, tensor] : optimizer.state())
     add_parts(sharded[stage_of.at(name.substr(0, name.rfind('.')))], name, tensor, slices);
-  return slices;
+  return of_whole_model(slices, pipeline.tensor());
+}
+
+std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
+                                       const parallel::TensorParallel& tensor) {
+  std::vector<NamedSlice> all;
+  for (const NamedSlice& slice : slices) {
+    const layout::Placement& held = slice.placement;
+    const layout::TensorSplit split = tensor.split(parameter_of(held.name), held.global_shape);
+    // What belongs to the parameter, but is not like it (a count of steps), is the same everywhere.
+    if (split.is_whole() || held.global_shape != split.local_shape()) {
+      all.push_back(slice);
+      continue;
+    }
+    for (const auto& [local, global] : split.pieces(held.slice)) {
+      NamedSlice piece{held, slice.tensor};
+      piece.placement.global_shape = split.global_shape;
+      piece.placement.slice = global;
+      for (size_t dim = 0; dim < local.ranges.size(); ++dim) {
+        piece.tensor = piece.tensor.narrow(static_cast<int64_t>(dim),
+                                           local.ranges[dim].begin - held.slice.ranges[dim].begin,
+                                           local.ranges[dim].size());
+      }
+      all.push_back(std::move(piece));
+    }
+  }
+  return all;
 }
 
 std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b) {

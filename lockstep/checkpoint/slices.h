@@ -10,6 +10,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/parallel/tensor/tensor.h"
 
 namespace lockstep::checkpoint {
 
@@ -34,6 +35,11 @@ std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model, optim::Op
 // The same of a pipeline's stages on this rank; a tied parameter is its first stage's.
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline);
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer);
+
+// Slices of what tensor-parallel ranks left to this one, as slices of the whole model. Of a fused
+// parameter they are several. Those of the functions above that take a pipeline are.
+std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
+                                       const parallel::TensorParallel& tensor);
 
 // One list after the other.
 std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b);

@@ -29,7 +29,7 @@ std::vector<int> match(const TensorPlan& plan, std::span<const std::string> modu
   return rules;
 }
 
-void require_all_used(const TensorPlan& plan, std::span<const bool> used) {
+void require_all_used(const TensorPlan& plan, const std::vector<bool>& used) {
   for (size_t i = 0; i < plan.size(); ++i) {
     if (used[i]) continue;
     throw ConfigError(

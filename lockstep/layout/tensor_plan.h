@@ -31,8 +31,8 @@ using TensorPlan = std::vector<TensorRule>;
 // For each of the modules the rule that names it, by its place in the plan, or -1. Throws
 // ConfigError for a module that two rules name.
 std::vector<int> match(const TensorPlan& plan, std::span<const std::string> modules);
-// Throws ConfigError for the first rule that is in `used` not at all.
-void require_all_used(const TensorPlan& plan, std::span<const bool> used);
+// Throws ConfigError for the first rule that is not `used`.
+void require_all_used(const TensorPlan& plan, const std::vector<bool>& used);
 
 // What one rank has of a tensor: ranges of one dimension of it, end to end; or all.
 struct TensorSplit {

@@ -57,10 +57,11 @@ AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
       out_(parts.linear(*this, prefix, "out")) {}
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
-  const auto [q, k, v] =
-      nn::split_heads(qkv_(x), {.heads = heads_, .kv_heads = kv_heads_, .rotation = rotation});
+  const int64_t ranks = qkv_->ranks();
+  const auto [q, k, v] = nn::split_heads(
+      qkv_(x), {.heads = heads_ / ranks, .kv_heads = kv_heads_ / ranks, .rotation = rotation});
   const at::Tensor mixed = nn::causal_attention(q, k, v).transpose(1, 2);  // (B, T, H, D)
-  return out_(mixed.reshape({x.size(0), x.size(1), -1}));
+  return out_(mixed.flatten(2));
 }
 
 MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)

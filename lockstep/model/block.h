@@ -46,7 +46,8 @@ class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(Parts& parts, const std::string& prefix);
 
-  // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned.
+  // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned. With sequence
+  // parallelism, x and the result are this rank's part of T.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
 
  private:

@@ -31,10 +31,22 @@ nn::InitializeRule hugging_face_values(const config::ModelSpec& spec, const std:
       at::Tensor values = at::from_blob(const_cast<std::byte*>(found.bytes.data()), found.shape,
                                         comm::detail::to_scalar_type(*dtype));
       if (part.transposed && values.dim() == 2) values = values.t();
-      const at::Tensor target = parameter.narrow(0, part.rows.begin, part.rows.size());
-      if (values.sizes() != target.sizes()) {
+      const layout::Shape whole = source.slice ? source.slice->shape : parameter.sizes().vec();
+      layout::Shape shape = whole;
+      shape[0] = part.rows.size();
+      if (values.sizes() != at::IntArrayRef(shape)) {
         throw CheckpointError(format("{}: {} is ({}), must be ({}) for {}", folder, name,
-                                     join(values.sizes()), join(target.sizes()), part.ours));
+                                     join(values.sizes()), join(shape), part.ours));
+      }
+      // Of these rows, those that the parameter holds.
+      layout::Box held = source.slice ? source.slice->box : layout::Box::whole(whole);
+      const layout::Range rows = held.ranges[0].intersect(part.rows);
+      if (rows.empty()) continue;
+      const at::Tensor target = parameter.narrow(0, rows.begin - held.ranges[0].begin, rows.size());
+      held.ranges[0] = {rows.begin - part.rows.begin, rows.end - part.rows.begin};
+      for (int64_t dim = 0; dim < values.dim(); ++dim) {
+        const layout::Range range = held.ranges[static_cast<size_t>(dim)];
+        values = values.narrow(dim, range.begin, range.size());
       }
       target.copy_(values);
     }

@@ -24,23 +24,24 @@ at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens) {
 nn::InitializeRule initial_values(const config::ModelSpec& spec) {
   std::map<std::string, config::TensorSpec> tensors;
   for (const config::TensorSpec& tensor : spec.tensors()) tensors.emplace(tensor.name, tensor);
-  return [tensors = std::move(tensors)](const at::Tensor& parameter,
-                                        const nn::init::Source& source) {
-    const config::TensorSpec& tensor = tensors.at(source.name);
-    check(parameter.sizes() == at::IntArrayRef(tensor.shape), "a model has the shapes of its spec");
-    switch (tensor.init) {
-      case config::InitKind::normal:
-        nn::init::normal_(parameter, source, {.std = tensor.std});
-        break;
-      case config::InitKind::ones:
-        nn::init::constant_(parameter, 1);
-        break;
-      case config::InitKind::zeros:
-        nn::init::constant_(parameter, 0);
-        break;
-    }
-    return true;
-  };
+  return
+      [tensors = std::move(tensors)](const at::Tensor& parameter, const nn::init::Source& source) {
+        const config::TensorSpec& tensor = tensors.at(source.name);
+        const layout::Shape shape = source.slice ? source.slice->shape : parameter.sizes().vec();
+        check(shape == tensor.shape, "a model has the shapes of its spec");
+        switch (tensor.init) {
+          case config::InitKind::normal:
+            nn::init::normal_(parameter, source, {.std = tensor.std});
+            break;
+          case config::InitKind::ones:
+            nn::init::constant_(parameter, 1);
+            break;
+          case config::InitKind::zeros:
+            nn::init::constant_(parameter, 0);
+            break;
+        }
+        return true;
+      };
 }
 
 void initialize(LanguageModelImpl& model, uint64_t seed) {

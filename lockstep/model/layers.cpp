@@ -65,7 +65,7 @@ LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
                                join(tokens.sizes()), limit));
     }
     at::Tensor x = embed(tokens);
-    if (!positions.is_empty()) x = x + positions->weight.narrow(0, 0, tokens.size(1));
+    if (!positions.is_empty()) x = x + positions->first(tokens.size(1));
     return Tensors{dropout(x)};
   };
 }
@@ -88,15 +88,16 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
 LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
   const Norm norm = parts.norm(stage, "", "norm");
-  at::Tensor weight;  // (V, C)
   if (!shared.spec.is_tied()) {
-    weight = parts.linear(stage, "", "head")->weight;
-  } else if (const auto children = stage.named_children(); children.contains("embed")) {
-    weight = children["embed"]->as<nn::EmbeddingImpl>()->weight;
-  } else {
-    weight = parts.embedding(stage, "embed")->weight;
+    return [norm, head = parts.linear(stage, "", "head")](const Tensors& in) mutable {
+      return Tensors{head(norm(in.at(0)))};
+    };
   }
-  return [norm, weight](const Tensors& in) { return Tensors{at::linear(norm(in.at(0)), weight)}; };
+  const auto children = stage.named_children();
+  const auto embed = children.contains("embed")
+                         ? std::dynamic_pointer_cast<nn::EmbeddingImpl>(children["embed"])
+                         : parts.embedding(stage, "embed").ptr();
+  return [norm, embed](const Tensors& in) { return Tensors{embed->logits(norm(in.at(0)))}; };
 }
 
 }  // namespace

@@ -18,7 +18,8 @@ struct LanguageModelOptions {
   layout::Recompute recompute = layout::Recompute::none;
 };
 
-// Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V). Together
+// Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V), of which
+// tensor-parallel ranks have their columns. Together
 // they have the parameters of spec.tensors(), by the same names. `random` is what their dropout
 // depends on. The spec must be resolved.
 std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,

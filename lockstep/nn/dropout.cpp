@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/capsule.h"
 #include "lockstep/nn/random_cuda.h"
 #include "lockstep/nn/random_kernels.h"
 #include "lockstep/nn/random_runs.h"
@@ -63,25 +64,17 @@ at::Tensor apply_mask(const Mask& mask, const at::Tensor& input) {
   return out;
 }
 
-// In a backward's saved data nothing is stored with a type of its own but tensors; a capsule may
-// hold anything.
-struct SavedMask : torch::CustomClassHolder {
-  explicit SavedMask(const Mask& mask) : mask(mask) {}
-  Mask mask;
-};
-
 struct MaskFunction : torch::autograd::Function<MaskFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input,
                             const Mask& mask) {
-    context->saved_data["mask"] = at::IValue::make_capsule(c10::make_intrusive<SavedMask>(mask));
+    save_value(*context, "mask", mask);
     return apply_mask(mask, input);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
-    const auto saved = context->saved_data["mask"].toCapsule();
-    return {apply(gradients[0], static_cast<const SavedMask&>(*saved).mask), at::Tensor()};
+    return {apply(gradients[0], saved_value<Mask>(*context, "mask")), at::Tensor()};
   }
 };
 
@@ -121,8 +114,34 @@ DropoutImpl::DropoutImpl(double p, DropoutOptions options)
 at::Tensor DropoutImpl::forward(const at::Tensor& input) {
   if (!is_training() || p_ == 0) return input;
   const RandomKey key = this->key("dropout");
+  if (sharing && sharing->sequence_parallel) return dropout(input, p_, key, slice_of(input));
   if (!context->rows) return dropout(input, p_, key);
   return masked(input, p_, key, rows_of(input, *context->rows));
+}
+
+// Of what all ranks that share the sequence have, and of the batch that the context's rows are of.
+Slice DropoutImpl::slice_of(const at::Tensor& part) const {
+  layout::Shape shape = part.sizes().vec();
+  layout::Box box = layout::Box::whole(shape);
+  const size_t sequence = shape.size() - 2;
+  const int64_t length = shape[sequence];
+  shape[sequence] *= sharing->group.size();
+  box.ranges[sequence] = {sharing->group.rank() * length, (sharing->group.rank() + 1) * length};
+  if (context->rows) {
+    if (shape.size() < 3 || context->rows->size() != shape[0]) {
+      throw ConfigError(
+          format("[dropout] a part of a sequence of {} cannot be rows {} to {} of a "
+                 "batch: its first dimension must be these rows",
+                 layout::describe(part.sizes().vec()), context->rows->begin, context->rows->end));
+    }
+    shape[0] = context->rows->end;
+    box.ranges[0] = *context->rows;
+  }
+  return {std::move(shape), std::move(box)};
+}
+
+bool DropoutImpl::supports(layout::TensorStyle style) const {
+  return style == layout::TensorStyle::sequence;
 }
 
 at::Tensor DropoutImpl::forward_slice(const at::Tensor& input, const Slice& slice) {

@@ -15,6 +15,7 @@
 #include "lockstep/core/philox.h"
 #include "lockstep/nn/random.h"
 #include "lockstep/nn/random_context.h"
+#include "lockstep/nn/sharing.h"
 
 namespace lockstep::nn {
 
@@ -31,7 +32,9 @@ struct DropoutOptions {
 
 // Like torch::nn::Dropout, the identity in eval mode. One for each place in a model: a module that
 // is called twice in a forward masks twice alike.
-class DropoutImpl : public torch::nn::Cloneable<DropoutImpl>, public RandomLayer {
+class DropoutImpl : public torch::nn::Cloneable<DropoutImpl>,
+                    public RandomLayer,
+                    public SharedLayer {
  public:
   explicit DropoutImpl(double p = 0.5, DropoutOptions options = {});
 
@@ -40,12 +43,15 @@ class DropoutImpl : public torch::nn::Cloneable<DropoutImpl>, public RandomLayer
   // slice says all about its place: the context's rows do not count.
   at::Tensor forward_slice(const at::Tensor& input, const Slice& slice);
 
+  bool supports(layout::TensorStyle style) const override;
   void reset() override {}
   void pretty_print(std::ostream& stream) const override;
 
   double p() const { return p_; }
 
  private:
+  Slice slice_of(const at::Tensor& part) const;
+
   double p_;
 };
 

@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include "lockstep/nn/column_linear.h"
+#include "lockstep/nn/sequence.h"
+
 namespace lockstep::nn {
 
 EmbeddingImpl::EmbeddingImpl(int64_t count, int64_t width, at::TensorOptions tensors)
@@ -14,7 +17,34 @@ void EmbeddingImpl::reset() {
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) const {
-  return at::embedding(weight, indices);
+  if (!sharing) return at::embedding(weight, indices);
+  if (sharing->style == layout::TensorStyle::sequence) {
+    if (!sharing->sequence_parallel) return at::embedding(weight, indices);
+    const layout::Range part = sequence_part(indices.size(-1), sharing->group);
+    return at::embedding(weight, indices.narrow(-1, part.begin, part.size()));
+  }
+  // Others' vectors are 0 here, and arrive by the sum.
+  const at::Tensor places = indices - sharing->rows.begin;
+  const at::Tensor others = places.lt(0).logical_or_(places.ge(sharing->rows.size()));
+  const at::Tensor partial =
+      at::embedding(weight, places.masked_fill(others, 0)).masked_fill(others.unsqueeze(-1), 0);
+  return sharing->sequence_parallel ? sum_to_parts(partial, sharing->group)
+                                    : sum_over_ranks(partial, sharing->group);
+}
+
+at::Tensor EmbeddingImpl::first(int64_t length) const {
+  if (!sharing || !sharing->sequence_parallel) return weight.narrow(0, 0, length);
+  const layout::Range part = sequence_part(length, sharing->group);
+  return weight.narrow(0, part.begin, part.size());
+}
+
+at::Tensor EmbeddingImpl::logits(const at::Tensor& vectors) const {
+  if (!sharing) return at::linear(vectors, weight);
+  return column_linear(vectors, weight, {}, *sharing);
+}
+
+bool EmbeddingImpl::supports(layout::TensorStyle style) const {
+  return style == layout::TensorStyle::vocab || style == layout::TensorStyle::sequence;
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const {

@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include "lockstep/nn/column_linear.h"
+#include "lockstep/nn/sequence.h"
+
 namespace lockstep::nn {
 
 LinearImpl::LinearImpl(int64_t in, int64_t out, LinearOptions options)
@@ -19,7 +22,17 @@ void LinearImpl::reset() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& input) const {
-  return at::linear(input, weight, bias);
+  if (!sharing) return at::linear(input, weight, bias);
+  if (sharing->style != layout::TensorStyle::row)
+    return column_linear(input, weight, bias, *sharing);
+  const at::Tensor partial = at::linear(input, weight);
+  const at::Tensor sum = sharing->sequence_parallel ? sum_to_parts(partial, sharing->group)
+                                                    : sum_over_ranks(partial, sharing->group);
+  return bias.defined() ? sum + bias : sum;
+}
+
+bool LinearImpl::supports(layout::TensorStyle style) const {
+  return style != layout::TensorStyle::sequence;
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <ostream>
 
+#include "lockstep/nn/sharing.h"
+
 namespace lockstep::nn {
 
 struct LinearOptions {
@@ -15,13 +17,16 @@ struct LinearOptions {
   at::TensorOptions tensors = {};  // dtype and device of the parameters
 };
 
-// Computes what torch::nn::Linear does. Parameters begin without values: initialize() gives them.
-class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
+// Computes what torch::nn::Linear does; shared by tensor-parallel ranks, of the outputs (column)
+// this rank's, or from this rank's inputs (row) what all have. Parameters begin without values:
+// initialize() gives them.
+class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
  public:
   LinearImpl(int64_t in, int64_t out, LinearOptions options = {});
 
   at::Tensor forward(const at::Tensor& input) const;  // (..., in) -> (..., out)
 
+  bool supports(layout::TensorStyle style) const override;
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 

@@ -7,6 +7,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/nn/fused_cuda.h"
 #include "lockstep/nn/one_derivative.h"
+#include "lockstep/nn/vocab_loss.h"
 
 namespace lockstep::nn {
 namespace {
@@ -45,6 +46,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
         format("[cross_entropy] logits are on {}, targets on {}, must be on one device",
                logits.device().str(), targets.device().str()));
   }
+  if (options.group.size() > 1) return vocab_cross_entropy(logits, targets, options);
   if (cuda::has_fused_kernels(logits) && logits.is_contiguous() &&
       (logits.requires_grad() || options.overwrite_logits)) {
     return FusedCrossEntropy::apply(logits, targets.contiguous(), options.scale,

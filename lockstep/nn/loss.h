@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "lockstep/comm/group.h"
+
 namespace lockstep::nn {
 
 // A target that does not count.
@@ -15,6 +17,10 @@ struct CrossEntropyOptions {
   // The logits' memory may be used for their gradient: for a caller that has no further use for
   // them, as a training step, which so needs the largest tensor of the model once, not three times.
   bool overwrite_logits = false;
+  // Ranks that share the vocabulary: the logits are this rank's columns of `vocab` ones, in nearly
+  // equal shares. They are never gathered. Collective; the result is the same on all.
+  comm::Group group = {};
+  int64_t vocab = 0;
 };
 
 // scale * sum of -log softmax(logits)[target] over the rows of (N, V) logits whose target of (N)

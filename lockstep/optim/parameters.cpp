@@ -19,6 +19,12 @@ std::vector<NamedParameter> named_parameters(const torch::nn::Module& module) {
   return found;
 }
 
+std::vector<at::Tensor> tensors_of(std::span<const NamedParameter> parameters) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedParameter& parameter : parameters) tensors.push_back(parameter.tensor);
+  return tensors;
+}
+
 std::vector<ParameterGroup> decay_groups(std::span<const NamedParameter> parameters,
                                          double weight_decay) {
   std::vector<ParameterGroup> groups = {{.parameters = {}, .weight_decay = weight_decay},

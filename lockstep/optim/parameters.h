@@ -28,6 +28,8 @@ struct ParameterGroup {
 // The parameters that require a gradient, in the module's order, a shared one once.
 std::vector<NamedParameter> named_parameters(const torch::nn::Module& module);
 
+std::vector<at::Tensor> tensors_of(std::span<const NamedParameter> parameters);
+
 // Two groups: matrices and larger, which decay, and vectors and scalars (biases, norms), which do
 // not. Either may be empty.
 std::vector<ParameterGroup> decay_groups(std::span<const NamedParameter> parameters,

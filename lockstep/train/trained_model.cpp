@@ -1,16 +1,135 @@
 #include "lockstep/train/trained_model.h"
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
 #include "lockstep/config/pipeline.h"
-#include "lockstep/train/data_parallel_model.h"
-#include "lockstep/train/pipelined_model.h"
+#include "lockstep/config/tensor.h"
+#include "lockstep/core/format.h"
+#include "lockstep/model/layers.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/schedule/simulate.h"
+#include "lockstep/train/eval_mode.h"
+#include "lockstep/train/model_options.h"
 
 namespace lockstep::train {
+namespace {
 
-std::unique_ptr<TrainedModel> make_model(const config::TrainConfig& config, c10::Device device,
-                                         const mesh::Mesh& mesh) {
-  if (config::is_pipelined(config.parallel))
-    return std::make_unique<PipelinedModel>(config, device, mesh);
-  return std::make_unique<DataParallelModel>(config, device, mesh["dp"]);
+parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c10::Device device,
+                                           const mesh::Mesh& mesh) {
+  const auto schedule = config::schedule_options(config, mesh.size());
+  parallel::PipelineOptions options{
+      .schedule = schedule.kind,
+      .microbatches = schedule.microbatches,
+      .chunks = schedule.chunks,
+      .group = schedule.group,
+      .schedule_file = schedule.file,
+      .split = config::layers_per_stage(config.parallel, config.model.layers),
+      .tied = model::tied_parameters(config.model),
+      .plan = config::tensor_plan(config.model),
+      .sequence_parallel = config.parallel.sequence_parallel,
+      .first_values = first_values(config, device),
+      .device = device};
+  if (config.parallel.shard == config::Shard::none) {
+    options.data = parallel::DdpOptions{.reproducible = config.train.reproducible};
+  } else {
+    options.data = shard_options(config, mesh["dp"]);
+  }
+  return options;
+}
+
+std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& config) {
+  auto random = std::make_shared<nn::RandomContext>();
+  random->seed = static_cast<uint64_t>(config.train.seed);
+  return random;
+}
+
+}  // namespace
+
+TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device,
+                           const mesh::Mesh& mesh)
+    : random_(random_context(config)),
+      exact_norm_(config.train.reproducible),
+      vocab_(config.model.vocab),
+      pipeline_(model::language_model_layers(
+                    config.model,
+                    {.tensors = tensor_options(config, device), .recompute = config.recompute()},
+                    random_),
+                mesh, pipeline_options(config, device, mesh)) {}
+
+at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,
+                              double scale) const {
+  return nn::cross_entropy(logits.flatten(0, 1), target,
+                           {.scale = scale,
+                            .overwrite_logits = true,
+                            .group = pipeline_.tensor().group(),
+                            .vocab = vocab_});
+}
+
+at::Tensor TrainedModel::step(const StepInput& input) {
+  std::vector<Tensors> batches;
+  for (int i = 0; i < pipeline_.options().microbatches; ++i) batches.push_back(input.next());
+  const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
+  return pipeline_.step({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
+                         .loss =
+                             [&](int i, const parallel::Tensors& outputs) {
+                               return loss(outputs[0], batch(i).target, input.loss_scale);
+                             },
+                         .begin =
+                             [&](int i) {
+                               random_->position = {.step = input.step,
+                                                    .micro_batch = input.first_micro_batch + i};
+                             }});
+}
+
+std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {
+  const EvalMode eval(pipeline_);
+  const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
+  const at::Tensor losses =
+      pipeline_.evaluate({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
+                          .loss =
+                              [&](int i, const parallel::Tensors& outputs) {
+                                return loss(outputs[0], batch(i).target, 1);
+                              }},
+                         static_cast<int>(batches.size()));
+  return {losses.data_ptr<double>(), losses.data_ptr<double>() + losses.numel()};
+}
+
+// A pipeline is filled twice over.
+int64_t TrainedModel::batches_at_once() const {
+  const schedule::Schedule& schedule = pipeline_.schedule();
+  return schedule.ranks == 1 ? 1 : 2 * schedule.stages();
+}
+
+double TrainedModel::clip_grad_norm(double max_norm) {
+  const optim::NormOptions options{.exact = exact_norm_};
+  return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
+}
+
+std::vector<checkpoint::NamedSlice> TrainedModel::slices(optim::Optimizer& optimizer) const {
+  return checkpoint::slices_of(pipeline_) + checkpoint::slices_of(pipeline_, optimizer);
+}
+
+std::vector<std::string> TrainedModel::describe() const {
+  const schedule::Schedule& schedule = pipeline_.schedule();
+  std::vector<std::string> lines;
+  if (const auto& tensor = pipeline_.tensor(); tensor.group().size() > 1) {
+    lines.push_back(format("tensor {} ranks share each matrix{}", tensor.group().size(),
+                           tensor.options().sequence_parallel ? ", and the sequence" : ""));
+  }
+  if (schedule.ranks > 1) {
+    const auto simulation = schedule::simulate(schedule, schedule::uniform({}));
+    const int held = *std::max_element(simulation.peak_live.begin(), simulation.peak_live.end());
+    lines.push_back(
+        format("pipe   {}: {} stages on {} ranks, {} micro-batches, {} held at most; idle {:.0f} % "
+               "if stages are alike",
+               layout::name_of(schedule.kind), schedule.stages(), schedule.ranks,
+               schedule.microbatches, held, 100 * simulation.bubble_makespan));
+  }
+  const std::string shards = describe_shards(pipeline_.sharded());
+  if (!shards.empty()) lines.push_back(shards);
+  return lines;
 }
 
 }  // namespace lockstep::train

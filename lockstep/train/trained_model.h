@@ -13,7 +13,9 @@
 #include "lockstep/checkpoint/slices.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
+#include "lockstep/nn/random_context.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/train/batches.h"
 
 namespace lockstep::train {
@@ -26,29 +28,35 @@ struct StepInput {
   double loss_scale = 1;          // of the sum over tokens; gradients are averaged over dp ranks
 };
 
-// All functions are collective.
+// A language model over the axes "dp", "tp" and "pp" of a mesh; where "pp" has one rank, a pipeline
+// of one stage. All functions are collective.
 class TrainedModel {
  public:
-  virtual ~TrainedModel() = default;
+  // With its first values.
+  TrainedModel(const config::TrainConfig& config, c10::Device device, const mesh::Mesh& mesh);
 
-  // Forward and backward of all micro-batches. Their losses, on some device.
-  virtual at::Tensor step(const StepInput& input) = 0;
+  // Forward and backward of all micro-batches. Their losses.
+  at::Tensor step(const StepInput& input);
   // For each batch the sum of its tokens' losses, in eval mode.
-  virtual std::vector<double> evaluate(std::span<const Tensors> batches) = 0;
+  std::vector<double> evaluate(std::span<const Tensors> batches);
   // How many batches evaluate() should be given at once.
-  virtual int64_t batches_at_once() const { return 1; }
+  int64_t batches_at_once() const;
 
   // For the optimizer.
-  virtual std::vector<optim::NamedParameter> parameters() const = 0;
+  std::vector<optim::NamedParameter> parameters() const { return pipeline_.named_parameters(); }
   // The norm of all gradients before they are clipped; 0: they are not.
-  virtual double clip_grad_norm(double max_norm) = 0;
-  virtual std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const = 0;
+  double clip_grad_norm(double max_norm);
+  std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
   // Lines for people: "shard  full: 1.2M of 4.8M parameters ..."; what is as usual gives none.
-  virtual std::vector<std::string> describe() const = 0;
-};
+  std::vector<std::string> describe() const;
 
-// With its first values. Collective.
-std::unique_ptr<TrainedModel> make_model(const config::TrainConfig& config, c10::Device device,
-                                         const mesh::Mesh& mesh);
+ private:
+  at::Tensor loss(const at::Tensor& logits, const at::Tensor& target, double scale) const;
+
+  std::shared_ptr<nn::RandomContext> random_;
+  bool exact_norm_;
+  int64_t vocab_;
+  parallel::Pipeline pipeline_;
+};
 
 }  // namespace lockstep::train

@@ -105,7 +105,7 @@ struct Trainer::State {
   const int threads;
   const c10::Device device;
   const int64_t accumulation, global_batch;
-  const std::unique_ptr<TrainedModel> model;
+  TrainedModel model;
   const std::unique_ptr<optim::Optimizer> optimizer;
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
@@ -132,8 +132,8 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       device(choose_device(config, world)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
-      model(make_model(config, device, mesh)),
-      optimizer(make_optimizer(config, *model)),
+      model(config, device, mesh),
+      optimizer(make_optimizer(config, model)),
       schedule(make_schedule(config)),
       guard(world),
       evaluator(data.validation, dp,
@@ -165,7 +165,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 void Trainer::State::resume() {
   const auto path = config::find_checkpoint(config.checkpoint);
   if (!path) return;
-  const auto manifest = checkpoint::load(*path, model->slices(*optimizer), world);
+  const auto manifest = checkpoint::load(*path, model.slices(*optimizer), world);
   done = manifest.step;
   const auto position = manifest.state.find("samples");
   if (position == manifest.state.end()) {
@@ -189,7 +189,7 @@ void Trainer::State::say_what_is_trained() {
       config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));
-  for (const std::string& line : model->describe()) progress->line(line);
+  for (const std::string& line : model.describe()) progress->line(line);
   progress->line(format("data   {}; {} tokens held out", data.train.describe(),
                         short_number(static_cast<double>(data.validation.size()))));
   if (config.model.vocab <= 256) {
@@ -243,11 +243,11 @@ StepMetrics Trainer::State::step() {
   const auto tokens = static_cast<double>(global_batch * config.train.seq_len);
   // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
   const at::Tensor losses =
-      model->step({.next = [&] { return to_tensors(reader->next(), config.train.seq_len, device); },
-                   .step = done,
-                   .first_micro_batch = dp.rank() * accumulation,
-                   .loss_scale = dp.size() / tokens});
-  const double norm = model->clip_grad_norm(config.optim.clip);
+      model.step({.next = [&] { return to_tensors(reader->next(), config.train.seq_len, device); },
+                  .step = done,
+                  .first_micro_batch = dp.rank() * accumulation,
+                  .loss_scale = dp.size() / tokens});
+  const double norm = model.clip_grad_norm(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
@@ -272,7 +272,7 @@ StepMetrics Trainer::State::step() {
 void Trainer::State::evaluate() {
   if (evaluator.empty()) return;
   progress->pause();
-  const double loss = evaluator.loss(*model);
+  const double loss = evaluator.loss(model);
   progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
                         loss, std::exp(loss),
                         short_number(static_cast<double>(evaluator.tokens()))));
@@ -287,7 +287,7 @@ void Trainer::State::save() {
   const std::string path =
       checkpoint::save(config.checkpoint.dir,
                        {.step = done,
-                        .slices = model->slices(*optimizer),
+                        .slices = model.slices(*optimizer),
                         .state = {{"samples", std::to_string(samples)},
                                   {"tokens", std::to_string(samples * config.train.seq_len)}},
                         .config = config::to_json(config)},

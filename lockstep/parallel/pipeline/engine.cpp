@@ -80,14 +80,14 @@ schedule::LowerOptions lower_options(const PipelineOptions& options,
 
 // Shards of units have the units' names, which do not say which stage or parameter they are of.
 void check_names(const PipelineOptions& options, const schedule::Pipeline& layout,
-                 const comm::Group& data) {
+                 const Axes& axes) {
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
-  if (shard == nullptr || shard->use_orig_params || data.size() == 1) return;
-  if (options.tied.empty() && layout.chunks == 1) return;
+  if (shard == nullptr || shard->use_orig_params || axes.data.size() == 1) return;
+  if (options.tied.empty() && layout.chunks == 1 && axes.tensor.size() == 1) return;
   throw ConfigError(
-      format("[pipeline] sharded stages with {} chunks per rank and {} tied parameters need "
-             "use_orig_params",
-             layout.chunks, options.tied.size()));
+      format("[pipeline] sharded stages with {} chunks per rank, {} tied parameters and {} "
+             "tensor-parallel ranks need use_orig_params",
+             layout.chunks, options.tied.size(), axes.tensor.size()));
 }
 
 // A rank's tensors for another stage: values, and whether their gradients are wanted.
@@ -98,40 +98,41 @@ Tensors as_leaves(Tensors tensors) {
   return tensors;
 }
 
-// Ranks whose norm_parameters() are the model's together: the pipeline's, and those of "dp" that
-// share a stage out among them, or of which one counts what all have.
-comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages,
-                            const comm::Group& data, const comm::Group& all) {
+// Ranks whose norm_parameters() are the model's together: those of "pp" and "tp", and those of "dp"
+// that share a stage out among them, or of which one counts what all have.
+comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages, const Axes& axes) {
   int sharing = 1;
   if (const auto& sharded = stages.front()->sharded(); sharded) {
     const auto& options = sharded->options();
     sharing = options.strategy == ShardingStrategy::hybrid_shard ? options.hybrid_group_size
-                                                                 : data.size();
+                                                                 : axes.data.size();
   }
-  return all.split(data.rank() / std::max(1, sharing), all.rank());
+  return axes.all.split(axes.data.rank() / std::max(1, sharing), axes.all.rank());
 }
 
 }  // namespace
 
-PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const comm::Group& pipeline,
-                               const comm::Group& data, const comm::Group& all,
+PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axes,
                                PipelineOptions given)
     : options(std::move(given)),
       schedule(schedule::generate({.kind = options.schedule,
-                                   .ranks = pipeline.size(),
+                                   .ranks = axes.pipeline.size(),
                                    .microbatches = options.microbatches,
                                    .chunks = options.chunks,
                                    .group = options.group,
                                    .file = options.schedule_file})),
-      pipeline_(pipeline.split(0, pipeline.rank())),
-      data_rank_(data.rank()),
+      pipeline_(axes.pipeline.split(0, axes.pipeline.rank())),
+      tensor_(axes.tensor, options.plan,
+              {.sequence_parallel = options.sequence_parallel,
+               .broadcast = !options.first_values.has_value()}),
+      data_rank_(axes.data.rank()),
       program_(schedule::lower(schedule, lower_options(options, schedule))),
-      mailbox_(pipeline.split(0, pipeline.rank()), options.device,
-               pipeline.timeout() * program_.actions.front().size()) {
+      mailbox_(axes.pipeline.split(0, axes.pipeline.rank()), options.device,
+               axes.pipeline.timeout() * program_.actions.front().size()) {
   schedule::check_deadlock(program_);
-  check_names(options, schedule, data);
+  check_names(options, schedule, axes);
   try {
-    build(layers, data, all);
+    build(layers, axes);
   } catch (const std::exception& error) {
     abort(format("rank {} could not build its stages: {}", rank(), error.what()));
     throw;
@@ -143,8 +144,17 @@ void PipelineEngine::abort(const std::string& why) {
   pipeline_.impl().abort(why);  // some may have no message to wait for, but tied values or losses
 }
 
-void PipelineEngine::build(const std::vector<Layer>& layers, const comm::Group& data,
-                           const comm::Group& all) {
+// A rule names a module of some stage. Collective over the ranks of the pipeline.
+void PipelineEngine::check_plan() {
+  const size_t rules = tensor_.used().size();
+  const at::Tensor flags = at::zeros({static_cast<int64_t>(rules)}, at::kByte);
+  for (size_t i = 0; i < rules; ++i) flags.data_ptr<uint8_t>()[i] = tensor_.used()[i] ? 1 : 0;
+  comm::all_reduce(flags, pipeline_, {.op = comm::ReduceOp::max, .tag = "plan"}).wait();
+  const uint8_t* first = flags.data_ptr<uint8_t>();
+  layout::require_all_used(options.plan, std::vector<bool>(first, first + rules));
+}
+
+void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
   const auto counts =
       layers_per_stage(static_cast<int>(layers.size()), layout().stages(), options.split);
   std::vector<Stage*> mine;
@@ -154,11 +164,12 @@ void PipelineEngine::build(const std::vector<Layer>& layers, const comm::Group& 
     stages_.push_back(std::make_unique<Stage>(
         std::span(layers).subspan(static_cast<size_t>(first),
                                   static_cast<size_t>(counts[static_cast<size_t>(stage)])),
-        data, options));
+        axes.data, tensor_, options));
     mine.push_back(stages_.back().get());
   }
+  check_plan();
   tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(), pipeline_);
-  norm_group_ = make_norm_group(stages_, data, all);
+  norm_group_ = make_norm_group(stages_, axes);
 }
 
 void PipelineEngine::note_memory() {
@@ -207,7 +218,7 @@ Tensors PipelineEngine::forward(const Action& action, Run& run) {
   };
   run.started = Clock::now();
   Tensors outputs = stage.forward(action.microbatch, std::move(inputs), is_last ? &loss : nullptr);
-  if (is_last) run.losses[action.microbatch].copy_(outputs[0].detach().reshape({}));
+  if (is_last) run.losses[static_cast<size_t>(action.microbatch)] = outputs[0].detach();
   return outputs;
 }
 
@@ -289,7 +300,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
     timeline.clear();
   }
   run.outgoing.resize(stages_.size());
-  run.losses = at::zeros({program.microbatches}, at::kDouble);
+  run.losses.resize(static_cast<size_t>(program.microbatches));
   try {
     if (run.trains) {
       for (const auto& stage : stages_) stage->begin_step();
@@ -305,23 +316,37 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
       };
       act(actions[i], reduces(i + 1), run);
     }
-    if (run.trains && run.reduces) tied_->return_gradients();
+    if (run.trains && run.reduces) {
+      tied_->return_gradients();
+      tensor_.reduce_gradients(named_parameters());
+    }
     mailbox_.finish();
-    const int last = layout().place(layout().stages() - 1).rank;
-    comm::broadcast(run.losses, pipeline_, {.root = last, .tag = "losses"}).wait();
+    if (run.trains) ++num_steps_;
+    return exchange_losses(run.losses);
   } catch (const std::exception& error) {
     abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
     throw;
   }
-  if (run.trains) ++num_steps_;
-  return run.losses;
+}
+
+// From the last stage's rank to all, when all is computed: until then nobody waits for a device.
+at::Tensor PipelineEngine::exchange_losses(const Tensors& losses) {
+  at::Tensor all = at::empty({static_cast<int64_t>(losses.size())}, at::kDouble);
+  const int last = layout().stages() - 1;
+  if (owns_stage(last)) {
+    Tensors lines;
+    for (const at::Tensor& loss : losses) lines.push_back(loss.reshape({1}));
+    all = at::cat(lines).to(at::kCPU, at::kDouble);
+  }
+  comm::broadcast(all, pipeline_, {.root = layout().place(last).rank, .tag = "losses"}).wait();
+  return all;
 }
 
 at::Tensor PipelineEngine::step(const PipelineBatch& batch, PipelineStep how) {
   const c10::AutoGradMode grad(true);
   for (const auto& stage : stages_) stage->set_first_microbatch(first_microbatch_);
   first_microbatch_ = how.accumulate ? first_microbatch_ + layout().microbatches : 0;
-  return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true, .losses = {}});
+  return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true});
 }
 
 at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches) {
@@ -330,7 +355,7 @@ at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches
   const at::NoGradGuard no_grad;
   if (forward_program_.microbatches != microbatches || forward_program_.actions.empty())
     forward_program_ = forward_alone(layout(), microbatches, lower_options(options, layout()));
-  return run(forward_program_, {.batch = batch, .reduces = false, .trains = false, .losses = {}});
+  return run(forward_program_, {.batch = batch, .reduces = false, .trains = false});
 }
 
 bool PipelineEngine::is_tied_copy(size_t chunk, const std::string& name) const {
@@ -351,12 +376,12 @@ double PipelineEngine::grad_norm(optim::NormOptions how) const {
   how.group = norm_group_;
   how.exact =
       how.exact || std::visit([](const auto& data) { return data.reproducible; }, options.data);
-  std::vector<at::Tensor> mine;
+  std::vector<optim::NamedParameter> mine;
   // Copies have given their gradients away.
   for (const auto& stage : stages_) {
-    for (at::Tensor& tensor : stage->norm_parameters()) mine.push_back(std::move(tensor));
+    for (auto& parameter : stage->norm_parameters()) mine.push_back(std::move(parameter));
   }
-  return optim::grad_norm(mine, how);
+  return optim::grad_norm(optim::tensors_of(tensor_.counted(std::move(mine))), how);
 }
 
 }  // namespace detail

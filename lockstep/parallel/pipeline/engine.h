@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/mesh/mesh.h"
 #include "lockstep/parallel/pipeline/mailbox.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/pipeline/stage.h"
@@ -14,11 +13,15 @@
 
 namespace lockstep::parallel::detail {
 
+// The ranks that differ from this one on one axis of the mesh, and those of all three.
+struct Axes {
+  comm::Group pipeline, data, tensor, all;
+};
+
 class PipelineEngine {
  public:
-  // Collective over both groups; `all` is the ranks of both.
-  PipelineEngine(const std::vector<Layer>& layers, const comm::Group& pipeline,
-                 const comm::Group& data, const comm::Group& all, PipelineOptions options);
+  // Collective over all.
+  PipelineEngine(const std::vector<Layer>& layers, const Axes& axes, PipelineOptions options);
 
   at::Tensor step(const PipelineBatch& batch, PipelineStep options);
   at::Tensor evaluate(const PipelineBatch& batch, int microbatches);
@@ -27,6 +30,7 @@ class PipelineEngine {
   std::vector<optim::NamedParameter> named_parameters() const;
 
   const std::vector<std::unique_ptr<Stage>>& stages() const { return stages_; }
+  const TensorParallel& tensor() const { return tensor_; }
   int stage(size_t chunk) const { return layout().stage(rank(), static_cast<int>(chunk)); }
   const schedule::Pipeline& layout() const { return program_; }
   int rank() const { return pipeline_.rank(); }
@@ -46,12 +50,14 @@ class PipelineEngine {
     const PipelineBatch& batch;
     bool reduces = true;
     bool trains = true;
-    at::Tensor losses;                   // on the last stage's rank, as they come
+    Tensors losses = {};                 // on the last stage's rank, of each micro-batch
     std::vector<Tensors> outgoing = {};  // per chunk: what its last computation gave
     Clock::time_point started = {};      // the computation that runs
   };
 
-  void build(const std::vector<Layer>& layers, const comm::Group& data, const comm::Group& all);
+  void build(const std::vector<Layer>& layers, const Axes& axes);
+  void check_plan();
+  at::Tensor exchange_losses(const Tensors& losses);
   void abort(const std::string& why);
   at::Tensor run(const schedule::Program& program, Run run);
   void act(const schedule::Action& action, bool reduces_next, Run& run);
@@ -63,6 +69,7 @@ class PipelineEngine {
   void add_to_trace(const TimedAction& timed, const Run& run) const;
 
   comm::Group pipeline_, norm_group_;
+  TensorParallel tensor_;
   int data_rank_;
   schedule::Program program_, forward_program_;
   std::vector<std::unique_ptr<Stage>> stages_;  // one for each chunk

@@ -8,13 +8,16 @@ namespace {
 std::shared_ptr<detail::PipelineEngine> make_engine(const std::vector<Layer>& layers,
                                                     const mesh::Mesh& mesh,
                                                     PipelineOptions options) {
-  if (!mesh.has("dp")) {
-    const comm::Group pipeline = mesh["pp"];
-    return std::make_shared<detail::PipelineEngine>(layers, pipeline, comm::Group(), pipeline,
-                                                    std::move(options));
-  }
-  return std::make_shared<detail::PipelineEngine>(layers, mesh["pp"].group(), mesh["dp"].group(),
-                                                  mesh.flatten({"dp", "pp"}), std::move(options));
+  std::vector<std::string> used{"pp"};
+  const auto group_of = [&](const std::string& axis) {
+    if (!mesh.has(axis)) return comm::Group();
+    used.push_back(axis);
+    return mesh[axis].group();
+  };
+  detail::Axes axes{
+      .pipeline = mesh["pp"], .data = group_of("dp"), .tensor = group_of("tp"), .all = {}};
+  axes.all = used.size() == 1 ? axes.pipeline : mesh.slice(used).flatten();
+  return std::make_shared<detail::PipelineEngine>(layers, axes, std::move(options));
 }
 
 }  // namespace
@@ -24,8 +27,9 @@ Pipeline::Pipeline(const std::vector<Layer>& layers, const mesh::Mesh& mesh,
     : engine_(make_engine(layers, mesh, std::move(options))) {}
 Pipeline::Pipeline(const std::vector<Layer>& layers, const comm::Group& group,
                    PipelineOptions options)
-    : engine_(std::make_shared<detail::PipelineEngine>(layers, group, comm::Group(), group,
-                                                       std::move(options))) {}
+    : engine_(std::make_shared<detail::PipelineEngine>(
+          layers, detail::Axes{.pipeline = group, .data = {}, .tensor = {}, .all = group},
+          std::move(options))) {}
 
 at::Tensor Pipeline::step(const PipelineBatch& batch, PipelineStep options) {
   return engine_->step(batch, options);
@@ -38,9 +42,7 @@ std::vector<optim::NamedParameter> Pipeline::named_parameters() const {
   return engine_->named_parameters();
 }
 std::vector<at::Tensor> Pipeline::parameters() const {
-  std::vector<at::Tensor> all;
-  for (const auto& parameter : named_parameters()) all.push_back(parameter.tensor);
-  return all;
+  return optim::tensors_of(named_parameters());
 }
 double Pipeline::grad_norm(optim::NormOptions options) const {
   return engine_->grad_norm(std::move(options));
@@ -78,6 +80,7 @@ std::vector<ShardedModel> Pipeline::sharded() const {
   }
   return all;
 }
+const TensorParallel& Pipeline::tensor() const { return engine_->tensor(); }
 std::vector<std::string> Pipeline::tied_copies(size_t stage) const {
   std::vector<std::string> names;
   for (const auto& item : engine_->stages().at(stage)->module().named_parameters()) {

@@ -30,6 +30,7 @@
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/parallel/tensor/tensor.h"
 #include "lockstep/schedule/lower.h"
 
 namespace lockstep::parallel {
@@ -44,6 +45,9 @@ struct PipelineOptions {
   // Parameters that several stages have under the same name, and that are one: the first stage's,
   // which the optimizer sees, is copied to the others before each step and gets their gradients.
   std::vector<std::string> tied = {};
+  // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
+  layout::TensorPlan plan = {};
+  bool sequence_parallel = false;
   // How the ranks of the mesh's axis "dp" share each stage.
   std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
@@ -92,8 +96,9 @@ class PipelineEngine;
 // A value: copies share everything.
 class Pipeline {
  public:
-  // Of the mesh the axis "pp" is used and, if there is one, "dp"; or all ranks of a group. Builds
-  // this rank's stages. Collective. ConfigError where layers, schedule and ranks do not fit.
+  // Of the mesh the axis "pp" is used and, if there are, "dp" and "tp"; or all ranks of a group.
+  // Builds this rank's stages. Collective. ConfigError where layers, schedule, plan and ranks do
+  // not fit.
   Pipeline(const std::vector<Layer>& layers, const mesh::Mesh& mesh, PipelineOptions options = {});
   Pipeline(const std::vector<Layer>& layers, const comm::Group& group,
            PipelineOptions options = {});
@@ -122,6 +127,8 @@ class Pipeline {
   std::vector<int> stages() const;
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
   std::vector<ShardedModel> sharded() const;
+  // What the ranks of "tp" share of them.
+  const TensorParallel& tensor() const;
   // Names in modules() that another stage's parameter is copied to.
   std::vector<std::string> tied_copies(size_t stage) const;
 

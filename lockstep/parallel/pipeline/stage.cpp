@@ -27,20 +27,27 @@ std::shared_ptr<StageModule> build(std::span<const Layer> layers) {
 
 }  // namespace
 
-Stage::Stage(std::span<const Layer> layers, const comm::Group& data, const PipelineOptions& options)
+Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParallel& tensor,
+             const PipelineOptions& options)
     : options_(options) {
-  const auto make = [&] { return build(layers); };
+  const auto make = [&] {
+    auto module = build(layers);
+    tensor.apply(*module);
+    return module;
+  };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
   if (!options.first_values) {
     module_ = make();
     if (shard != nullptr) sharded_ = fully_shard(*module_, data, *shard);
   } else {
     auto deferred = parallel::deferred(make);
+    MaterializeOptions values = *options.first_values;
+    values.rule = tensor.for_parts(std::move(values.rule));
     if (shard != nullptr) {
-      sharded_ = fully_shard(deferred, data, *shard, *options.first_values);
+      sharded_ = fully_shard(deferred, data, *shard, values);
       module_ = deferred.model;
     } else {
-      module_ = materialize(std::move(deferred), *options.first_values);
+      module_ = materialize(std::move(deferred), values);
     }
   }
   if (shard == nullptr) whole_.emplace(*module_, data, std::get<DdpOptions>(options.data));
@@ -179,8 +186,8 @@ std::vector<optim::NamedParameter> Stage::named_parameters() const {
   return sharded_ ? sharded_->named_parameters() : optim::named_parameters(*module_);
 }
 
-std::vector<at::Tensor> Stage::norm_parameters() const {
-  return sharded_ ? sharded_->norm_parameters() : module_->parameters();
+std::vector<optim::NamedParameter> Stage::norm_parameters() const {
+  return sharded_ ? sharded_->norm_parameters() : optim::named_parameters(*module_);
 }
 
 }  // namespace lockstep::parallel::detail

@@ -21,6 +21,7 @@
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/pipeline/split_backward.h"
 #include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/parallel/tensor/tensor.h"
 
 namespace lockstep::parallel::detail {
 
@@ -33,8 +34,9 @@ class Stage {
  public:
   using Loss = std::function<at::Tensor(const Tensors& outputs)>;
 
-  // Collective over the data-parallel ranks.
-  Stage(std::span<const Layer> layers, const comm::Group& data, const PipelineOptions& options);
+  // Collective over the data-parallel ranks, and over those of `tensor`.
+  Stage(std::span<const Layer> layers, const comm::Group& data, TensorParallel& tensor,
+        const PipelineOptions& options);
 
   // Keeps what backward needs, unless gradients are off. The inputs are leaves. With a loss the
   // result is the loss alone.
@@ -60,7 +62,7 @@ class Stage {
   std::optional<ShardedModel>& sharded() { return sharded_; }
   const std::optional<ShardedModel>& sharded() const { return sharded_; }
   std::vector<optim::NamedParameter> named_parameters() const;
-  std::vector<at::Tensor> norm_parameters() const;
+  std::vector<optim::NamedParameter> norm_parameters() const;
   int live() const { return static_cast<int>(flights_.size()); }
   size_t kept_bytes() const { return kept_bytes_; }
 

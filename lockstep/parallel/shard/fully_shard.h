@@ -118,7 +118,7 @@ class ShardedModel {
 
   // What this rank adds to a norm over several models: every element of the model's gradients is
   // counted by one rank of each set of ranks that share it out.
-  std::vector<at::Tensor> norm_parameters() const;
+  std::vector<optim::NamedParameter> norm_parameters() const;
 
   NoSyncShards no_sync() { return NoSyncShards(sharded_); }
   // Reduces what backward passes under no_sync() left, as the end of one without it would.

@@ -42,9 +42,7 @@ Summon::~Summon() {
 }
 
 std::vector<at::Tensor> ShardedModel::parameters() const {
-  std::vector<at::Tensor> all;
-  for (const auto& [name, tensor] : named_parameters()) all.push_back(tensor);
-  return all;
+  return optim::tensors_of(named_parameters());
 }
 
 std::vector<optim::NamedParameter> ShardedModel::named_parameters() const {
@@ -61,16 +59,16 @@ double ShardedModel::grad_norm(optim::NormOptions options) const {
   const auto& groups = sharded_->engine->groups();
   options.group = groups.reduce;
   options.exact = options.exact || sharded_->options.reproducible;
-  return optim::grad_norm(norm_parameters(), options);
+  return optim::grad_norm(optim::tensors_of(norm_parameters()), options);
 }
 
-std::vector<at::Tensor> ShardedModel::norm_parameters() const {
-  if (!sharded_->engine) return parameters();
-  std::vector<at::Tensor> mine;
+std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
+  if (!sharded_->engine) return named_parameters();
+  std::vector<optim::NamedParameter> mine;
   for (const auto& flat : sharded_->engine->flats()) {
     // What everybody has counts once.
     if (flat->plan().shard.size() == 1 && sharded_->engine->groups().reduce.rank() != 0) continue;
-    for (const auto& [name, tensor] : flat->optimized()) mine.push_back(tensor);
+    for (const auto& [name, tensor] : flat->optimized()) mine.push_back({name, tensor});
   }
   return mine;
 }

@@ -1,0 +1,252 @@
+#include "lockstep/parallel/tensor/tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/nn/sharing.h"
+
+namespace lockstep::parallel {
+
+using layout::TensorSplit;
+using layout::TensorStyle;
+
+struct TensorParallel::State {
+  State(comm::Group group, layout::TensorPlan plan, TensorParallelOptions options)
+      : group(std::move(group)),
+        plan(std::move(plan)),
+        options(options),
+        used(this->plan.size(), false) {}
+
+  comm::Group group;
+  layout::TensorPlan plan;
+  TensorParallelOptions options;
+  std::vector<bool> used;
+  std::vector<optim::NamedParameter> parameters = {};
+  std::map<std::string, TensorSplit> splits = {};  // of those that are not whole
+  std::set<std::string> partial = {};              // whose gradients are of a part of the sequence
+};
+
+namespace {
+
+// What apply() is going to do to one module.
+struct Change {
+  std::string path;
+  torch::nn::Module* module;
+  const layout::TensorRule* rule;
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    TensorSplit split;
+  };
+  std::vector<Parameter> parameters = {};
+};
+
+std::string_view name_of(TensorStyle style) {
+  switch (style) {
+    case TensorStyle::column:
+      return "column";
+    case TensorStyle::row:
+      return "row";
+    case TensorStyle::vocab:
+      return "vocab";
+    case TensorStyle::sequence:
+      return "sequence";
+  }
+  return "";
+}
+
+void require_support(const Change& change) {
+  const auto* layer = dynamic_cast<const nn::SharedLayer*>(change.module);
+  const TensorStyle style = change.rule->style;
+  // Layers that know nothing of it, such as norms, may see a part of the sequence.
+  if (layer == nullptr ? style == TensorStyle::sequence : layer->supports(style)) return;
+  throw ConfigError(
+      format("[tensor] '{}' is a {}, which cannot have style {}; column and row are for "
+             "lockstep::nn::Linear, vocab for lockstep::nn::Embedding and Linear",
+             change.path, change.module->name(), name_of(style)));
+}
+
+at::Tensor part_of(const at::Tensor& whole, const TensorSplit& split) {
+  std::vector<at::Tensor> parts;
+  for (const layout::Range& range : split.ranges)
+    parts.push_back(whole.narrow(split.dim, range.begin, range.size()));
+  return parts.size() == 1 ? parts[0].clone(at::MemoryFormat::Contiguous)
+                           : at::cat(parts, split.dim);
+}
+
+at::Tensor narrowed(at::Tensor tensor, const layout::Box& box) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    const layout::Range range = box.ranges[static_cast<size_t>(dim)];
+    tensor = tensor.narrow(dim, range.begin, range.size());
+  }
+  return tensor;
+}
+
+void broadcast_all(torch::nn::Module& model, const comm::Group& group) {
+  const auto send = [&](const auto& items) {
+    for (const auto& item : items) {
+      if (item.value().defined())
+        comm::broadcast(item.value().detach(), group, {.tag = item.key()}).wait();
+    }
+  };
+  send(model.named_parameters());
+  send(model.named_buffers());
+}
+
+}  // namespace
+
+TensorParallel::TensorParallel(comm::Group group, layout::TensorPlan plan,
+                               TensorParallelOptions options)
+    : state_(std::make_shared<State>(std::move(group), std::move(plan), options)) {}
+
+void TensorParallel::apply(torch::nn::Module& model) {
+  State& state = *state_;
+  const comm::Group& group = state.group;
+  std::vector<std::string> paths;
+  std::vector<torch::nn::Module*> modules;
+  model.apply([&](const std::string& path, torch::nn::Module& module) {
+    paths.push_back(path);
+    modules.push_back(&module);
+  });
+  std::vector<Change> changes;
+  const std::vector<int> rules = layout::match(state.plan, paths);
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (rules[i] < 0) continue;
+    const auto rule = static_cast<size_t>(rules[i]);
+    state.used[rule] = true;
+    Change change{paths[i], modules[i], &state.plan[rule]};
+    require_support(change);
+    for (const auto& item : modules[i]->named_parameters(/*recurse=*/false)) {
+      if (!item.value().defined()) continue;
+      change.parameters.push_back(
+          {item.key(), item.value(),
+           layout::split_of(*change.rule, paths[i], item.key(), item.value().sizes().vec(),
+                            group.size(), group.rank())});
+    }
+    changes.push_back(std::move(change));
+  }
+  if (group.size() > 1) {
+    const at::NoGradGuard no_grad;
+    if (state.options.broadcast) broadcast_all(model, group);
+    for (const Change& change : changes) {
+      const TensorStyle style = change.rule->style;
+      nn::Sharing sharing{group, style, state.options.sequence_parallel};
+      for (const auto& [name, tensor, split] : change.parameters) {
+        const std::string full = change.path + "." + name;
+        if (split.is_whole()) {
+          if (state.options.sequence_parallel) state.partial.insert(full);
+          continue;
+        }
+        if (style == TensorStyle::vocab) sharing.rows = split.ranges[0];
+        tensor.unsafeGetTensorImpl()->shallow_copy_from(part_of(tensor, split).getIntrusivePtr());
+        state.splits.emplace(full, split);
+      }
+      if (auto* layer = dynamic_cast<nn::SharedLayer*>(change.module)) layer->sharing = sharing;
+    }
+  }
+  for (auto& parameter : optim::named_parameters(model))
+    state.parameters.push_back(std::move(parameter));
+}
+
+const std::vector<bool>& TensorParallel::used() const {
+  static const std::vector<bool> none;
+  return state_ ? state_->used : none;
+}
+
+void TensorParallel::reduce_gradients() const {
+  if (state_) reduce_gradients(state_->parameters);
+}
+
+void TensorParallel::reduce_gradients(std::span<const optim::NamedParameter> parameters) const {
+  if (!state_ || state_->partial.empty()) return;
+  const at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_type;  // for all but a few models one
+  for (const auto& [name, tensor] : parameters) {
+    if (tensor.grad().defined() && state_->partial.contains(name))
+      by_type[tensor.grad().scalar_type()].push_back(tensor.grad());
+  }
+  for (const auto& [type, gradients] : by_type) {
+    std::vector<at::Tensor> lines;
+    for (const at::Tensor& gradient : gradients) lines.push_back(gradient.reshape({-1}));
+    const at::Tensor line = at::cat(lines);
+    comm::all_reduce(line, state_->group, {.tag = "gradients of whole parameters"}).wait();
+    int64_t begin = 0;
+    for (const at::Tensor& gradient : gradients) {
+      gradient.copy_(line.narrow(0, begin, gradient.numel()).view(gradient.sizes()));
+      begin += gradient.numel();
+    }
+  }
+}
+
+std::vector<optim::NamedParameter> TensorParallel::counted(
+    std::vector<optim::NamedParameter> parameters) const {
+  if (state_ && state_->group.rank() > 0) {
+    std::erase_if(parameters, [&](const optim::NamedParameter& parameter) {
+      return !state_->splits.contains(parameter.name);
+    });
+  }
+  return parameters;
+}
+
+double TensorParallel::grad_norm(optim::NormOptions options) const {
+  if (!state_) return 0;
+  options.group = state_->group;
+  return optim::grad_norm(optim::tensors_of(counted(state_->parameters)), options);
+}
+
+double TensorParallel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+  const double norm = grad_norm(std::move(options));
+  if (state_) optim::clip_grad_with_norm(optim::tensors_of(state_->parameters), max_norm, norm);
+  return norm;
+}
+
+TensorSplit TensorParallel::split(const std::string& parameter, const layout::Shape& local) const {
+  if (!state_) return {local};
+  const auto found = state_->splits.find(parameter);
+  return found == state_->splits.end() ? TensorSplit{local} : found->second;
+}
+
+nn::InitializeRule TensorParallel::for_parts(nn::InitializeRule rule) const {
+  if (!rule || !state_ || state_->group.size() == 1) return rule;
+  return [*this, rule](const at::Tensor& parameter, const nn::init::Source& source) {
+    check(!source.slice, "first values are given to a rank's whole part");
+    const layout::Shape local = parameter.sizes().vec();
+    const TensorSplit split = this->split(source.name, local);
+    if (split.is_whole()) return rule(parameter, source);
+    bool dealt_with = true;
+    for (const auto& piece : split.pieces(layout::Box::whole(local))) {
+      dealt_with = rule(narrowed(parameter, piece.local),
+                        {source.seed, source.name, nn::Slice{split.global_shape, piece.global}}) &&
+                   dealt_with;
+    }
+    return dealt_with;
+  };
+}
+
+const comm::Group& TensorParallel::group() const {
+  static const comm::Group alone;
+  return state_ ? state_->group : alone;
+}
+
+const TensorParallelOptions& TensorParallel::options() const {
+  static const TensorParallelOptions none;
+  return state_ ? state_->options : none;
+}
+
+TensorParallel tensor(torch::nn::Module& model, const comm::Group& group,
+                      const layout::TensorPlan& plan, TensorParallelOptions options) {
+  TensorParallel shared(group, plan, options);
+  shared.apply(model);
+  layout::require_all_used(plan, shared.used());
+  return shared;
+}
+
+}  // namespace lockstep::parallel
