@@ -1,4 +1,4 @@
-// Language models trained by one process and as pipelines, on the same micro-batches.
+// Language models trained by one process and over the axes of a mesh, on the same micro-batches.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/config/tensor.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/nn/loss.h"
@@ -26,7 +27,8 @@ using layout::PipelineSchedule;
 
 struct PipelineCase {
   PipelineSchedule schedule = PipelineSchedule::one_f_one_b;
-  int ranks = 1, dp = 1;
+  int ranks = 1, dp = 1, tp = 1;  // ranks: of the pipeline
+  bool sequence_parallel = false;
   int chunks = 1;
   int microbatches = 8;  // of each data-parallel rank
   bool llama = false, tied = false, reproducible = false;
@@ -40,15 +42,18 @@ struct PipelineCase {
 
   int stages() const { return ranks * chunks; }
   int total() const { return dp * microbatches; }
+  int world() const { return dp * tp * ranks; }
+  int64_t kv_heads() const { return llama ? std::max(2, tp) : 4; }
 };
 
 inline std::string describe(const PipelineCase& c) {
   std::string text(layout::name_of(c.schedule));
   text += " p" + std::to_string(c.ranks) + " v" + std::to_string(c.chunks) + " m" +
-          std::to_string(c.microbatches) + " dp" + std::to_string(c.dp) +
-          (c.llama ? " llama" : " gpt") + (c.tied ? " tied" : "") +
-          (c.reproducible ? " reproducible" : "") + (c.evals ? " in eval mode" : "") + " at most " +
-          std::to_string(c.max_unsharded);
+          std::to_string(c.microbatches) + " dp" + std::to_string(c.dp) + " tp" +
+          std::to_string(c.tp) + (c.sequence_parallel ? "s" : "") + " " +
+          std::string(layout::name_of(c.recompute)) + (c.llama ? " llama" : " gpt") +
+          (c.tied ? " tied" : "") + (c.reproducible ? " reproducible" : "") +
+          (c.evals ? " in eval mode" : "") + " at most " + std::to_string(c.max_unsharded);
   if (c.shard) text += " " + std::string(parallel::name_of(c.shard->strategy));
   return text;
 }
@@ -60,7 +65,8 @@ inline config::ModelSpec spec_of(const PipelineCase& c) {
   config::ModelSpec spec{.kind = c.llama ? config::ModelKind::llama : config::ModelKind::gpt,
                          .layers = std::max(2, c.stages()),
                          .hidden = 16,
-                         .heads = 2,
+                         .heads = 4,
+                         .kv_heads = c.kv_heads(),
                          .dropout = c.dropout,
                          .tied = c.tied};
   return spec.resolved(kLength, kVocab);
@@ -88,13 +94,17 @@ inline TokenBatch tokens(int64_t index, c10::Device device) {
           all.narrow(1, 1, kLength).flatten().contiguous().to(device)};
 }
 
-inline at::Tensor loss_of(const at::Tensor& logits, const TokenBatch& batch, double scale) {
-  return nn::cross_entropy(logits.flatten(0, 1), batch.target, {.scale = scale});
+// `group` shares the vocabulary.
+inline at::Tensor loss_of(const at::Tensor& logits, const TokenBatch& batch, double scale,
+                          const comm::Group& group = {}) {
+  return nn::cross_entropy(logits.flatten(0, 1), batch.target,
+                           {.scale = scale, .group = group, .vocab = kVocab});
 }
 
 struct PipelineCurve {
   std::vector<double> losses, norms;
-  std::map<std::string, at::Tensor> weights;  // that this rank has
+  std::map<std::string, at::Tensor> weights;               // that this rank has
+  std::map<std::string, layout::TensorSplit> splits = {};  // how they lie in the whole ones
 };
 
 inline optim::AdamWOptions adamw() { return {.lr = 1e-3}; }
@@ -137,7 +147,7 @@ struct PipelineTrained {
 
 inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& world) {
   const mesh::Mesh mesh =
-      mesh::Mesh::parallel(world, layout::ParallelDims{.dp = c.dp, .tp = 1, .pp = c.ranks});
+      mesh::Mesh::parallel(world, layout::ParallelDims{.dp = c.dp, .tp = c.tp, .pp = c.ranks});
   const config::ModelSpec spec = spec_of(c);
   const auto random = std::make_shared<nn::RandomContext>();
   random->seed = 5;
@@ -147,6 +157,8 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
       .chunks = c.chunks,
       .split = split_of(spec, c.stages()),
       .tied = model::tied_parameters(spec),
+      .plan = config::tensor_plan(spec),
+      .sequence_parallel = c.sequence_parallel,
       .max_unsharded = c.max_unsharded,
       .first_values =
           parallel::MaterializeOptions{
@@ -177,7 +189,7 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
         {.inputs = [&](int i) { return parallel::Tensors{batch_of(i).input}; },
          .loss =
              [&](int i, const parallel::Tensors& outputs) {
-               return loss_of(outputs[0], batch_of(i), scale);
+               return loss_of(outputs[0], batch_of(i), scale, mesh["tp"]);
              },
          .begin =
              [&](int i) {
@@ -203,6 +215,8 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
     for (const auto& [name, tensor] : pipeline.named_parameters())
       result.curve.weights[name] = tensor.detach().clone();
   }
+  for (const auto& [name, tensor] : result.curve.weights)
+    result.curve.splits[name] = pipeline.tensor().split(name, tensor.sizes().vec());
   result.stats = pipeline.stats();
   result.schedule = pipeline.schedule();
   return result;
@@ -212,9 +226,9 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
 inline const PipelineCurve& one_process(const PipelineCase& c) {
   static std::map<std::string, PipelineCurve> known;
   const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
-                          (c.llama ? "l" : "g") + (c.tied ? "t" : "u") +
-                          (c.reproducible ? "r" : "") + (c.evals ? "e" : "") +
-                          std::to_string(c.steps);
+                          (c.llama ? "l" + std::to_string(c.kv_heads()) : "g") +
+                          (c.tied ? "t" : "u") + (c.reproducible ? "r" : "") +
+                          (c.evals ? "e" : "") + std::to_string(c.steps);
   const auto found = known.find(key);
   return found != known.end() ? found->second
                               : known.emplace(key, train_one_process(c)).first->second;
@@ -230,7 +244,7 @@ inline void expect_near_each(const std::vector<double>& found, const std::vector
 inline void expect_same(const PipelineCase& c, const PipelineCurve& found,
                         const PipelineCurve& expected) {
   EXPECT_FALSE(found.weights.empty());
-  const bool bits = c.reproducible && !c.tied;
+  const bool bits = c.reproducible && !c.tied && c.tp == 1;
   if (bits) {
     EXPECT_EQ(found.losses, expected.losses);
     EXPECT_EQ(found.norms, expected.norms);
@@ -239,7 +253,13 @@ inline void expect_same(const PipelineCase& c, const PipelineCurve& found,
     expect_near_each(found.norms, expected.norms, "norm");
   }
   for (const auto& [name, tensor] : found.weights) {
-    const at::Tensor& other = expected.weights.at(name);
+    at::Tensor other = expected.weights.at(name);
+    if (const auto& split = found.splits.at(name); !split.is_whole()) {
+      std::vector<at::Tensor> parts;
+      for (const layout::Range& range : split.ranges)
+        parts.push_back(other.narrow(split.dim, range.begin, range.size()));
+      other = at::cat(parts, split.dim);
+    }
     EXPECT_TRUE(bits ? at::equal(tensor, other) : at::allclose(tensor, other, 0, 1e-4)) << name;
   }
 }

@@ -291,7 +291,7 @@ TEST(TensorParallelInput, IsRefusedWithTheNumbers) {
   EXPECT_EQ(message_for({{"embed", TensorStyle::vocab}}, 12),
             "[tensor] 'embed' has 11 rows, must have one for each of 12 ranks");
   EXPECT_THAT(message_for({{"norm", TensorStyle::column}}),
-              HasSubstr("'norm' is a lockstep::nn::LayerNorm, which cannot have style column"));
+              HasSubstr("'norm' is a lockstep::nn::LayerNormImpl, which cannot have style column"));
   EXPECT_THAT(message_for({{"embed", TensorStyle::row}}), HasSubstr("cannot have style row"));
 }
 

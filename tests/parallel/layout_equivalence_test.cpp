@@ -1,0 +1,151 @@
+// Any layout of ranks trains as one process does: data, sharded, tensor, sequence and pipeline
+// parallelism together, with every way to save memory.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdlib>
+
+#include "tests/parallel/pipeline_training.h"
+
+namespace lockstep::test {
+namespace {
+
+using layout::Recompute;
+using parallel::ShardingStrategy;
+
+PipelineTrained train(const PipelineCase& c, int rank) {
+  PipelineTrained trained;
+  comm::run_threads(c.world(), [&](const comm::Group& world) {
+    PipelineTrained mine = train_pipeline(c, world);
+    if (world.rank() == rank) trained = std::move(mine);
+  });
+  return trained;
+}
+
+void compare(const PipelineCase& c) {
+  const PipelineCurve& expected = one_process(c);
+  comm::run_threads(c.world(), [&](const comm::Group& world) {
+    SCOPED_TRACE(describe(c));
+    expect_same(c, train_pipeline(c, world).curve, expected);
+  });
+}
+
+// dp, tp and pp; all with tensor parallelism but the last ones.
+constexpr std::array<layout::ParallelDims, 12> kDims = {{{1, 2, 1},
+                                                         {1, 4, 1},
+                                                         {2, 2, 1},
+                                                         {1, 2, 2},
+                                                         {4, 2, 1},
+                                                         {2, 4, 1},
+                                                         {2, 2, 2},
+                                                         {1, 4, 2},
+                                                         {1, 2, 4},
+                                                         {2, 1, 2},
+                                                         {4, 1, 2},
+                                                         {2, 1, 4}}};
+
+struct Model {
+  bool llama, tied;
+};
+constexpr std::array<Model, 4> kModels = {
+    {{false, true}, {true, false}, {false, false}, {true, true}}};
+
+struct Order {
+  PipelineSchedule schedule;
+  int chunks;
+};
+constexpr std::array<Order, 6> kOrders = {{{PipelineSchedule::one_f_one_b, 1},
+                                           {PipelineSchedule::interleaved, 2},
+                                           {PipelineSchedule::zb_h1, 1},
+                                           {PipelineSchedule::gpipe, 1},
+                                           {PipelineSchedule::zb_v, 2},
+                                           {PipelineSchedule::dualpipe_v, 2}}};
+constexpr std::array<Recompute, 3> kRecompute = {Recompute::none, Recompute::selective,
+                                                 Recompute::full};
+// None: DDP.
+constexpr std::array<std::optional<ShardingStrategy>, 5> kShards = {
+    std::nullopt, ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op,
+    ShardingStrategy::optimizer, ShardingStrategy::hybrid_shard};
+
+PipelineCase make(const layout::ParallelDims& dims, const Model& model, const Order& order,
+                  Recompute recompute, std::optional<ShardingStrategy> shard,
+                  bool sequence_parallel) {
+  const bool pipelined = dims.pp > 1;
+  PipelineCase c{.schedule = pipelined ? order.schedule : PipelineSchedule::one_f_one_b,
+                 .ranks = dims.pp,
+                 .dp = dims.dp,
+                 .tp = dims.tp,
+                 .sequence_parallel = sequence_parallel && dims.tp > 1,
+                 .chunks = pipelined ? order.chunks : 1,
+                 .microbatches = std::max(4, 2 * dims.pp),
+                 .llama = model.llama,
+                 .tied = model.tied,
+                 .recompute = recompute};
+  if (!shard || dims.dp == 1) return c;
+  c.shard =
+      parallel::FullyShardOptions{.strategy = *shard, .min_num_params = 1, .use_orig_params = true};
+  c.shard->units = parallel::ByPredicate([](const std::string& path, torch::nn::Module&) {
+    return path.starts_with("blocks.") ? std::count(path.begin(), path.end(), '.') == 1
+                                       : path == "embed" || path == "positions" || path == "head";
+  });
+  if (*shard == ShardingStrategy::hybrid_shard) c.shard->hybrid_group_size = dims.dp / 2;
+  return c;
+}
+
+class EveryLayout : public testing::TestWithParam<layout::ParallelDims> {};
+
+// Six of each, so that every pair of choices meets somewhere; or everything with everything.
+TEST_P(EveryLayout, TrainsAsOneProcess) {
+  const layout::ParallelDims& dims = GetParam();
+  if (std::getenv("LOCKSTEP_TEST_ALL") != nullptr) {
+    for (const Model& model : kModels) {
+      for (const Order& order : kOrders) {
+        if (dims.pp == 1 && &order != &kOrders[0]) continue;
+        for (const Recompute recompute : kRecompute) {
+          for (const auto& shard : kShards) {
+            if (dims.dp == 1 && shard) continue;
+            for (const bool sequence : {false, true}) {
+              if (dims.tp == 1 && sequence) continue;
+              compare(make(dims, model, order, recompute, shard, sequence));
+            }
+          }
+        }
+      }
+    }
+    return;
+  }
+  const auto first = static_cast<size_t>(7 * dims.dp + 3 * dims.tp + dims.pp);
+  for (size_t i = 0; i < 6; ++i) {
+    const size_t n = first + i;
+    compare(make(dims, kModels[n % 4], kOrders[i], kRecompute[(n + n / 4) % 3],
+                 kShards[(n + i / 5) % 5], n % 2 == 0));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, EveryLayout, testing::ValuesIn(kDims),
+                         [](const testing::TestParamInfo<layout::ParallelDims>& info) {
+                           const auto& dims = info.param;
+                           return "dp" + std::to_string(dims.dp) + "tp" + std::to_string(dims.tp) +
+                                  "pp" + std::to_string(dims.pp);
+                         });
+
+// Where ranks share matrices, the other axes still change no bit.
+TEST(Layouts, DataShardsAndStagesChangeNoBitBesideTensorParallelism) {
+  for (const bool sequence : {false, true}) {
+    PipelineCase alone = make({1, 2, 1}, kModels[1], kOrders[0], Recompute::none, {}, sequence);
+    alone.microbatches = 8;
+    alone.reproducible = true;
+    const PipelineTrained expected = train(alone, 0);
+    PipelineCase c = make({2, 2, 2}, kModels[1], kOrders[2], Recompute::full,
+                          ShardingStrategy::full_shard, sequence);
+    c.reproducible = true;
+    c.shard->reproducible = true;
+    ASSERT_EQ(spec_of(c), spec_of(alone));
+    const PipelineTrained found = train(c, 0);
+    EXPECT_EQ(found.curve.losses, expected.curve.losses);
+    EXPECT_EQ(found.curve.norms, expected.curve.norms);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test
