@@ -231,14 +231,53 @@ TEST(TrainConfig, ThreadsAndTimeout) {
 
 TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
   expect_refused(
-      2, [](auto& c) { c.parallel.tp = 2; },
-      "parallel.tp is 2, only 1 is supported: data and pipeline parallelism");
-  expect_refused(
       2, [](auto& c) { c.comm.strategy = layout::CommStrategy::tree; },
       "comm.strategy is tree, only all-reduce, the backend's own, is supported");
+}
+
+TEST(TrainConfig, TensorParallelRanksDivideTheModel) {
   expect_refused(
-      2, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; },
-      "memory.strategy is extreme, supported are basic, standard and aggressive");
+      3, [](auto& c) { c.parallel.tp = 3; },
+      "model.heads is 4, must be divisible by parallel.tp 3");
+  expect_refused(
+      2,
+      [](auto& c) {
+        c.parallel.tp = 2;
+        c.model.ffn = 511;
+      },
+      "model.ffn is 511, must be divisible by parallel.tp 2");
+  expect_refused(
+      4,
+      [](auto& c) {
+        c.parallel.tp = 4;
+        c.model.vocab = 3;
+      },
+      "model.vocab is 3, must be at least parallel.tp 4");
+  expect_refused(
+      2, [](auto& c) { c.parallel.sequence_parallel = true; },
+      "parallel.sequence_parallel is true, but parallel.tp is 1: leave it out");
+  expect_refused(
+      2,
+      [](auto& c) {
+        c.parallel.tp = 2;
+        c.parallel.sequence_parallel = true;
+        c.train.seq_len = 33;
+      },
+      "train.seq_len is 33, must be divisible by parallel.tp 2");
+}
+
+TEST(TrainConfig, ExtremeBeginsFromFullRecomputation) {
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.memory.strategy = MemoryStrategy::extreme;
+        c.train.recompute = layout::Recompute::none;
+      },
+      "train.recompute is none, must be full or left out where memory.strategy is extreme, which "
+      "keeps nothing in memory but on disk what full recomputation begins from");
+  expect_refused(
+      1, [](auto& c) { c.memory.disk = "/tmp"; },
+      "memory.disk is /tmp, but memory.strategy is basic: it is for extreme");
 }
 
 // Rules of the schedules themselves are tested with them.

@@ -1,10 +1,19 @@
-// Pipelines of ranks on CUDA devices, which may share one, train as the CPU does.
+// Ranks on CUDA devices, which may share one, train as the CPU does: as pipelines, and with
+// matrices that they share.
 #include <gtest/gtest.h>
 
 #include "tests/parallel/pipeline_training.h"
 
 namespace lockstep::test {
 namespace {
+
+void expect_near_cpu(const PipelineCurve& found, const PipelineCurve& on_cpu) {
+  ASSERT_EQ(found.losses.size(), on_cpu.losses.size());
+  for (size_t i = 0; i < found.losses.size(); ++i) {
+    EXPECT_NEAR(found.losses[i], on_cpu.losses[i], 1e-4 * on_cpu.losses[i]);
+    EXPECT_NEAR(found.norms[i], on_cpu.norms[i], 1e-3 * on_cpu.norms[i]);
+  }
+}
 
 TEST(PipelineCuda, TrainsAsTheCpu) {
   ASSERT_TRUE(torch::cuda::is_available());
@@ -22,12 +31,25 @@ TEST(PipelineCuda, TrainsAsTheCpu) {
       SCOPED_TRACE(describe(c));
       const PipelineCurve on_cpu = train_one_process(c);
       c.device = parallel::detected_device(world);
-      const PipelineTrained on_gpu = train_pipeline(c, world);
-      for (int i = 0; i < c.steps; ++i) {
-        const auto step = static_cast<size_t>(i);
-        EXPECT_NEAR(on_gpu.curve.losses[step], on_cpu.losses[step], 1e-4 * on_cpu.losses[step]);
-        EXPECT_NEAR(on_gpu.curve.norms[step], on_cpu.norms[step], 1e-3 * on_cpu.norms[step]);
-      }
+      expect_near_cpu(train_pipeline(c, world).curve, on_cpu);
+    }
+  }
+}
+
+TEST(TensorCuda, TrainsAsTheCpu) {
+  ASSERT_TRUE(torch::cuda::is_available());
+  const comm::Group world = comm::init();
+  for (const bool sequence : {false, true}) {
+    for (const bool llama : {false, true}) {
+      PipelineCase c{.tp = world.size(),
+                     .sequence_parallel = sequence,
+                     .microbatches = 4,
+                     .llama = llama,
+                     .tied = !llama};
+      SCOPED_TRACE(describe(c));
+      const PipelineCurve on_cpu = train_one_process(c);
+      c.device = parallel::detected_device(world);
+      expect_near_cpu(train_pipeline(c, world).curve, on_cpu);
     }
   }
 }

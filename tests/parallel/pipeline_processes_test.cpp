@@ -68,6 +68,21 @@ TEST(PipelineDataProcesses, FollowOneProcess) {
   }
 }
 
+// Matrices that are shared by two ranks each, and on four ranks stages too.
+TEST(TensorProcesses, FollowOneProcess) {
+  for (const bool sequence : {false, true}) {
+    PipelineCase c =
+        make(world().size() == 2 ? PipelineSchedule::one_f_one_b : PipelineSchedule::interleaved);
+    c.ranks /= 2;
+    c.tp = 2;
+    c.sequence_parallel = sequence;
+    c.llama = sequence;
+    c.tied = !sequence;
+    c.recompute = sequence ? layout::Recompute::full : layout::Recompute::none;
+    expect_same(c, train_pipeline(c, world()).curve, train_one_process(c));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, PipelineProcesses,
                          testing::Values(PipelineSchedule::one_f_one_b, PipelineSchedule::zb_h1,
                                          PipelineSchedule::zb_v, PipelineSchedule::interleaved));
