@@ -43,11 +43,10 @@ Norm Parts::norm(torch::nn::Module& parent, const std::string& prefix, const std
   const nn::NormOptions options{.epsilon = spec_.norm_epsilon, .tensors = tensors_};
   if (shapes_.contains(prefix + name + ".bias")) {
     return [norm = parent.register_module(name, nn::LayerNorm(width, options))](
-               const at::Tensor& x) { return norm->forward(x); };
+               const at::Tensor& x) mutable { return norm->forward(x); };
   }
-  return [norm = parent.register_module(name, nn::RmsNorm(width, options))](const at::Tensor& x) {
-    return norm->forward(x);
-  };
+  return [norm = parent.register_module(name, nn::RmsNorm(width, options))](
+             const at::Tensor& x) mutable { return norm->forward(x); };
 }
 
 AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)

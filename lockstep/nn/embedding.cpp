@@ -16,7 +16,7 @@ void EmbeddingImpl::reset() {
   weight = register_parameter("weight", at::empty({count_, width_}, tensors_));
 }
 
-at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) const {
+at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) {
   if (!sharing) return at::embedding(weight, indices);
   if (sharing->style == layout::TensorStyle::sequence) {
     if (!sharing->sequence_parallel) return at::embedding(weight, indices);

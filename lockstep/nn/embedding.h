@@ -18,7 +18,7 @@ class EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>, public SharedL
  public:
   EmbeddingImpl(int64_t count, int64_t width, at::TensorOptions tensors = {});
 
-  at::Tensor forward(const at::Tensor& indices) const;  // (...) -> (..., width)
+  at::Tensor forward(const at::Tensor& indices);  // (...) -> (..., width)
   // The vectors of 0, 1, ... length - 1, as a view: for positions. With sequence parallelism, of
   // this rank's part of them.
   at::Tensor first(int64_t length) const;

@@ -21,7 +21,7 @@ void LinearImpl::reset() {
   }
 }
 
-at::Tensor LinearImpl::forward(const at::Tensor& input) const {
+at::Tensor LinearImpl::forward(const at::Tensor& input) {
   if (!sharing) return at::linear(input, weight, bias);
   if (sharing->style != layout::TensorStyle::row)
     return column_linear(input, weight, bias, *sharing);

@@ -24,7 +24,7 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
  public:
   LinearImpl(int64_t in, int64_t out, LinearOptions options = {});
 
-  at::Tensor forward(const at::Tensor& input) const;  // (..., in) -> (..., out)
+  at::Tensor forward(const at::Tensor& input);  // (..., in) -> (..., out)
 
   bool supports(layout::TensorStyle style) const override;
   void reset() override;

@@ -15,7 +15,7 @@ void LayerNormImpl::reset() {
   bias = register_parameter("bias", at::zeros({width_}, options_.tensors));
 }
 
-at::Tensor LayerNormImpl::forward(const at::Tensor& input) const {
+at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
   return at::layer_norm(input, {width_}, weight, bias, options_.epsilon);
 }
 
@@ -31,7 +31,7 @@ void RmsNormImpl::reset() {
   weight = register_parameter("weight", at::ones({width_}, options_.tensors));
 }
 
-at::Tensor RmsNormImpl::forward(const at::Tensor& input) const {
+at::Tensor RmsNormImpl::forward(const at::Tensor& input) {
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 4)
   return at::rms_norm(input, {width_}, weight, options_.epsilon);
 #else

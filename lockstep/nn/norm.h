@@ -20,7 +20,7 @@ class LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
  public:
   explicit LayerNormImpl(int64_t width, NormOptions options = {});
 
-  at::Tensor forward(const at::Tensor& input) const;
+  at::Tensor forward(const at::Tensor& input);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
@@ -44,7 +44,7 @@ class RmsNormImpl : public torch::nn::Cloneable<RmsNormImpl> {
  public:
   explicit RmsNormImpl(int64_t width, NormOptions options = {});
 
-  at::Tensor forward(const at::Tensor& input) const;
+  at::Tensor forward(const at::Tensor& input);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

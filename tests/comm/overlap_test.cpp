@@ -4,42 +4,19 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/trace.h"
 #include "tests/support/subprocess.h"
+#include "tests/support/trace_spans.h"
 
 namespace lockstep::comm {
 namespace {
 
 using nlohmann::json;
-
-struct Span {
-  double start, end;
-};
-
-std::vector<Span> spans(const json& events, int rank, const std::string& name) {
-  std::vector<Span> found;
-  for (const json& event : events) {
-    if (event["ph"] == "X" && event["name"] == name && event["pid"] == rank) {
-      const double start = event["ts"];
-      found.push_back({start, start + event["dur"].get<double>()});
-    }
-  }
-  return found;
-}
-
-json read_trace(const std::string& folder) {
-  std::string text;
-  for (const auto& file : std::filesystem::directory_iterator(folder))
-    text += test::read_file(file.path());
-  // The format leaves the array open and ends every event with a comma.
-  text = text.substr(0, text.rfind(',')) + "]";
-  return json::parse(text);
-}
+using test::overlap;
+using test::read_trace;
+using test::spans;
 
 // Its own process sets LOCKSTEP_TRACE before anything reads it: see main below.
 TEST(Overlap, CommunicationRunsBesideComputation) {
@@ -70,14 +47,8 @@ TEST(Overlap, CommunicationRunsBesideComputation) {
       const auto compute = spans(events, rank, "compute " + backend);
       ASSERT_EQ(compute.size(), 1u);
       bool inside = false;
-      for (const json& event : events) {
-        if (event["ph"] != "X" || event["name"] != "all_reduce" || event["pid"] != rank ||
-            event["args"]["tag"] != backend)
-          continue;
-        const double start = event["ts"], end = start + event["dur"].get<double>();
-        inside = inside || (std::max(start, compute[0].start) < std::min(end, compute[0].end) &&
-                            event["args"]["bytes"] == 16'000'000);
-      }
+      for (const auto& span : spans(events, rank, "all_reduce", backend))
+        inside = inside || (overlap(span, compute[0]) && span.bytes == 16'000'000);
       EXPECT_TRUE(inside) << backend << " rank " << rank
                           << ": no all_reduce inside the computation";
     }
