@@ -1,5 +1,10 @@
 #include "lockstep/config/inputs.h"
 
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string_view>
@@ -118,7 +123,31 @@ void check_metrics_file(const std::string& path) {
   }
 }
 
+void check_activation_folder(const MemoryConfig& memory) {
+  if (memory.strategy != layout::MemoryStrategy::extreme) return;
+  const std::string folder = activation_folder(memory);
+  if (!fs::is_directory(folder) || access(folder.c_str(), W_OK | X_OK) != 0) {
+    throw ConfigError(
+        format("memory.disk: {} is not a folder that can be written; name one, for "
+               "the activations of memory.strategy extreme",
+               folder));
+  }
+  struct statfs system = {};
+  if (statfs(folder.c_str(), &system) == 0 && system.f_type == TMPFS_MAGIC) {
+    log::warn(
+        format("memory.disk: {} is a file system in memory (tmpfs): activations there do not "
+               "leave memory",
+               folder));
+  }
+}
+
 }  // namespace
+
+std::string activation_folder(const MemoryConfig& config) {
+  if (!config.disk.empty()) return config.disk;
+  const char* folder = std::getenv("TMPDIR");
+  return folder != nullptr && *folder != '\0' ? folder : "/tmp";
+}
 
 ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
   if (config.model_path.empty()) {
@@ -185,6 +214,7 @@ void check_inputs(const TrainConfig& config, int world, const CheckOptions& opti
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_memory(config, model, world);
   check_metrics_file(config.metrics.file);
+  check_activation_folder(config.memory);
   const std::string& dir = config.checkpoint.dir;
   if (!dir.empty()) formats::check_writable(dir);
   int64_t begin = -1;

@@ -26,6 +26,9 @@ struct Data {
 // and where there is less than one sequence.
 Data open_data(const TrainConfig& config);
 
+// Where memory.strategy extreme keeps activations: memory.disk, else TMPDIR, else /tmp.
+std::string activation_folder(const MemoryConfig& config);
+
 // The checkpoint to begin with: none; the newest in checkpoint.dir, if any; or the one named, or
 // the newest in the folder named. ConfigError where that is missing.
 std::optional<std::string> find_checkpoint(const CheckpointConfig& config);

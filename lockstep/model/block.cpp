@@ -8,7 +8,6 @@
 #include "lockstep/nn/attention.h"
 #include "lockstep/nn/heads.h"
 #include "lockstep/nn/norm.h"
-#include "lockstep/parallel/recompute.h"
 
 namespace lockstep::model {
 
@@ -74,8 +73,8 @@ at::Tensor MlpImpl::forward(const at::Tensor& x) {
 }
 
 BlockImpl::BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
-                     std::shared_ptr<nn::RandomContext> random)
-    : recompute_(recompute), random_(std::move(random)) {
+                     parallel::RecomputeOptions again)
+    : recompute_(recompute), again_(std::move(again)) {
   const std::string prefix = format("blocks.{}.", layer);
   const double dropout = parts.spec().dropout;
   norm1_ = parts.norm(*this, prefix, "norm1");
@@ -91,12 +90,13 @@ at::Tensor BlockImpl::mlp_path(const at::Tensor& x) { return dropout2_(mlp_(norm
 at::Tensor BlockImpl::run(const at::Tensor& x, const at::Tensor& rotation) {
   const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation));
   if (recompute_ != layout::Recompute::selective) return y + mlp_path(y);
-  return y + parallel::recompute([this, y] { return mlp_path(y); }, {.random = random_});
+  return y + parallel::recompute([this](const at::Tensor& in) { return mlp_path(in); }, y, again_);
 }
 
 at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
   if (recompute_ != layout::Recompute::full) return run(x, rotation);
-  return parallel::recompute([this, x, rotation] { return run(x, rotation); }, {.random = random_});
+  return parallel::recompute([this, rotation](const at::Tensor& in) { return run(in, rotation); },
+                             x, again_);
 }
 
 }  // namespace lockstep::model

@@ -16,6 +16,7 @@
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/linear.h"
+#include "lockstep/parallel/recompute.h"
 
 namespace lockstep::model {
 
@@ -71,7 +72,7 @@ TORCH_MODULE(Mlp);
 class BlockImpl : public torch::nn::Module {
  public:
   BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
-            std::shared_ptr<nn::RandomContext> random);
+            parallel::RecomputeOptions again);
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
 
@@ -80,7 +81,7 @@ class BlockImpl : public torch::nn::Module {
   at::Tensor run(const at::Tensor& x, const at::Tensor& rotation);
 
   layout::Recompute recompute_;
-  std::shared_ptr<nn::RandomContext> random_;
+  parallel::RecomputeOptions again_;
   Norm norm1_, norm2_;
   Attention attention_{nullptr};
   Mlp mlp_{nullptr};

@@ -76,7 +76,8 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
                           .to(shared.options.tensors.device());
   }
   Parts parts = shared.parts();
-  Block block(parts, layer, shared.options.recompute, shared.random);
+  Block block(parts, layer, shared.options.recompute,
+              parallel::RecomputeOptions{.random = shared.random, .store = shared.options.store});
   const std::string path = format("blocks.{}", layer);
   nn::attach_random(*block, shared.random, path + ".");
   parallel::detail::register_layer(stage, path, block.ptr());

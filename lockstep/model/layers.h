@@ -8,6 +8,7 @@
 #include "lockstep/config/model_spec.h"
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/nn/random_context.h"
+#include "lockstep/parallel/activation_store.h"
 #include "lockstep/parallel/pipeline/layer.h"
 
 namespace lockstep::model {
@@ -16,6 +17,8 @@ struct LanguageModelOptions {
   at::TensorOptions tensors = {};  // dtype and device of the parameters
   // selective: each block's MLP is computed again in backward; full: the whole block is.
   layout::Recompute recompute = layout::Recompute::none;
+  // Where the inputs of what is computed again are kept; none: in memory.
+  std::shared_ptr<parallel::ActivationStore> store = {};
 };
 
 // Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V), of which

@@ -17,7 +17,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/trace.h"
 #include "lockstep/optim/autocast.h"
+#include "lockstep/parallel/stored_inputs.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -80,8 +82,11 @@ struct Enough {};
 
 // One call of a function, and its repetition.
 struct Frame {
-  Frame(std::function<void()> again, RecomputeOptions options)
+  using Again = std::function<void(const std::vector<at::Tensor>&)>;
+
+  Frame(Again again, const std::vector<at::Tensor>& inputs, RecomputeOptions options)
       : again(std::move(again)),
+        inputs(std::move(options.store), inputs),
         random(std::move(options.random)),
         was(random ? *random : nn::RandomContext{}),
         cpu(optim::current_autocast(at::kCPU)),
@@ -91,7 +96,8 @@ struct Frame {
   void drop(size_t index);
   void repeat();
 
-  const std::function<void()> again;
+  const Again again;
+  const StoredInputs inputs;
   const std::shared_ptr<nn::RandomContext> random;
   const nn::RandomContext was;
   const GeneratorStates generators;
@@ -193,6 +199,8 @@ void install_engine() {
 void Frame::repeat() {
   values.clear();
   versions.clear();
+  const std::vector<at::Tensor> found = inputs.tensors();
+  const trace::Span span("recompute", "recompute");
   const Past past(generators, random, was);
   const optim::AutocastGuard cpu_autocast(cpu);
   std::optional<optim::AutocastGuard> cuda_autocast;
@@ -201,7 +209,7 @@ void Frame::repeat() {
   const Entry entry(
       {.frame = std::shared_ptr<Frame>(std::shared_ptr<Frame>(), this), .collects = true});
   try {
-    again();
+    again(found);
   } catch (const Enough&) {
   }
   for (const size_t index : unwanted) {
@@ -231,11 +239,13 @@ void Frame::drop(size_t index) {
   if (index < values.size()) value = std::move(values[index]);
 }
 
-RecomputeScope::RecomputeScope(std::function<void()> again, RecomputeOptions options)
+RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const Tensors& inputs,
+                               RecomputeOptions options)
     : active_(c10::GradMode::is_enabled()) {
   if (!active_) return;
   install_engine();
-  active().push_back({.frame = std::make_shared<Frame>(std::move(again), std::move(options))});
+  active().push_back(
+      {.frame = std::make_shared<Frame>(std::move(again), inputs, std::move(options))});
 }
 
 RecomputeScope::~RecomputeScope() {

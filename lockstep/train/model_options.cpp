@@ -1,5 +1,6 @@
 #include "lockstep/train/model_options.h"
 
+#include "lockstep/config/inputs.h"
 #include "lockstep/core/format.h"
 #include "lockstep/model/hugging_face.h"
 #include "lockstep/train/progress.h"
@@ -59,6 +60,12 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm:
         config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
   }
   return options;
+}
+
+std::shared_ptr<parallel::ActivationStore> activation_store(const TrainConfig& config, int rank) {
+  if (config.memory.strategy != layout::MemoryStrategy::extreme) return nullptr;
+  return std::make_shared<parallel::ActivationStore>(config::activation_folder(config.memory),
+                                                     memory::DiskStoreOptions{.rank = rank});
 }
 
 std::string describe_shards(std::span<const parallel::ShardedModel> models) {

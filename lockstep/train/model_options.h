@@ -3,11 +3,13 @@
 
 #include <c10/core/TensorOptions.h>
 
+#include <memory>
 #include <span>
 #include <string>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
+#include "lockstep/parallel/activation_store.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::train {
@@ -17,6 +19,9 @@ parallel::MaterializeOptions first_values(const config::TrainConfig& config, c10
 // `group` is the data-parallel ranks.
 parallel::FullyShardOptions shard_options(const config::TrainConfig& config,
                                           const comm::Group& group);
+// Null unless activations go to disk. `rank` is this one's, in the world.
+std::shared_ptr<parallel::ActivationStore> activation_store(const config::TrainConfig& config,
+                                                            int rank);
 // "shard  full: 1.2M of 4.8M parameters on this rank, in 14 units"
 std::string describe_shards(std::span<const parallel::ShardedModel> models);
 

@@ -52,10 +52,11 @@ TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device
     : random_(random_context(config)),
       exact_norm_(config.train.reproducible),
       vocab_(config.model.vocab),
-      pipeline_(model::language_model_layers(
-                    config.model,
-                    {.tensors = tensor_options(config, device), .recompute = config.recompute()},
-                    random_),
+      pipeline_(model::language_model_layers(config.model,
+                                             {.tensors = tensor_options(config, device),
+                                              .recompute = config.recompute(),
+                                              .store = activation_store(config, mesh.rank())},
+                                             random_),
                 mesh, pipeline_options(config, device, mesh)) {}
 
 at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,

@@ -83,8 +83,8 @@ TEST(LanguageModel, IsCausal) {
   }
 }
 
-std::vector<at::Tensor> gradients(ModelKind kind, Recompute recompute) {
-  LanguageModel model(small(kind), {.recompute = recompute});
+std::vector<at::Tensor> gradients(ModelKind kind, LanguageModelOptions options) {
+  LanguageModel model(small(kind), std::move(options));
   initialize(*model, 1);
   model->random() = {.seed = 5, .position = {.step = 2, .micro_batch = 1}};
   const at::Tensor tokens = some_tokens();
@@ -98,14 +98,30 @@ std::vector<at::Tensor> gradients(ModelKind kind, Recompute recompute) {
 }
 
 TEST(LanguageModel, RecomputationDoesNotChangeABit) {
+  // Some libtorch can multiply bfloat16 matrices only so.
+  const bool before = at::globalContext().userEnabledMkldnn();
+  at::globalContext().setUserEnabledMkldnn(false);
+  const test::TempDir folder;
   for (const ModelKind kind : kKinds) {
-    const auto expected = gradients(kind, Recompute::none);
-    for (const Recompute recompute : {Recompute::selective, Recompute::full}) {
-      const auto found = gradients(kind, recompute);
-      ASSERT_EQ(found.size(), expected.size());
-      for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const auto expected = gradients(kind, {.tensors = dtype});
+      for (const Recompute recompute : {Recompute::selective, Recompute::full}) {
+        for (const bool on_disk : {false, true}) {
+          const auto store =
+              on_disk ? std::make_shared<parallel::ActivationStore>(folder.path()) : nullptr;
+          const auto found =
+              gradients(kind, {.tensors = dtype, .recompute = recompute, .store = store});
+          ASSERT_EQ(found.size(), expected.size());
+          for (size_t i = 0; i < found.size(); ++i)
+            EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+          if (!store) continue;
+          const memory::DiskStoreStats stats = store->stats();
+          EXPECT_EQ(stats.ahead + stats.late + stats.from_memory, 2U);  // one of each block
+        }
+      }
     }
   }
+  at::globalContext().setUserEnabledMkldnn(before);
 }
 
 TEST(LanguageModel, DropoutIsThatOfThePosition) {

@@ -10,7 +10,6 @@
 namespace lockstep::test {
 namespace {
 
-using layout::Recompute;
 using parallel::ShardingStrategy;
 
 PipelineTrained train(const PipelineCase& c, int rank) {
@@ -60,15 +59,17 @@ constexpr std::array<Order, 6> kOrders = {{{PipelineSchedule::one_f_one_b, 1},
                                            {PipelineSchedule::gpipe, 1},
                                            {PipelineSchedule::zb_v, 2},
                                            {PipelineSchedule::dualpipe_v, 2}}};
-constexpr std::array<Recompute, 3> kRecompute = {Recompute::none, Recompute::selective,
-                                                 Recompute::full};
+using layout::MemoryStrategy;
+constexpr std::array<MemoryStrategy, 4> kMemory = {MemoryStrategy::basic, MemoryStrategy::standard,
+                                                   MemoryStrategy::aggressive,
+                                                   MemoryStrategy::extreme};
 // None: DDP.
 constexpr std::array<std::optional<ShardingStrategy>, 5> kShards = {
     std::nullopt, ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op,
     ShardingStrategy::optimizer, ShardingStrategy::hybrid_shard};
 
 PipelineCase make(const layout::ParallelDims& dims, const Model& model, const Order& order,
-                  Recompute recompute, std::optional<ShardingStrategy> shard,
+                  MemoryStrategy memory, std::optional<ShardingStrategy> shard,
                   bool sequence_parallel) {
   const bool pipelined = dims.pp > 1;
   PipelineCase c{.schedule = pipelined ? order.schedule : PipelineSchedule::one_f_one_b,
@@ -80,7 +81,8 @@ PipelineCase make(const layout::ParallelDims& dims, const Model& model, const Or
                  .microbatches = std::max(4, 2 * dims.pp),
                  .llama = model.llama,
                  .tied = model.tied,
-                 .recompute = recompute};
+                 .recompute = layout::ParallelConfig{.memory = memory}.recompute(),
+                 .disk = memory == MemoryStrategy::extreme ? testing::TempDir() : ""};
   if (!shard || dims.dp == 1) return c;
   c.shard =
       parallel::FullyShardOptions{.strategy = *shard, .min_num_params = 1, .use_orig_params = true};
@@ -101,12 +103,12 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
     for (const Model& model : kModels) {
       for (const Order& order : kOrders) {
         if (dims.pp == 1 && &order != &kOrders[0]) continue;
-        for (const Recompute recompute : kRecompute) {
+        for (const MemoryStrategy memory : kMemory) {
           for (const auto& shard : kShards) {
             if (dims.dp == 1 && shard) continue;
             for (const bool sequence : {false, true}) {
               if (dims.tp == 1 && sequence) continue;
-              compare(make(dims, model, order, recompute, shard, sequence));
+              compare(make(dims, model, order, memory, shard, sequence));
             }
           }
         }
@@ -117,7 +119,7 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
   const auto first = static_cast<size_t>(7 * dims.dp + 3 * dims.tp + dims.pp);
   for (size_t i = 0; i < 6; ++i) {
     const size_t n = first + i;
-    compare(make(dims, kModels[n % 4], kOrders[i], kRecompute[(n + n / 4) % 3],
+    compare(make(dims, kModels[n % 4], kOrders[i], kMemory[(n + n / 4) % 4],
                  kShards[(n + i / 5) % 5], n % 2 == 0));
   }
 }
@@ -132,11 +134,12 @@ INSTANTIATE_TEST_SUITE_P(Grid, EveryLayout, testing::ValuesIn(kDims),
 // Where ranks share matrices, the other axes still change no bit.
 TEST(Layouts, DataShardsAndStagesChangeNoBitBesideTensorParallelism) {
   for (const bool sequence : {false, true}) {
-    PipelineCase alone = make({1, 2, 1}, kModels[1], kOrders[0], Recompute::none, {}, sequence);
+    PipelineCase alone =
+        make({1, 2, 1}, kModels[1], kOrders[0], MemoryStrategy::basic, {}, sequence);
     alone.microbatches = 8;
     alone.reproducible = true;
     const PipelineTrained expected = train(alone, 0);
-    PipelineCase c = make({2, 2, 2}, kModels[1], kOrders[2], Recompute::full,
+    PipelineCase c = make({2, 2, 2}, kModels[1], kOrders[2], MemoryStrategy::extreme,
                           ShardingStrategy::full_shard, sequence);
     c.reproducible = true;
     c.shard->reproducible = true;

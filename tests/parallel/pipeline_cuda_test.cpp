@@ -7,6 +7,11 @@
 namespace lockstep::test {
 namespace {
 
+const comm::Group& shared_world() {
+  static const comm::Group group = comm::init();
+  return group;
+}
+
 void expect_near_cpu(const PipelineCurve& found, const PipelineCurve& on_cpu) {
   ASSERT_EQ(found.losses.size(), on_cpu.losses.size());
   for (size_t i = 0; i < found.losses.size(); ++i) {
@@ -17,7 +22,7 @@ void expect_near_cpu(const PipelineCurve& found, const PipelineCurve& on_cpu) {
 
 TEST(PipelineCuda, TrainsAsTheCpu) {
   ASSERT_TRUE(torch::cuda::is_available());
-  const comm::Group world = comm::init();
+  const comm::Group& world = shared_world();
   for (const auto& [schedule, chunks] :
        {std::pair(PipelineSchedule::one_f_one_b, 1), std::pair(PipelineSchedule::interleaved, 2),
         std::pair(PipelineSchedule::zb_h1, 1), std::pair(PipelineSchedule::zb_v, 2)}) {
@@ -38,7 +43,7 @@ TEST(PipelineCuda, TrainsAsTheCpu) {
 
 TEST(TensorCuda, TrainsAsTheCpu) {
   ASSERT_TRUE(torch::cuda::is_available());
-  const comm::Group world = comm::init();
+  const comm::Group& world = shared_world();
   for (const bool sequence : {false, true}) {
     for (const bool llama : {false, true}) {
       PipelineCase c{.tp = world.size(),

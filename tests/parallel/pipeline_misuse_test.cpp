@@ -146,6 +146,14 @@ TEST(PipelineMisuse, TiedNames) {
                  "stages are sharded it must be a unit of its own");
 }
 
+TEST(PipelineMisuse, APlanNamesModulesOfSomeStage) {
+  using layout::TensorStyle;
+  expect_refused(
+      blocks(4),
+      {.plan = {{"blocks.3", TensorStyle::sequence}, {"blocks.4", TensorStyle::sequence}}},
+      "[tensor] 'blocks.4' of the plan names no module of the model");
+}
+
 TEST(PipelineMisuse, ShardsWithoutNames) {
   const auto refused = [&](const PipelineOptions& options, const std::string& message) {
     const Messages found = messages(4, [&](const comm::Group& group) {
@@ -155,13 +163,15 @@ TEST(PipelineMisuse, ShardsWithoutNames) {
     EXPECT_THAT(found, testing::Each(Eq(message)));
   };
   refused({.tied = {"blocks.0.linear.weight"}, .data = FullyShardOptions{}},
-          "[pipeline] sharded stages with 1 chunks per rank and 1 tied parameters need "
+          "[pipeline] sharded stages with 1 chunks per rank, 1 tied parameters and 1 "
+          "tensor-parallel ranks need "
           "use_orig_params");
   refused({.schedule = PipelineSchedule::interleaved,
            .microbatches = 2,
            .chunks = 2,
            .data = FullyShardOptions{}},
-          "[pipeline] sharded stages with 2 chunks per rank and 0 tied parameters need "
+          "[pipeline] sharded stages with 2 chunks per rank, 0 tied parameters and 1 "
+          "tensor-parallel ranks need "
           "use_orig_params");
 }
 

@@ -33,6 +33,7 @@ struct PipelineCase {
   int microbatches = 8;  // of each data-parallel rank
   bool llama = false, tied = false, reproducible = false;
   layout::Recompute recompute = layout::Recompute::none;
+  std::string disk = {};  // folder for activations; empty: in memory
   std::optional<parallel::FullyShardOptions> shard = std::nullopt;
   int max_unsharded = 3;
   int steps = 10;
@@ -172,7 +173,10 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
   }
   parallel::Pipeline pipeline(
       model::language_model_layers(
-          spec, {.tensors = at::TensorOptions().device(c.device), .recompute = c.recompute},
+          spec,
+          {.tensors = at::TensorOptions().device(c.device),
+           .recompute = c.recompute,
+           .store = c.disk.empty() ? nullptr : std::make_shared<parallel::ActivationStore>(c.disk)},
           random),
       mesh, options);
   pipeline.train(!c.evals);

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "tests/parallel/pipeline_follow.h"
+#include "tests/support/subprocess.h"
 
 namespace lockstep::test {
 namespace {
@@ -185,9 +186,13 @@ TEST(PipelineValues, Buffers) {
 }
 
 TEST(PipelineValues, Recomputed) {
+  const TempDir folder;
   for (PipelineOptions options : kinds()) {
     options.recompute = true;
     follow({.layers = blocks(4)}, 2, options);
+    options.store = std::make_shared<parallel::ActivationStore>(folder.path());
+    follow({.layers = blocks(4)}, 2, options);
+    EXPECT_GT(options.store->stats().ahead + options.store->stats().from_memory, 0U);
   }
 }
 

@@ -27,6 +27,7 @@
 #include "lockstep/nn/random_context.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/parameters.h"
+#include "lockstep/parallel/activation_store.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/shard/fully_shard.h"
@@ -54,9 +55,11 @@ struct PipelineOptions {
   int max_unsharded = 3;
   // Layers are built without memory, and get their first values so.
   std::optional<MaterializeOptions> first_values = std::nullopt;
-  // Each layer is computed again in backward; `random` is what its random layers share.
+  // Each layer is computed again in backward; `random` is what its random layers share, and `store`
+  // where its inputs are kept, in memory if there is none.
   bool recompute = false;
   std::shared_ptr<nn::RandomContext> random = {};
+  std::shared_ptr<ActivationStore> store = {};
   c10::Device device = c10::Device(c10::kCPU);  // where tensors from other devices arrive
 };
 

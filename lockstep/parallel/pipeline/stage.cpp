@@ -25,14 +25,28 @@ std::shared_ptr<StageModule> build(std::span<const Layer> layers) {
   return module;
 }
 
+void recompute_layers(StageModule& module, const PipelineOptions& options) {
+  if (!options.recompute) return;
+  for (LayerForward& layer : module.layers) {
+    layer = [layer, again = RecomputeOptions{.random = options.random, .store = options.store}](
+                const Tensors& x) { return parallel::recompute(layer, x, again); };
+  }
+}
+
 }  // namespace
 
+// The one recipe. Each step works on what the one before leaves of the layers to this rank:
+//   tensor      ranks of "tp" share matrices, so all that follows is of parts of them;
+//   recompute   what is computed again includes the collectives of "tp";
+//   shard       ranks of "dp" share those parts (or hold copies: DDP), gathered when they are used,
+//               also by a layer that is computed again;
+//   pipeline    the engine runs what has become of the layers as a stage of "pp".
 Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParallel& tensor,
-             const PipelineOptions& options)
-    : options_(options) {
+             const PipelineOptions& options) {
   const auto make = [&] {
     auto module = build(layers);
     tensor.apply(*module);
+    recompute_layers(*module, options);
     return module;
   };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
@@ -65,11 +79,7 @@ Tensors Stage::forward(int microbatch, Tensors inputs, const Loss* loss) {
   flight.enters_at_inputs = !flight.entries.empty();
   Tensors x = inputs;
   for (const LayerForward& layer : module_->layers) {
-    if (options_.recompute) {
-      x = parallel::recompute([layer, x] { return layer(x); }, {.random = options_.random});
-    } else {
-      x = layer(x);
-    }
+    x = layer(x);
     if (!records || !flight.entries.empty()) continue;
     // Hooks that the user has put on the tensors lie below this place, and run in one half only.
     for (at::Tensor& tensor : x) {

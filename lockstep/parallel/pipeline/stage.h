@@ -92,7 +92,6 @@ class Stage {
   std::pair<Edges, Tensors> begin_backward(const Flight& flight, const Tensors& gradients) const;
 
   std::shared_ptr<StageModule> module_;
-  const PipelineOptions& options_;
   std::optional<Ddp> whole_;
   std::optional<ShardedModel> sharded_;
   std::map<int, Flight> flights_;

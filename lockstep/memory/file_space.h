@@ -1,0 +1,31 @@
+// Which parts of a file are in use. Private: not installed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+
+namespace lockstep::memory::detail {
+
+// A block goes where the first gap is large enough, at a page's beginning.
+class FileSpace {
+ public:
+  size_t take(size_t bytes) {
+    const size_t place = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+    size_t begin = 0;
+    for (const auto& [taken_begin, taken_end] : taken_) {
+      if (taken_begin - begin >= place) break;
+      begin = taken_end;
+    }
+    taken_.emplace(begin, begin + place);
+    return begin;
+  }
+  void give_back(size_t begin) { taken_.erase(begin); }
+  size_t end() const { return taken_.empty() ? 0 : taken_.rbegin()->second; }
+
+ private:
+  static constexpr size_t kPage = 4096;
+  std::map<size_t, size_t> taken_;  // begin -> end
+};
+
+}  // namespace lockstep::memory::detail
