@@ -66,13 +66,14 @@ lint:
 
 # clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them.
 tidy: configure
-	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
+	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config plan launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
 
 check-all: lint test check-wide check-asan check-tsan check-no-pch
 
 # What `make test` takes samples of.
 check-wide: build
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/pipeline_equivalence_test
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/layout_equivalence_test
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

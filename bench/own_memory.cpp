@@ -1,14 +1,14 @@
 #include "bench/own_memory.h"
 
 #include <sys/resource.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
-#include <filesystem>
 #include <fstream>
 #include <string>
 #include <string_view>
+
+#include "lockstep/core/system_memory.h"
 
 namespace lockstep::bench {
 namespace {
@@ -24,19 +24,6 @@ size_t status_of(std::string_view name) {
     return kilobytes * 1024;
   }
   return 0;
-}
-
-// A rank keeps its own blocks open, and maps those of others without keeping them open.
-size_t symmetric_memory() {
-  size_t bytes = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;
-    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep-block")) continue;
-    struct stat status {};
-    if (stat(entry.path().c_str(), &status) == 0)
-      bytes += static_cast<size_t>(status.st_blocks) * 512;
-  }
-  return bytes;
 }
 
 }  // namespace

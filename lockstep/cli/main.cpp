@@ -8,6 +8,7 @@
 
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor.h"
+#include "lockstep/cli/plan.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/schedule.h"
 #include "lockstep/cli/torch_commands.h"
@@ -32,6 +33,7 @@ const std::vector<Subcommand>& subcommands() {
       {"sample", "write text with a trained model", lockstep::cli::sample},
       {"data", "turn text into files of token ids", lockstep::cli::data},
       {"schedule", "show a pipeline schedule, its time and its memory", lockstep::cli::schedule},
+      {"plan", "say how much memory a training run will take", lockstep::cli::plan},
       {"run", "start the ranks of a program and end them together", lockstep::cli::run},
       {"selftest", "check what the communication layer promises, on this machine",
        lockstep::cli::selftest},

@@ -13,6 +13,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/plan/report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -58,8 +59,10 @@ int train(const Words& arguments) {
   // One rank looks at the files for all. Where others are waiting for it already it does not read
   // whole checkpoints; they do when they load them.
   if (env.rank == 0) {
-    config::check_inputs(parsed.config, parsed.ranks.value_or(env.world_size),
-                         {.verify = env.launcher == Launcher::none});
+    const int world = parsed.ranks.value_or(env.world_size);
+    const auto model =
+        config::check_inputs(parsed.config, world, {.verify = env.launcher == Launcher::none});
+    plan::require_state_fits(parsed.config, model, world);
   }
   set_variables(parsed.config);
   Words command{torch_path(), "train"};

@@ -44,23 +44,6 @@ void check_vocabulary(const formats::Corpus& corpus, const char* key, int64_t vo
              key, largest, vocab, largest + 1));
 }
 
-void check_memory(const TrainConfig& config, const ModelSpec& model, int world) {
-  const int64_t limit = config.memory.max_per_device;
-  if (limit == 0) return;
-  // Weights, gradients and optimizer state; 16-bit weights have a float32 master.
-  const bool half = config.train.dtype == Precision::bfloat16;
-  const bool adamw = config.optim.name == OptimizerKind::adamw;
-  const int64_t buffers = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
-  const int64_t each = (half ? 2 + 2 + 4 : 4 + 4) + 4 * buffers;
-  const int64_t parameters = parameters_per_rank(config, model, world);
-  const int64_t needed = each * parameters;
-  if (needed <= limit) return;
-  throw ConfigError(
-      format("memory.max_per_device is {} bytes, but weights, gradients and optimizer state of {} "
-             "parameters take {} ({} each); use a smaller model or allow more",
-             limit, parameters, needed, each));
-}
-
 void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
                       const std::string& path) {
   for (const TensorSpec& tensor : model.tensors()) {
@@ -207,12 +190,11 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
   return newest ? std::optional(newest->path) : std::nullopt;
 }
 
-void check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
+ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
   config.validate(world);
   const ModelSpec model = check_data(config);
   validate_tensor(config, model);
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
-  check_memory(config, model, world);
   check_metrics_file(config.metrics.file);
   check_activation_folder(config.memory);
   const std::string& dir = config.checkpoint.dir;
@@ -227,7 +209,8 @@ void check_inputs(const TrainConfig& config, int world, const CheckOptions& opti
   const auto others =
       dir.empty() ? std::vector<formats::Checkpoint>{} : formats::list_complete(dir);
   // With an older one to begin from, what this run saves would count as old, and be removed.
-  if (others.empty() || others.back().step <= begin || config.checkpoint.resume == "auto") return;
+  if (others.empty() || others.back().step <= begin || config.checkpoint.resume == "auto")
+    return model;
   throw ConfigError(
       format("checkpoint.dir: {} has checkpoints of another run, up to step {}; "
              "go on from there with --checkpoint.resume auto, or choose another "

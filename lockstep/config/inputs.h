@@ -41,7 +41,7 @@ struct CheckOptions {
 };
 
 // All that can be known before ranks are started, beside what validate() says: ConfigError or
-// CheckpointError in one line. Makes checkpoint.dir.
-void check_inputs(const TrainConfig& config, int world, const CheckOptions& options = {});
+// CheckpointError in one line. Makes checkpoint.dir. Returns the model with nothing left open.
+ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions& options = {});
 
 }  // namespace lockstep::config

@@ -16,14 +16,6 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw ConfigError(message);
 }
 
-// Which layer a tensor belongs to: the embeddings' is 0, the head's the last.
-size_t layer_of(const std::string& tensor, int64_t blocks) {
-  const std::string prefix = "blocks.";
-  if (tensor.starts_with(prefix)) return 1 + std::stoul(tensor.substr(prefix.size()));
-  const bool is_embedding = tensor.starts_with("embed.") || tensor.starts_with("positions.");
-  return is_embedding ? 0 : static_cast<size_t>(blocks) + 1;
-}
-
 }  // namespace
 
 bool is_pipelined(const LayoutConfig& parallel) { return parallel.pp > 1; }
@@ -92,27 +84,6 @@ void validate_pipeline(const TrainConfig& config, int world) {
         "{} x dp {}))",
         error.what(), config.global_batch(world), config.train.micro_batch, config.dp(world)));
   }
-}
-
-int64_t parameters_per_rank(const TrainConfig& config, const ModelSpec& model, int world) {
-  if (!is_pipelined(config.parallel)) return model.parameters();
-  std::vector<int64_t> of_layer(static_cast<size_t>(model.layers) + 2);
-  for (const TensorSpec& tensor : model.tensors()) {
-    const int64_t count = layout::numel_of(tensor.shape);
-    of_layer[layer_of(tensor.name, model.layers)] += count;
-    if (model.is_tied() && tensor.name == "embed.weight") of_layer.back() += count;  // a copy
-  }
-  const auto schedule = schedule::generate(schedule_options(config, world));
-  const std::vector<int> layers = layers_per_stage(config.parallel, model.layers);
-  std::vector<int64_t> of_rank(static_cast<size_t>(schedule.ranks));
-  auto next = of_layer.begin();
-  for (size_t stage = 0; stage < layers.size(); ++stage) {
-    const auto end = next + layers[stage];
-    of_rank[static_cast<size_t>(schedule.place(static_cast<int>(stage)).rank)] +=
-        std::accumulate(next, end, int64_t{0});
-    next = end;
-  }
-  return *std::max_element(of_rank.begin(), of_rank.end());
 }
 
 }  // namespace lockstep::config

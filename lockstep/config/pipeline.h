@@ -23,7 +23,4 @@ std::vector<int> layers_per_stage(const LayoutConfig& parallel, int64_t blocks);
 // schedule.
 void validate_pipeline(const TrainConfig& config, int world);
 
-// Parameters of the model that the rank with most of them has.
-int64_t parameters_per_rank(const TrainConfig& config, const ModelSpec& model, int world);
-
 }  // namespace lockstep::config

@@ -182,9 +182,8 @@ void add_layout(Schema& schema, TrainConfig& config) {
                     "selective recomputation. aggressive: full recomputation. extreme: and what "
                     "is still kept goes to disk.");
   schema.add_bytes("max_per_device", config.memory.max_per_device,
-                   "Most that a rank may take, such as 8GB: weights, gradients and optimizer state "
-                   "must fit, and "
-                   "on CUDA the allocator holds to it. 0: what there is.");
+                   "Most that a rank may take, such as 8GB: parameters, gradients and optimizer "
+                   "state must fit, and torch's allocator holds to it. 0: what there is.");
 
   schema.add("disk", config.memory.disk,
              "Folder that extreme keeps activations in while it runs, best on a fast local disk. "

@@ -1,9 +1,13 @@
 #include "lockstep/core/system_memory.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <string>
+#include <system_error>
 
 namespace lockstep {
 namespace {
@@ -55,5 +59,18 @@ uint64_t room_in_control_group() {
 }  // namespace
 
 uint64_t available_memory() { return std::min(room_in_machine(), room_in_control_group()); }
+
+// A rank keeps its own blocks open, and maps those of others without keeping them open.
+uint64_t symmetric_memory() {
+  uint64_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep-block")) continue;
+    struct stat status {};
+    if (stat(entry.path().c_str(), &status) == 0)
+      bytes += static_cast<uint64_t>(status.st_blocks) * 512;
+  }
+  return bytes;
+}
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-// How much memory this process may still take.
+// How much memory this process may still take, and what it has made for others to see.
 #pragma once
 
 #include <cstdint>
@@ -8,5 +8,8 @@ namespace lockstep {
 // Bytes that can be had without driving the machine, or the control group this process is in, out
 // of memory.
 uint64_t available_memory();
+
+// Bytes of symmetric memory that this process has made and written to.
+uint64_t symmetric_memory();
 
 }  // namespace lockstep

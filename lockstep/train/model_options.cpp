@@ -68,6 +68,16 @@ std::shared_ptr<parallel::ActivationStore> activation_store(const TrainConfig& c
                                                      memory::DiskStoreOptions{.rank = rank});
 }
 
+int64_t arenas_of(std::span<const parallel::ShardedModel> models) {
+  int64_t bytes = 0;
+  for (const parallel::ShardedModel& model : models) {
+    const auto parameters = model.named_parameters();
+    // A device's gathered parameters are in torch's allocator.
+    if (!parameters.empty() && parameters[0].tensor.is_cpu()) bytes += model.stats().gather_bytes;
+  }
+  return bytes;
+}
+
 std::string describe_shards(std::span<const parallel::ShardedModel> models) {
   double mine = 0, all = 0;
   size_t units = 0;

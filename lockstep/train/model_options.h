@@ -22,6 +22,8 @@ parallel::FullyShardOptions shard_options(const config::TrainConfig& config,
 // Null unless activations go to disk. `rank` is this one's, in the world.
 std::shared_ptr<parallel::ActivationStore> activation_store(const config::TrainConfig& config,
                                                             int rank);
+// Bytes that gathered parameters occupy in arenas.
+int64_t arenas_of(std::span<const parallel::ShardedModel> models);
 // "shard  full: 1.2M of 4.8M parameters on this rank, in 14 units"
 std::string describe_shards(std::span<const parallel::ShardedModel> models);
 

@@ -112,6 +112,8 @@ std::vector<checkpoint::NamedSlice> TrainedModel::slices(optim::Optimizer& optim
   return checkpoint::slices_of(pipeline_) + checkpoint::slices_of(pipeline_, optimizer);
 }
 
+int64_t TrainedModel::arena_bytes() const { return arenas_of(pipeline_.sharded()); }
+
 std::vector<std::string> TrainedModel::describe() const {
   const schedule::Schedule& schedule = pipeline_.schedule();
   std::vector<std::string> lines;

@@ -47,6 +47,8 @@ class TrainedModel {
   // The norm of all gradients before they are clipped; 0: they are not.
   double clip_grad_norm(double max_norm);
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
+  // Memory that it has outside torch's allocator, beside symmetric memory.
+  int64_t arena_bytes() const;
   // Lines for people: "shard  full: 1.2M of 4.8M parameters ..."; what is as usual gives none.
   std::vector<std::string> describe() const;
 

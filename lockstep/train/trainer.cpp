@@ -27,6 +27,7 @@
 #include "lockstep/train/batches.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/evaluator.h"
+#include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/stop_request.h"
@@ -78,11 +79,23 @@ optim::LrSchedule make_schedule(const TrainConfig& config) {
                             .min_ratio = config.optim.min_lr_ratio});
 }
 
+// The device, and the limit that memory.max_per_device sets there; on CUDA once there is a model.
+c10::Device limited_device(const TrainConfig& config, const comm::Group& group) {
+  const c10::Device device = choose_device(config, group);
+  if (device.is_cpu()) limit_cpu_memory(config.memory.max_per_device);
+  return device;
+}
+
 // With nothing left open that a later reader of the checkpoint would have to know.
 TrainConfig completed(TrainConfig config, const formats::Tokenizer& tokenizer) {
   config.model = config::resolve_model(config, tokenizer.vocab_size());
   config.data.tokenizer = config::tokenizer_name(config);
   return config;
+}
+
+plan::Memory predicted(const TrainConfig& config, const comm::Group& world) {
+  return plan::memory_per_rank(config, config.model,
+                               world.size())[static_cast<size_t>(world.rank())];
 }
 
 }  // namespace
@@ -129,7 +142,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       data(config::open_data(given)),
       config(completed(std::move(given), data.tokenizer)),
       threads(set_threads(config, world)),
-      device(choose_device(config, world)),
+      device(limited_device(config, world)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
       model(config, device, mesh),
@@ -331,11 +344,31 @@ End Trainer::State::run() {
   return End::finished;
 }
 
-Trainer::Trainer(config::TrainConfig config, comm::Group group)
-    : state_(std::make_unique<State>(std::move(config), std::move(group))) {}
+Trainer::Trainer(config::TrainConfig config, comm::Group group) {
+  try {
+    state_ = std::make_unique<State>(config, group);
+  } catch (const std::exception& error) {
+    if (!is_out_of_memory(error)) throw;
+    const TrainConfig known =
+        completed(config, formats::Tokenizer::open(config::tokenizer_name(config)));
+    const int64_t peak = peak_tensor_bytes(choose_device(config, group), nullptr);
+    throw Error(out_of_memory_message(
+        error, {group.rank(), predicted(known, group), {.activations = peak}}));
+  }
+}
 
 Trainer::~Trainer() = default;
 
-End Trainer::run() { return state_->run(); }
+End Trainer::run() {
+  try {
+    return state_->run();
+  } catch (const std::exception& error) {
+    if (!is_out_of_memory(error)) throw;
+    const plan::Memory measured =
+        measure(state_->device, state_->model, *state_->optimizer, state_->done > 0);
+    throw Error(out_of_memory_message(
+        error, {state_->world.rank(), predicted(state_->config, state_->world), measured}));
+  }
+}
 
 }  // namespace lockstep::train

@@ -355,19 +355,6 @@ TEST(TrainConfig, PipelinesFitTheModel) {
   EXPECT_EQ(layers_per_stage(config.parallel, 4), (std::vector<int>{1, 2, 2, 1}));
 }
 
-// Counted by hand: hidden 8, ffn 32, vocab 10, 4 positions.
-TEST(TrainConfig, ParametersOfTheLargestRank) {
-  TrainConfig config = valid();
-  config.model = ModelSpec{.layers = 4, .hidden = 8, .heads = 2, .vocab = 10, .positions = 4};
-  config.parallel.pp = 2;
-  config.train.global_batch = 16;
-  const int64_t block = 2 * 16 + (24 * 8 + 24) + (8 * 8 + 8) + (32 * 8 + 32) + (8 * 32 + 8);
-  const int64_t first = 80 + 32 + 2 * block, last = 2 * block + 16 + 80;
-  EXPECT_EQ(parameters_per_rank(config, config.model, 2), std::max(first, last));
-  config.parallel.split = {1, 5};
-  EXPECT_EQ(parameters_per_rank(config, config.model, 2), 4 * block + 16 + 80);
-}
-
 TEST(TrainConfig, ShardSizeBelongsToHybrid) {
   expect_refused(
       4, [](auto& c) { c.parallel.shard_size = 2; },

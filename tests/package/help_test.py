@@ -21,6 +21,8 @@ COMMANDS = {
     "data.txt": ["data", "--help"],
     "data_pack.txt": ["data", "pack", "--help"],
     "schedule.txt": ["schedule", "--help"],
+    "plan.txt": ["plan", "--help"],
+    "plan_memory.txt": ["plan", "memory", "--help"],
     "bench.txt": ["bench", "--help"],
     "bench_collectives.txt": ["bench", "collectives", "--help"],
 }

@@ -269,7 +269,8 @@ TEST_F(Train, BadInputIsOneClearLine) {
       {{"--data.tokenizer", path("nothing.json")}, {"nothing.json"}},
       {{"--model.path", path("no_model")}, {"no_model"}},
       {{"--checkpoint.resume", path("nowhere")}, {"nowhere"}},
-      {{"--memory.max_per_device", "1kB"}, {"max_per_device"}},
+      {{"--memory.max_per_device", "200KB"},
+       {"memory.max_per_device is 200 kB", "optimizer state"}},
       {{"--parallel.tp", "2", "-n", "2"}, {"parallel.tp", "2"}},
       {{"--metrics.file", path("file") + "/below.jsonl"}, {path("file")}},
   };
@@ -345,6 +346,20 @@ TEST_F(Train, AHopelessRunEnds) {
   EXPECT_EQ(result.code, 1);
   EXPECT_THAT(result.err, HasSubstr("not finite"));
   EXPECT_FALSE(fs::exists(path("checkpoints/step-00000011")));
+}
+
+// The model fits, a step does not.
+TEST_F(Train, ARankWithoutMemorySaysWhatItWasFor) {
+  for (const char* ranks : {"1", "2"}) {
+    const Result result = run({"-n", ranks, "--train.seq_len", "64", "--train.micro_batch", "16",
+                               "--train.global_batch", "32", "--memory.max_per_device", "2MB"});
+    EXPECT_NE(result.code, 0);
+    for (const char* says :
+         {"out of memory: ", " bytes asked for", "the limit is 2097152", "predicted  measured",
+          "parameters", "gradients", "optimizer", "activations and buffers", "total"})
+      EXPECT_THAT(result.err, testing::HasSubstr(says));
+  }
+  EXPECT_EQ(run({"--memory.max_per_device", "50MB", "--train.steps", "4"}).code, 0);
 }
 
 TEST_F(Train, SampleContinuesThePrompt) {

@@ -1,0 +1,94 @@
+#include "lockstep/cli/plan.h"
+
+#include <algorithm>
+#include <iostream>
+
+#include "lockstep/config/inputs.h"
+#include "lockstep/config/pipeline.h"
+#include "lockstep/config/tensor.h"
+#include "lockstep/config/train_arguments.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/plan/report.h"
+
+namespace lockstep::cli {
+namespace {
+
+using config::TrainConfig;
+using Words = std::vector<std::string>;
+
+constexpr const char* kHelp =
+    "Says how much memory each rank of a training run will take at the peak of a step, and "
+    "whether\n"
+    "that fits memory.max_per_device. Starts nothing, and needs no data.\n"
+    "Usage: lockstep plan memory [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
+    "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n"
+    "The exit status is 0 if it fits or nothing limits it, 1 if it does not.\n";
+
+// The data need not be there; the vocabulary must.
+config::ModelSpec model_of(const TrainConfig& config) {
+  const bool open = config.model.vocab == 0 && config.model_path.empty();
+  return config::resolve_model(
+      config, open ? formats::Tokenizer::open(config::tokenizer_name(config)).vocab_size() : 0);
+}
+
+std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {
+  std::string text = format("{} on {} rank{}: {}", model.describe(), world, world > 1 ? "s" : "",
+                            config.dims(world).describe());
+  if (config.parallel.shard != config::Shard::none)
+    text += format(", shard {}", name_of(config.parallel.shard));
+  if (config::is_pipelined(config.parallel)) {
+    text += format(", {}", layout::name_of(config::schedule_options(config, world).kind));
+    if (config.parallel.chunks > 1) text += format(" with {} chunks", config.parallel.chunks);
+  }
+  const int count = config.accumulation(world);
+  return text + format("; {} micro-batch{} of {} x {} tokens, recompute {}", count,
+                       count > 1 ? "es" : "", config.train.micro_batch, config.train.seq_len,
+                       layout::name_of(config.recompute()));
+}
+
+int plan_memory(const Words& arguments) {
+  const auto parsed = config::parse_train_arguments(arguments);
+  if (parsed.help) {
+    std::cout << kHelp;
+    return 0;
+  }
+  TrainConfig config = parsed.config;
+  if (config.data.path.empty()) config.data.path = "any";  // a run must have some
+  const int64_t least = layout::ParallelDims{.dp = std::max(1, config.parallel.dp),
+                                             .tp = std::max(1, config.parallel.tp),
+                                             .pp = std::max(1, config.parallel.pp)}
+                            .world_size();
+  const int world = parsed.ranks.value_or(static_cast<int>(std::min<int64_t>(least, 1 << 24)));
+  config.validate(world);
+  const config::ModelSpec model = model_of(config);
+  config::validate_tensor(config, model);
+  const std::vector<plan::Memory> ranks = plan::memory_per_rank(config, model, world);
+  std::cout << plan::to_table(ranks) << describe(config, model, world) << "\n";
+  const int64_t limit = config.memory.max_per_device;
+  const size_t rank = plan::largest_total(ranks);
+  const std::string most =
+      format("rank {} takes most, {}", rank, plan::short_size(ranks[rank].total()));
+  if (limit == 0) {
+    std::cout << most << "; memory.max_per_device sets no limit\n";
+    return 0;
+  }
+  const bool fits = ranks[rank].total() <= limit;
+  std::cout << format("{}: {}, memory.max_per_device is {}\n", fits ? "fits" : "does not fit", most,
+                      plan::short_size(limit));
+  return fits ? 0 : 1;
+}
+
+}  // namespace
+
+int plan(const Words& arguments) {
+  if (arguments.empty() || arguments[0] == "--help" || arguments[0] == "-h") {
+    (arguments.empty() ? std::cerr : std::cout) << kHelp;
+    return arguments.empty() ? 2 : 0;
+  }
+  if (arguments[0] != "memory")
+    throw ConfigError(format("plan: '{}' is no plan; the only one is memory", arguments[0]));
+  return plan_memory({arguments.begin() + 1, arguments.end()});
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,38 @@
+// Counts what torch's allocator for the CPU has given out, and can hold it to a limit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::memory {
+
+// The limit of the meter, or memory itself, is reached: use less on this rank.
+class OutOfMemory : public Error {
+ public:
+  OutOfMemory(int64_t asked, int64_t held, int64_t limit);
+  int64_t asked() const { return asked_; }
+  int64_t held() const { return held_; }
+  int64_t limit() const { return limit_; }
+
+ private:
+  int64_t asked_, held_, limit_;
+};
+
+// There is one in a process, as there is one allocator. Thread safe, but for install().
+class Meter {
+ public:
+  // Tensors that are made from now on are counted. Before other threads use torch; again does
+  // nothing.
+  static void install();
+  static bool is_installed();
+
+  static int64_t current();  // bytes, as malloc rounds them
+  static int64_t peak();     // since reset_peak()
+  static void reset_peak();
+  // Allocations that would go past it throw OutOfMemory. 0: no limit.
+  static void set_limit(int64_t bytes);
+};
+
+}  // namespace lockstep::memory

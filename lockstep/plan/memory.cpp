@@ -1,0 +1,113 @@
+#include "lockstep/plan/memory.h"
+
+#include <algorithm>
+
+#include "lockstep/config/pipeline.h"
+#include "lockstep/layout/rank_map.h"
+#include "lockstep/plan/steps.h"
+#include "lockstep/schedule/schedule.h"
+
+namespace lockstep::plan {
+namespace {
+
+using config::ModelSpec;
+using config::TrainConfig;
+using schedule::Op;
+
+// cuBLAS takes it from torch's allocator; so much from Hopper on, a fourth of it before.
+constexpr int64_t kCublasWorkspace = 32 << 20;
+
+// Inputs of blocks on their way to the disk, or back.
+constexpr int64_t kInputsUnderWay = 3;
+
+// Which stages a rank of the pipeline has, and what it does with them.
+struct Part {
+  std::vector<Stage> chunks = {};
+  std::vector<schedule::Action> actions = {};
+  int64_t messages = 0;  // tensors that wait to be used, or to have been sent
+};
+
+std::vector<Part> parts_of(const TrainConfig& config, const ModelSpec& model, int world) {
+  if (!config::is_pipelined(config.parallel)) {
+    // The second micro-batch finds gradients there; the others are like it.
+    Part all{.chunks = {{.blocks = model.layers}}};
+    for (int i = 0; i < std::min(2, config.accumulation(world)); ++i) {
+      all.actions.push_back({Op::forward, i, 0});
+      all.actions.push_back({Op::backward, i, 0});
+    }
+    return {all};
+  }
+  const auto schedule = schedule::generate(config::schedule_options(config, world));
+  std::vector<Stage> stages;
+  int64_t first = 0;  // layer
+  for (const int layers : config::layers_per_stage(config.parallel, model.layers)) {
+    const int64_t end = first + layers;
+    Stage stage{.embedding = first == 0, .head = end == model.layers + 2};
+    stage.blocks = layers - (stage.embedding ? 1 : 0) - (stage.head ? 1 : 0);
+    stages.push_back(stage);
+    first = end;
+  }
+  std::vector<Part> parts;
+  for (int rank = 0; rank < schedule.ranks; ++rank) {
+    Part part{.actions = schedule.actions[static_cast<size_t>(rank)]};
+    for (int chunk = 0; chunk < schedule.chunks; ++chunk)
+      part.chunks.push_back(stages[static_cast<size_t>(schedule.stage(rank, chunk))]);
+    part.messages = 2;
+    parts.push_back(std::move(part));
+  }
+  return parts;
+}
+
+void add(State& sum, const State& state) {
+  sum.parameters += state.parameters;
+  sum.gradients += state.gradients;
+  sum.optimizer += state.optimizer;
+  sum.buffers += state.buffers;
+  sum.made_in_backward += state.made_in_backward;
+}
+
+}  // namespace
+
+std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& model, int world) {
+  const layout::RankMap map(config.dims(world));
+  const Sizes sizes = sizes_of(config, model);
+  const std::vector<Part> parts = parts_of(config, model, world);
+  StepFacts facts{.embedding = profile_of(LayerKind::embedding, sizes),
+                  .block = profile_of(LayerKind::block, sizes),
+                  .head = profile_of(LayerKind::head, sizes)};
+  if (model.is_tied()) facts.tied = sizes.vocab * sizes.hidden * sizes.element;
+
+  const int64_t under_way = sizes.inputs_on_disk ? kInputsUnderWay : 0;
+  const int64_t workspace = sizes.kernels.cuda ? kCublasWorkspace : 0;
+
+  std::vector<Memory> all(static_cast<size_t>(world));
+  std::vector<int64_t> peaks;
+  for (int tp = 0; tp < config.parallel.tp; ++tp) {
+    const LocalTensors tensors = local_tensors(model, config.parallel.tp, tp);
+    for (size_t pp = 0; pp < parts.size(); ++pp) {
+      const Part& part = parts[pp];
+      std::vector<State> states(static_cast<size_t>(config.dp(world)));
+      for (const Stage& stage : part.chunks) {
+        const auto of_chunk = states_of(config, model, tensors, stage, world);
+        for (size_t dp = 0; dp < states.size(); ++dp) add(states[dp], of_chunk[dp]);
+      }
+      if (tp == 0) {
+        facts.keeps_gradients = states[0].made_in_backward > 0;
+        peaks.push_back(peak_of_step(part.chunks, part.actions, facts));
+      }
+      for (size_t dp = 0; dp < states.size(); ++dp) {
+        const State& state = states[dp];
+        all[static_cast<size_t>(
+            map.rank_at({.dp = static_cast<int>(dp), .tp = tp, .pp = static_cast<int>(pp)}))] = {
+            .parameters = state.parameters,
+            .gradients = state.gradients,
+            .optimizer = state.optimizer,
+            .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
+            .buffers = state.buffers + (part.messages + under_way) * sizes.stream() + workspace};
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace lockstep::plan

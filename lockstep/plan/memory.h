@@ -1,0 +1,30 @@
+// How much memory each rank of a training run will take, before any rank is started.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/config/train_config.h"
+
+namespace lockstep::plan {
+
+// Bytes on one rank. Tensors, symmetric memory and arenas; not what libraries and threads take.
+struct Memory {
+  int64_t parameters = 0, gradients = 0, optimizer = 0;
+  int64_t activations = 0;  // what the peak of a step has beyond the other four
+  int64_t buffers = 0;      // gathered parameters, gradients and activations on their way
+
+  // What is there from step to step.
+  int64_t state() const { return parameters + gradients + optimizer; }
+  int64_t total() const { return state() + activations + buffers; }
+
+  bool operator==(const Memory&) const = default;
+};
+
+// At the peak of a step after the first, for each rank of layout::RankMap. The configuration must
+// be valid for `world` ranks, the model without zeros (config::resolve_model). For the device of
+// train.device; `auto` is CUDA where this machine has it and libtorch too.
+std::vector<Memory> memory_per_rank(const config::TrainConfig& config,
+                                    const config::ModelSpec& model, int world);
+
+}  // namespace lockstep::plan

@@ -1,0 +1,251 @@
+#include "lockstep/plan/modules.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+namespace lockstep::plan {
+namespace {
+
+constexpr int64_t kFloat = 4;  // statistics and losses have it whatever the weights' type
+constexpr int64_t kAttentionBlock = 128;  // of nn::blockwise_causal_attention
+
+Kernels kernels_of(const config::TrainConfig& config) {
+  const auto device = config.train.device;
+  const bool automatic = device == config::DeviceKind::automatic;
+  return {.cuda = device == config::DeviceKind::cuda || (automatic && LOCKSTEP_LIBTORCH_CUDA &&
+                                                         std::filesystem::exists("/dev/nvidiactl")),
+          .fused_attention = LOCKSTEP_LIBTORCH_MAJOR >= 2,
+          .mean_saves = LOCKSTEP_LIBTORCH_MAJOR < 2};
+}
+
+Buffer dropout(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  if (sizes.dropout == 0) return x;
+  tape.record({.gradient = sizes.stream()});  // the mask is drawn again
+  return tape.take(sizes.stream());
+}
+
+// Saves x (B, T, C) and statistics (B, T).
+Buffer fused_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const int64_t rows = sizes.tokens() / sizes.stream_shares;
+  const int64_t statistics = (sizes.llama ? 1 : 2) * rows * kFloat;
+  tape.record({.saved = {x, tape.take(statistics)},
+               .gradient = sizes.stream(),
+               .weights = (sizes.llama ? 1 : 2) * sizes.hidden * sizes.element});
+  return tape.take(sizes.stream());
+}
+
+// x / rms(x) * weight by operators. Saves x, the scale (B, T, 1) and the scaled x; before libtorch
+// 2 also the squares.
+Buffer rms_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const int64_t stream = sizes.stream();
+  Buffer squares = tape.take(stream);
+  if (!sizes.kernels.mean_saves) squares.reset();
+  const Buffer scale = tape.take(sizes.tokens() / sizes.stream_shares * kFloat);
+  // Of x / rms: by way of the scale, of the mean, of the square with two more on its way.
+  tape.record({.saved = {x, scale, squares}, .gradient = stream, .extra = 4 * stream});
+  const Buffer scaled = tape.take(stream);
+  tape.record({.saved = {scaled},
+               .gradient = stream,
+               .extra = stream,  // products, before they are summed to the weight's
+               .weights = sizes.hidden * sizes.element});
+  return tape.take(stream);
+}
+
+Buffer norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  return sizes.llama && !sizes.kernels.cuda ? rms_norm(tape, sizes, x) : fused_norm(tape, sizes, x);
+}
+
+struct Linear {
+  int64_t in, out;  // features on this rank
+  // Ranks that share the sequence of its input, which is gathered for the product; of its output,
+  // which is summed and scattered.
+  int64_t sharing_in = 1, sharing_out = 1;
+};
+
+// Saves its input (B, T, in).
+Buffer linear(Tape& tape, const Sizes& sizes, const Buffer& x, const Linear& shape) {
+  const int64_t in = sizes.tokens() * shape.in * sizes.element;
+  const int64_t out = sizes.tokens() * shape.out * sizes.element;
+  const int64_t bias = sizes.llama ? 0 : shape.out;
+  Node node{.saved = {x},
+            .gradient = in / shape.sharing_in,
+            .weights = (shape.in * shape.out + bias) * sizes.element};
+  if (shape.sharing_in > 1) node.extra = 2 * in;  // the gathered input and the whole gradient
+  if (shape.sharing_out > 1) node.extra = out;    // the gathered gradient of the output
+  tape.record(std::move(node));
+  const Buffer gathered = tape.take(shape.sharing_in > 1 ? in : 0);
+  Buffer whole = tape.take(out);
+  return shape.sharing_out > 1 ? tape.take(out / shape.sharing_out) : whole;
+}
+
+struct Heads {
+  Buffer q, k, v;
+  bool contiguous = false;  // q and k: (B, H, T, D) as it lies in memory
+};
+
+// Saves nothing. Views of qkv; with rotary positions copies of q and k, on CUDA of all three.
+Heads split_heads(Tape& tape, const Sizes& sizes, const Buffer& qkv) {
+  // Backward copies each gradient to the order of qkv, and puts the three side by side.
+  tape.record({.gradient = sizes.qkv()});
+  if (!sizes.llama) return {qkv, qkv, qkv};
+  if (sizes.kernels.cuda) {
+    const Buffer turned = tape.take(sizes.qkv());
+    return {turned, turned, turned};
+  }
+  const auto rotate = [&](int64_t bytes) {
+    const Buffer products = tape.take(3 * bytes);  // four of half the size, and their two sums
+    return tape.take(bytes);
+  };
+  tape.record({.gradient = sizes.qkv(), .extra = sizes.queries()});
+  const Buffer q = rotate(sizes.queries()), k = rotate(sizes.keys());
+  return {q, k, qkv, true};
+}
+
+// Saves q, k, v, the result and its logarithms (B, H, T). The result is (B, T, H, D) in memory.
+Buffer fused_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
+  Buffer out = tape.take(sizes.queries());
+  tape.record(
+      {.saved = {heads.q, heads.k, heads.v, out, tape.take(sizes.tokens() * sizes.heads * kFloat)},
+       .gradient = sizes.qkv()});
+  return out;
+}
+
+// Saves q, k, v. Probabilities of a block of positions are there at a time.
+Buffer blockwise_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
+  // Heads of several rows of a batch do not lie one behind the other in qkv: copies.
+  const bool copies = sizes.batch > 1;
+  const int64_t values = copies ? sizes.keys() : 0;
+  const int64_t queries_and_keys = copies && !heads.contiguous ? sizes.queries() + sizes.keys() : 0;
+  const int64_t gradient = copies ? sizes.queries() : 0;
+  const int64_t block = std::min(kAttentionBlock, sizes.length);
+  int64_t most = 0;  // scores of a block and a head
+  for (int64_t begin = 0; begin < sizes.length; begin += block) {
+    const int64_t end = std::min(begin + block, sizes.length);
+    most = std::max(most, (end - begin) * end);
+  }
+  const int64_t rows = sizes.batch * sizes.heads * block;
+  const int64_t part = rows * sizes.width * sizes.element;
+  const int64_t gathered = sizes.heads > sizes.kv_heads ? part : 0;  // heads that share a key
+  const int64_t probabilities = sizes.batch * sizes.heads * most * sizes.element;
+  const int64_t copied = queries_and_keys + values;
+  tape.record({.saved = {heads.q, heads.k, heads.v},
+               .gradient = sizes.qkv(),
+               .extra = copied + gradient + 2 * gathered + 2 * probabilities + part});
+  Buffer out = tape.take(sizes.queries());
+  tape.touch(copied + gathered + probabilities + part);
+  return out;
+}
+
+Buffer attention(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const int64_t inner = sizes.heads * sizes.width;
+  const int64_t outer = (sizes.heads + 2 * sizes.kv_heads) * sizes.width;
+  const Heads heads =
+      split_heads(tape, sizes,
+                  linear(tape, sizes, x,
+                         {.in = sizes.hidden, .out = outer, .sharing_in = sizes.stream_shares}));
+  const Linear out{.in = inner, .out = sizes.hidden, .sharing_out = sizes.stream_shares};
+  if (sizes.kernels.fused_attention)
+    return linear(tape, sizes, fused_attention(tape, sizes, heads), out);
+  const Buffer mixed = blockwise_attention(tape, sizes, heads);
+  return linear(tape, sizes, tape.take(sizes.queries()), out);  // (B, H, T, D) -> (B, T, H * D)
+}
+
+// Saves the activation's input (B, T, F), or with a gate (B, T, 2 F), and its output (B, T, F).
+Buffer mlp(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const int64_t width = (sizes.llama ? 2 : 1) * sizes.ffn;
+  const Buffer inner =
+      linear(tape, sizes, x, {.in = sizes.hidden, .out = width, .sharing_in = sizes.stream_shares});
+  tape.record({.saved = {inner}, .gradient = sizes.tokens() * width * sizes.element});
+  return linear(tape, sizes, tape.take(sizes.tokens() * sizes.ffn * sizes.element),
+                {.in = sizes.ffn, .out = sizes.hidden, .sharing_out = sizes.stream_shares});
+}
+
+Buffer attention_path(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const Buffer normed = norm(tape, sizes, x);
+  return dropout(tape, sizes, attention(tape, sizes, normed));
+}
+
+Buffer mlp_path(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const Buffer normed = norm(tape, sizes, x);
+  return dropout(tape, sizes, mlp(tape, sizes, normed));
+}
+
+Buffer run_block(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const auto residual = [&](auto path) {
+    tape.fork();
+    const Buffer change = path();
+    tape.join();
+    return tape.take(sizes.stream());
+  };
+  const Buffer y = residual([&] { return attention_path(tape, sizes, x); });
+  return residual([&] {
+    if (sizes.recompute != layout::Recompute::selective) return mlp_path(tape, sizes, y);
+    return tape.recompute(y, [&sizes, y](Tape& inner) { return mlp_path(inner, sizes, y); });
+  });
+}
+
+}  // namespace
+
+Sizes sizes_of(const config::TrainConfig& config, const config::ModelSpec& model) {
+  const int64_t tp = config.parallel.tp;
+  return {.batch = config.train.micro_batch,
+          .length = config.train.seq_len,
+          .hidden = model.hidden,
+          .heads = model.heads / tp,
+          .kv_heads = model.num_kv_heads() / tp,
+          .width = model.head_dim(),
+          .ffn = model.ffn_size() / tp,
+          .vocab = (model.vocab + tp - 1) / tp,
+          .positions = model.positions,
+          .element = config.train.dtype == config::Precision::bfloat16 ? 2 : 4,
+          .stream_shares = config.parallel.sequence_parallel ? tp : 1,
+          .llama = model.kind == config::ModelKind::llama,
+          .tensor_parallel = tp > 1,
+          .dropout = model.dropout,
+          .recompute = config.recompute(),
+          .inputs_on_disk = config.memory.strategy == layout::MemoryStrategy::extreme,
+          .kernels = kernels_of(config)};
+}
+
+// Saves nothing but tokens.
+Buffer embedding(Tape& tape, const Sizes& sizes) {
+  const int64_t positions = sizes.llama ? 0 : sizes.positions * sizes.hidden * sizes.element;
+  const int64_t table = sizes.vocab * sizes.hidden * sizes.element;
+  tape.record({.weights = table + positions});
+  Buffer x = tape.take(sizes.whole_stream());
+  if (!sizes.llama) x = tape.take(sizes.whole_stream());
+  if (sizes.stream_shares > 1) x = tape.take(sizes.stream());
+  return dropout(tape, sizes, x);
+}
+
+Buffer block(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  if (sizes.recompute != layout::Recompute::full) return run_block(tape, sizes, x);
+  if (!sizes.inputs_on_disk)
+    return tape.recompute(x, [&sizes, x](Tape& inner) { return run_block(inner, sizes, x); });
+  return tape.recompute(
+      {}, [&sizes](Tape& inner) { return run_block(inner, sizes, inner.take(sizes.stream())); });
+}
+
+Buffer head(Tape& tape, const Sizes& sizes, const Buffer& x) {
+  const Buffer normed = norm(tape, sizes, x);
+  const int64_t logits = sizes.tokens() * sizes.vocab * sizes.element;
+  const int64_t losses = sizes.tokens() * sizes.vocab * kFloat;
+  const int64_t whole = sizes.whole_stream();
+  tape.record({.saved = {normed},
+               .gradient = sizes.stream(),
+               .extra = sizes.stream_shares > 1 ? 2 * whole : 0,
+               .weights = sizes.vocab * sizes.hidden * sizes.element});
+  const Buffer gathered = tape.take(sizes.stream_shares > 1 ? whole : 0);
+  const Buffer out = tape.take(logits);
+  if (sizes.kernels.cuda || sizes.tensor_parallel) {
+    tape.record({.saved = {out}, .in_place = true});
+    return tape.take(0);
+  }
+  // Saves log-probabilities (B, T, V) in float32; their gradient and that of the logits.
+  const Buffer converted = tape.take(sizes.element == kFloat ? 0 : losses);
+  tape.record({.saved = {tape.take(losses)}, .gradient = losses, .extra = losses});
+  return tape.take(0);
+}
+
+}  // namespace lockstep::plan

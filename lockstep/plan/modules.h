@@ -1,0 +1,51 @@
+// The layers of a language model as a tape has them: one function for each kind of module, with
+// what it saves. Follows model/ and nn/. Private: not installed.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/config/model_spec.h"
+#include "lockstep/config/train_config.h"
+#include "lockstep/plan/tape.h"
+
+namespace lockstep::plan {
+
+// Which of several ways the operators go.
+struct Kernels {
+  bool cuda = false;             // with the kernels of nn/fused_kernels.cu
+  bool fused_attention = false;  // libtorch's, from 2.0 on; else nn::blockwise_causal_attention
+  bool mean_saves = false;       // its input, as before 2.0; it has only to know the size
+};
+
+// What a micro-batch is on one rank: with tensor parallelism the shares of one rank.
+struct Sizes {
+  int64_t batch, length;           // B, T
+  int64_t hidden;                  // C
+  int64_t heads, kv_heads, width;  // H, K, D
+  int64_t ffn, vocab, positions;   // F, V, P
+  int64_t element;                 // bytes
+  int64_t stream_shares;           // ranks that share the sequence between matrices
+  bool llama, tensor_parallel;
+  double dropout;
+  layout::Recompute recompute;
+  bool inputs_on_disk;  // of recomputed blocks
+  Kernels kernels;
+
+  int64_t tokens() const { return batch * length; }
+  int64_t stream() const { return tokens() / stream_shares * hidden * element; }  // (B, T, C)
+  int64_t whole_stream() const { return tokens() * hidden * element; }
+  int64_t queries() const { return tokens() * heads * width * element; }
+  int64_t keys() const { return tokens() * kv_heads * width * element; }
+  int64_t qkv() const { return queries() + 2 * keys(); }
+};
+
+Sizes sizes_of(const config::TrainConfig& config, const config::ModelSpec& model);
+
+// Tokens -> (B, T, C).
+Buffer embedding(Tape& tape, const Sizes& sizes);
+// (B, T, C) -> (B, T, C).
+Buffer block(Tape& tape, const Sizes& sizes, const Buffer& x);
+// (B, T, C) -> the loss.
+Buffer head(Tape& tape, const Sizes& sizes, const Buffer& x);
+
+}  // namespace lockstep::plan

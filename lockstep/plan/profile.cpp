@@ -1,0 +1,75 @@
+#include "lockstep/plan/profile.h"
+
+#include <utility>
+
+namespace lockstep::plan {
+namespace {
+
+// A layer whose forward has run.
+struct Run {
+  Run(LayerKind kind, const Sizes& sizes) : tape(ledger), sizes(sizes), kind(kind) {
+    const Buffer input = ledger.take(kind == LayerKind::embedding ? 0 : sizes.stream());
+    const Buffer output = kind == LayerKind::embedding ? embedding(tape, sizes)
+                          : kind == LayerKind::block   ? block(tape, sizes, input)
+                                                       : head(tape, sizes, input);
+    forward_peak = ledger.peak();
+  }
+  // Of its output.
+  Buffer gradient() { return ledger.take(kind == LayerKind::head ? 0 : sizes.stream()); }
+
+  Ledger ledger;
+  Tape tape;
+  const Sizes& sizes;
+  LayerKind kind;
+  int64_t forward_peak = 0;
+};
+
+struct Peak {
+  int64_t peak = 0, left = 0;
+};
+
+Peak backward(LayerKind kind, const Sizes& sizes, Weights weights) {
+  Run run(kind, sizes);
+  run.ledger.reset_peak();
+  Buffer gradient = run.tape.backward(run.gradient(), weights);
+  const int64_t peak = run.ledger.peak();
+  gradient.reset();
+  return {peak, run.ledger.now()};
+}
+
+Peak weight_half(LayerKind kind, const Sizes& sizes, Weights weights) {
+  Run run(kind, sizes);
+  run.tape.backward_input(run.gradient());
+  run.tape.release_after_input();
+  run.ledger.reset_peak();
+  const int64_t left = run.ledger.now();
+  run.tape.backward_weight(weights);
+  return {run.ledger.peak(), left};
+}
+
+}  // namespace
+
+Profile profile_of(LayerKind kind, const Sizes& sizes) {
+  Profile profile;
+  {
+    Run run(kind, sizes);
+    profile.forward_peak = run.forward_peak;
+    profile.kept = run.ledger.now();
+    run.ledger.reset_peak();
+    Buffer gradient = run.tape.backward_input(run.gradient());
+    profile.input_peak = run.ledger.peak();
+    gradient.reset();
+    profile.input_held = run.ledger.now();
+  }
+  profile.backward_peak = backward(kind, sizes, Weights::dropped).peak;
+  const Peak keeping = backward(kind, sizes, Weights::kept);
+  profile.backward_peak_keeping = keeping.peak;
+  profile.weights = keeping.left;
+  const Peak half = weight_half(kind, sizes, Weights::dropped);
+  profile.weight_kept = half.left;
+  profile.weight_peak = half.peak;
+  profile.weight_peak_keeping = weight_half(kind, sizes, Weights::kept).peak;
+  return profile;
+}
+
+}  // namespace lockstep::plan

@@ -1,0 +1,107 @@
+#include "lockstep/plan/report.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::plan {
+namespace {
+
+// "0-3, 8"
+std::string ranges_of(const std::vector<size_t>& ranks) {
+  std::vector<std::string> ranges;
+  for (size_t begin = 0; begin < ranks.size();) {
+    size_t end = begin + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    ranges.push_back(end - begin == 1 ? format("{}", ranks[begin])
+                                      : format("{}-{}", ranks[begin], ranks[end - 1]));
+    begin = end;
+  }
+  constexpr size_t kMost = 4;
+  if (ranges.size() <= kMost) return join(ranges);
+  ranges.resize(kMost);
+  return join(ranges) + format(", ... ({} ranks)", ranks.size());
+}
+
+struct Row {
+  Memory memory;
+  std::vector<size_t> ranks;
+};
+
+std::vector<Row> rows_of(std::span<const Memory> all) {
+  std::vector<Row> rows;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto same = std::ranges::find(rows, all[rank], &Row::memory);
+    if (same == rows.end()) {
+      rows.push_back({all[rank], {rank}});
+    } else {
+      same->ranks.push_back(rank);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+std::string short_size(int64_t bytes) {
+  constexpr std::array<const char*, 5> kUnits{"B", "kB", "MB", "GB", "TB"};
+  auto value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1000 && unit + 1 < kUnits.size()) {
+    value /= 1024;
+    ++unit;
+  }
+  const int digits = unit == 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return format("{:.{}f} {}", value, digits, kUnits[unit]);
+}
+
+std::string to_table(std::span<const Memory> ranks) {
+  std::vector<std::array<std::string, 7>> lines{
+      {"ranks", "parameters", "gradients", "optimizer", "activations", "buffers", "total"}};
+  for (const auto& [memory, members] : rows_of(ranks)) {
+    lines.push_back({ranges_of(members), short_size(memory.parameters),
+                     short_size(memory.gradients), short_size(memory.optimizer),
+                     short_size(memory.activations), short_size(memory.buffers),
+                     short_size(memory.total())});
+  }
+  std::array<size_t, 7> widths{};
+  for (const auto& line : lines) {
+    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  }
+  std::string text;
+  for (const auto& line : lines) {
+    text += format("{:<{}}", line[0], widths[0]);
+    for (size_t i = 1; i < line.size(); ++i) text += format("  {:>{}}", line[i], widths[i]);
+    text += '\n';
+  }
+  return text;
+}
+
+size_t largest_total(std::span<const Memory> ranks) {
+  return static_cast<size_t>(std::ranges::max_element(ranks, {}, &Memory::total) - ranks.begin());
+}
+
+size_t largest_state(std::span<const Memory> ranks) {
+  return static_cast<size_t>(std::ranges::max_element(ranks, {}, &Memory::state) - ranks.begin());
+}
+
+void require_state_fits(const config::TrainConfig& config, const config::ModelSpec& model,
+                        int world) {
+  const int64_t limit = config.memory.max_per_device;
+  if (limit == 0) return;
+  const std::vector<Memory> ranks = memory_per_rank(config, model, world);
+  const size_t rank = largest_state(ranks);
+  const Memory& memory = ranks[rank];
+  if (memory.state() <= limit) return;
+  throw ConfigError(
+      format("memory.max_per_device is {}, but rank {} needs {} for what it keeps from step to "
+             "step: parameters {}, gradients {}, optimizer state {}; share them among more ranks "
+             "(parallel.shard, tp, pp), use a smaller model or allow more",
+             short_size(limit), rank, short_size(memory.state()), short_size(memory.parameters),
+             short_size(memory.gradients), short_size(memory.optimizer)));
+}
+
+}  // namespace lockstep::plan

@@ -1,0 +1,28 @@
+// Predicted memory for people.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "lockstep/plan/memory.h"
+
+namespace lockstep::plan {
+
+// "512 B", "1.50 kB", "12.3 MB": powers of 1024, three digits.
+std::string short_size(int64_t bytes);
+
+// A line for each kind of rank: those with equal numbers share one, as "0-3, 8".
+std::string to_table(std::span<const Memory> ranks);
+
+// The rank that takes most, by total or by state.
+size_t largest_total(std::span<const Memory> ranks);
+size_t largest_state(std::span<const Memory> ranks);
+
+// Throws ConfigError, with the numbers of that rank, where memory.max_per_device does not even hold
+// parameters, gradients and optimizer state of some rank.
+void require_state_fits(const config::TrainConfig& config, const config::ModelSpec& model,
+                        int world);
+
+}  // namespace lockstep::plan

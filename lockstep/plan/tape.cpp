@@ -1,0 +1,108 @@
+#include "lockstep/plan/tape.h"
+
+#include <utility>
+
+namespace lockstep::plan {
+
+void Tape::record(Node node) {
+  if (records_) entries_.push_back({.node = std::move(node)});
+}
+
+void Tape::fork() {
+  if (records_) entries_.push_back({.kind = Kind::fork});
+}
+
+void Tape::join() {
+  if (records_) entries_.push_back({.kind = Kind::join});
+}
+
+Buffer Tape::recompute(const Buffer& input, const Forward& function) {
+  Tape unrecorded(ledger_, false);
+  Buffer output = function(unrecorded);
+  if (records_) {
+    entries_.push_back({.kind = Kind::recompute, .node = {.saved = {input}}, .again = function});
+  }
+  return output;
+}
+
+void Tape::make_weights(int64_t bytes, Weights weights) {
+  Buffer made = ledger_.take(bytes);
+  if (weights == Weights::kept) weights_.push_back(std::move(made));
+}
+
+Buffer Tape::run(Buffer gradient, bool whole, Weights weights) {
+  std::vector<Buffer> waiting;  // gradients of the first terms of sums
+  for (size_t i = entries_.size(); i-- > 0;) {
+    Entry& entry = entries_[i];
+    Node& node = entry.node;
+    switch (entry.kind) {
+      case Kind::join:
+        waiting.push_back(gradient);
+        break;
+      case Kind::fork:
+        gradient = std::move(waiting.back());
+        waiting.pop_back();
+        break;
+      case Kind::recompute: {
+        entry.inner = std::make_shared<Tape>(ledger_);
+        entry.again(*entry.inner);
+        gradient = entry.inner->run(std::move(gradient), whole, weights);
+        if (!whole) break;
+        for (Buffer& made : entry.inner->weights_) weights_.push_back(std::move(made));
+        entry.inner.reset();
+        entry.again = {};  // it holds its input
+        node.saved.clear();
+        break;
+      }
+      case Kind::plain: {
+        Buffer next = node.in_place       ? node.saved[0]
+                      : node.gradient > 0 ? ledger_.take(node.gradient)
+                                          : gradient;
+        {
+          const Buffer made = ledger_.take(whole ? node.weights : 0);
+          const Buffer extra = ledger_.take(node.extra);
+        }
+        if (whole) {
+          node.saved.clear();
+        } else if (node.weights > 0) {
+          entry.gradient = gradient;
+        }
+        gradient = std::move(next);
+        if (whole && node.weights > 0) make_weights(node.weights, weights);
+      }
+    }
+  }
+  return gradient;
+}
+
+Buffer Tape::backward(Buffer gradient, Weights weights) {
+  return run(std::move(gradient), true, weights);
+}
+
+Buffer Tape::backward_input(Buffer gradient) {
+  return run(std::move(gradient), false, Weights::dropped);
+}
+
+void Tape::release_after_input() {
+  for (Entry& entry : entries_) {
+    if (entry.inner) entry.inner->release_after_input();
+    if (entry.node.weights == 0 && !entry.inner) entry.node.saved.clear();
+  }
+}
+
+void Tape::backward_weight(Weights weights) {
+  for (size_t i = entries_.size(); i-- > 0;) {
+    Entry& entry = entries_[i];
+    if (entry.inner) {
+      entry.inner->backward_weight(weights);
+      for (Buffer& made : entry.inner->weights_) weights_.push_back(std::move(made));
+      entry.inner->weights_.clear();
+      entry.again = {};
+    } else if (entry.node.weights > 0) {
+      make_weights(entry.node.weights, weights);
+    }
+    entry.node.saved.clear();
+  }
+}
+
+}  // namespace lockstep::plan

@@ -1,0 +1,80 @@
+// The command `lockstep plan`, as its users meet it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+using Words = std::vector<std::string>;
+
+Result plan(Words options) {
+  options.insert(options.begin(), {"plan", "memory"});
+  return lockstep_command(options);
+}
+
+TEST(Plan, SaysWhatEachRankTakes) {
+  const TempDir folder;
+  const std::string file = folder.path() + "/run.toml";
+  write_file(file,
+             "[model]\nlayers = 4\nhidden = 64\n[parallel]\npp = 2\n[train]\nglobal_batch = 64\n");
+  const Result result = plan({"--config", file, "-n", "4", "--train.seq_len", "32"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("ranks  parameters  gradients"), HasSubstr("\n0, 2 "),
+                    HasSubstr("\n1, 3 "), HasSubstr("gpt: 4 layers, hidden 64"),
+                    HasSubstr("vocab 256"), HasSubstr("dp 2 x tp 1 x pp 2"), HasSubstr("1f1b"),
+                    HasSubstr("4 micro-batches of 8 x 32 tokens"), HasSubstr("no limit")));
+  EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 5) << result.out;
+}
+
+TEST(Plan, TakesAsManyRanksAsTheLayoutNeeds) {
+  const Result result =
+      plan({"--parallel.dp", "2", "--parallel.pp", "2", "--train.global_batch", "32"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("on 4 ranks"));
+}
+
+TEST(Plan, SaysWhetherItFits) {
+  const Words large{"--model.hidden", "512", "--model.layers", "8", "--memory.max_per_device"};
+  Words options = large;
+  options.push_back("500MB");
+  Result result = plan(options);
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.out, AllOf(HasSubstr("does not fit"), HasSubstr("is 500 MB")));
+  options.back() = "100GB";
+  result = plan(options);
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.out, AllOf(HasSubstr("\nfits: rank 0 takes most"), Not(HasSubstr("not fit"))));
+}
+
+TEST(Plan, RefusesInOneLine) {
+  const struct {
+    Words options;
+    const char* says;
+  } cases[] = {{{"--model.hidden", "7"}, "hidden"},
+               {{"--parallel.pp", "2", "-n", "3"}, "parallel.pp"},
+               {{"--parallel.pp", "3"}, "model.layers"},
+               {{"--train.global_batch", "7"}, "global_batch"},
+               {{"--data.tokenizer", "/nothing.json"}, "nothing.json"},
+               {{"--config", "/nothing.toml"}, "nothing.toml"},
+               {{"--model.hiden", "8"}, "hiden"}};
+  for (const auto& [options, says] : cases) {
+    const Result result = plan(options);
+    EXPECT_NE(result.code, 0);
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, HasSubstr(says));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+  EXPECT_THAT(lockstep_command({"plan", "time"}).err, HasSubstr("'time'"));
+  EXPECT_NE(lockstep_command({"plan"}).code, 0);
+}
+
+}  // namespace
+}  // namespace lockstep::test

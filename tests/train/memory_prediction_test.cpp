@@ -1,0 +1,260 @@
+// What plan::memory_per_rank says against what ranks take: each layout trains a few steps, in
+// processes, because memory is counted by process.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/core/system_memory.h"
+#include "lockstep/memory/meter.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/parameters.h"
+#include "lockstep/plan/memory.h"
+#include "lockstep/train/trained_model.h"
+
+namespace lockstep::train {
+namespace {
+
+using config::ModelKind;
+using config::Shard;
+using config::TrainConfig;
+using layout::MemoryStrategy;
+using layout::PipelineSchedule;
+using layout::Recompute;
+
+const comm::Group& world() {
+  static const comm::Group group = [] {
+    memory::Meter::install();
+    return comm::init();
+  }();
+  return group;
+}
+
+struct Layout {
+  const char* name;
+  int ranks;
+  std::function<void(TrainConfig&)> set;
+};
+
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+// Small blocks and long rows, so that activations are a large part.
+TrainConfig base() {
+  TrainConfig config;
+  config.data.path = "any";
+  config.model.layers = 4;
+  config.model.hidden = 128;
+  config.model.heads = 4;
+  config.model.vocab = 512;
+  config.train.seq_len = 192;
+  config.train.micro_batch = 2;
+  config.train.device = config::DeviceKind::cpu;
+  return config;
+}
+
+void llama(TrainConfig& config) {
+  config.model.kind = ModelKind::llama;
+  config.model.kv_heads = 2;
+}
+
+// With sequence parallelism.
+void tensor(TrainConfig& config) {
+  config.parallel.tp = 2;
+  config.parallel.sequence_parallel = true;
+}
+
+void pipeline(TrainConfig& config, PipelineSchedule schedule, int chunks = 1) {
+  config.parallel.pp = 2;
+  config.parallel.schedule = schedule;
+  config.parallel.chunks = chunks;
+  config.train.global_batch = 8;  // four micro-batches
+}
+
+const std::vector<Layout>& layouts() {
+  static const std::vector<Layout> all{
+      {"gpt", 1, [](auto&) {}},
+      {"gpt_untied", 1, [](auto& c) { c.model.tied = false; }},
+      {"gpt_large_vocabulary", 1, [](auto& c) { c.model.vocab = 8192; }},
+      {"gpt_one_row", 1,
+       [](auto& c) {
+         c.train.micro_batch = 1;
+         c.train.seq_len = 256;
+       }},
+      {"gpt_dropout", 1, [](auto& c) { c.model.dropout = 0.1; }},
+      {"gpt_micro_batches", 1, [](auto& c) { c.train.global_batch = 8; }},
+      {"gpt_selective", 1, [](auto& c) { c.train.recompute = Recompute::selective; }},
+      {"gpt_full", 1, [](auto& c) { c.train.recompute = Recompute::full; }},
+      {"gpt_reproducible", 1,
+       [](auto& c) {
+         c.train.reproducible = true;
+         c.train.global_batch = 8;
+       }},
+      {"llama", 1, [](auto& c) { llama(c); }},
+      {"llama_selective", 1,
+       [](auto& c) {
+         llama(c);
+         c.train.recompute = Recompute::selective;
+       }},
+      {"llama_full", 1,
+       [](auto& c) {
+         llama(c);
+         c.train.recompute = Recompute::full;
+       }},
+      {"ddp", 2, [](auto&) {}},
+      {"ddp_micro_batches", 2, [](auto& c) { c.train.global_batch = 16; }},
+      {"shard_full", 2, [](auto& c) { c.parallel.shard = Shard::full; }},
+      {"shard_full_micro_batches", 2,
+       [](auto& c) {
+         c.parallel.shard = Shard::full;
+         c.train.global_batch = 16;
+       }},
+      {"shard_grad_op_llama", 2,
+       [](auto& c) {
+         llama(c);
+         c.parallel.shard = Shard::grad_op;
+       }},
+      {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = Shard::optimizer; }},
+      {"gpipe", 2, [](auto& c) { pipeline(c, PipelineSchedule::gpipe); }},
+      {"1f1b", 2, [](auto& c) { pipeline(c, PipelineSchedule::one_f_one_b); }},
+      {"1f1b_llama_full", 2,
+       [](auto& c) {
+         llama(c);
+         pipeline(c, PipelineSchedule::one_f_one_b);
+         c.train.recompute = Recompute::full;
+       }},
+      {"interleaved", 2, [](auto& c) { pipeline(c, PipelineSchedule::interleaved, 2); }},
+      {"zb_h1", 2, [](auto& c) { pipeline(c, PipelineSchedule::zb_h1); }},
+      {"zb_v", 2, [](auto& c) { pipeline(c, PipelineSchedule::zb_v, 2); }},
+      {"zb_h1_llama_selective", 2,
+       [](auto& c) {
+         llama(c);
+         pipeline(c, PipelineSchedule::zb_h1);
+         c.train.recompute = Recompute::selective;
+       }},
+      {"tp", 2, [](auto& c) { c.parallel.tp = 2; }},
+      {"tp_llama", 2,
+       [](auto& c) {
+         llama(c);
+         c.parallel.tp = 2;
+       }},
+      {"tp_sequence", 2, [](auto& c) { tensor(c); }},
+      {"tp_sequence_llama", 2,
+       [](auto& c) {
+         llama(c);
+         tensor(c);
+       }},
+      {"tp_sequence_selective", 2,
+       [](auto& c) {
+         tensor(c);
+         c.train.recompute = Recompute::selective;
+       }},
+      {"tp_llama_full", 2,
+       [](auto& c) {
+         llama(c);
+         c.parallel.tp = 2;
+         c.train.recompute = Recompute::full;
+       }},
+      {"extreme", 1, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; }},
+      {"extreme_pipeline", 2,
+       [](auto& c) {
+         pipeline(c, PipelineSchedule::one_f_one_b);
+         c.memory.strategy = MemoryStrategy::extreme;
+       }},
+      {"tp_pipeline", 4,
+       [](auto& c) {
+         tensor(c);
+         pipeline(c, PipelineSchedule::one_f_one_b);
+       }},
+      {"tp_shards", 4,
+       [](auto& c) {
+         tensor(c);
+         c.parallel.shard = Shard::full;
+         c.train.global_batch = 16;
+       }},
+      {"shard_hybrid", 4,
+       [](auto& c) {
+         c.parallel.shard = Shard::hybrid;
+         c.parallel.shard_size = 2;
+       }},
+      {"pipeline_of_shards", 4,
+       [](auto& c) {
+         pipeline(c, PipelineSchedule::one_f_one_b);
+         c.parallel.shard = Shard::full;
+         c.train.global_batch = 16;
+       }},
+      {"pipeline_of_ddp", 4,
+       [](auto& c) {
+         pipeline(c, PipelineSchedule::one_f_one_b);
+         c.train.global_batch = 16;
+       }},
+  };
+  return all;
+}
+
+std::vector<Layout> of_this_world() {
+  std::vector<Layout> mine;
+  const int ranks = RankEnv::detect().world_size;
+  for (const Layout& layout : layouts()) {
+    if (layout.ranks == ranks) mine.push_back(layout);
+  }
+  return mine;
+}
+
+int64_t held_outside_torch(const TrainedModel& model) {
+  return static_cast<int64_t>(symmetric_memory()) + model.arena_bytes();
+}
+
+// The peak of the third step, without what was there before there was a model.
+int64_t measure(const TrainConfig& config) {
+  const int64_t before = memory::Meter::current() + static_cast<int64_t>(symmetric_memory());
+  const auto mesh = mesh::Mesh::parallel(world(), config.dims(world().size()));
+  TrainedModel model(config, at::kCPU, mesh);
+  optim::AdamW optimizer(optim::decay_groups(model.parameters(), 0.1));
+  const int64_t rows = config.train.micro_batch, length = config.train.seq_len;
+  const auto next = [&] {
+    const at::Tensor tokens = at::randint(config.model.vocab, {rows, length + 1}, at::kLong);
+    return Tensors{tokens.narrow(1, 0, length).contiguous(),
+                   tokens.narrow(1, 1, length).reshape({-1})};
+  };
+  int64_t peak = 0;
+  for (int step = 0; step < 3; ++step) {
+    memory::Meter::reset_peak();
+    model.step({.next = next, .step = step, .loss_scale = 1e-3});
+    model.clip_grad_norm(1);
+    optimizer.step();
+    optimizer.zero_grad();
+    peak = memory::Meter::peak() + held_outside_torch(model);
+  }
+  return peak - before;
+}
+
+class MemoryPrediction : public testing::TestWithParam<Layout> {};
+
+TEST_P(MemoryPrediction, IsWithinTenPercent) {
+  TrainConfig config = base();
+  GetParam().set(config);
+  config.model = config.model.resolved(config.train.seq_len, config.model.vocab);
+  config.validate(world().size());
+  const plan::Memory predicted = plan::memory_per_rank(
+      config, config.model, world().size())[static_cast<size_t>(world().rank())];
+  const int64_t measured = measure(config);
+  const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  std::printf("%-26s rank %d: %6.2f %6.2f %6.2f %6.2f %6.2f = %6.2f MB, measured %6.2f, %+.1f %%\n",
+              GetParam().name, world().rank(), megabytes(predicted.parameters),
+              megabytes(predicted.gradients), megabytes(predicted.optimizer),
+              megabytes(predicted.activations), megabytes(predicted.buffers),
+              megabytes(predicted.total()), megabytes(measured),
+              100 * (megabytes(predicted.total()) / megabytes(measured) - 1));
+  EXPECT_NEAR(megabytes(predicted.total()), megabytes(measured), 0.1 * megabytes(measured));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, MemoryPrediction, testing::ValuesIn(of_this_world()),
+                         [](const auto& info) { return std::string("L_") + info.param.name; });
+
+}  // namespace
+}  // namespace lockstep::train
