@@ -1,7 +1,7 @@
 // What `lockstep train` is made of, in one function: text, a small Llama, batches that are the same
 // for any number of ranks, and a few words from the model at the end.
 //
-// $ lockstep run -n 2 build/bin/05_language_model
+// $ lockstep run -n 2 build/bin/09_language_model
 // [rank0]: one two three one two three one two three one two three
 #include <torch/torch.h>
 
