@@ -68,9 +68,19 @@ TensorSplit split_of(const TensorRule& rule, std::string_view module, std::strin
                      const Shape& shape, int ranks, int rank) {
   TensorSplit split{shape};
   const bool is_weight = parameter == "weight";
+  const bool takes_parts = rule.style == TensorStyle::column || rule.style == TensorStyle::row;
+  if (!takes_parts && !rule.parts.empty()) {
+    throw ConfigError(format("[tensor] '{}' has parts {}, which are for styles column and row",
+                             module, join(rule.parts)));
+  }
   if (rule.style == TensorStyle::sequence || (rule.style == TensorStyle::row && !is_weight))
     return split;
   split.dim = rule.style == TensorStyle::row ? 1 : 0;
+  if (shape.size() <= static_cast<size_t>(split.dim)) {
+    throw ConfigError(
+        format("[tensor] '{}' has a {} of {}, which has too few dimensions for its style", module,
+               parameter, describe(shape)));
+  }
   const int64_t size = shape[static_cast<size_t>(split.dim)];
   if (rule.style == TensorStyle::vocab) {
     if (size < ranks) {
@@ -89,7 +99,7 @@ TensorSplit split_of(const TensorRule& rule, std::string_view module, std::strin
   }
   int64_t begin = 0;
   for (const int64_t part : parts) {
-    if (part % ranks != 0) {
+    if (part < 1 || part % ranks != 0) {
       throw ConfigError(format("[tensor] '{}' ({}) has a part of {}, must be divisible by {} ranks",
                                module, describe(shape), part, ranks));
     }

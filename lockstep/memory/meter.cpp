@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <mutex>
 
 #include "lockstep/core/format.h"
 
@@ -61,12 +62,14 @@ OutOfMemory::OutOfMemory(int64_t asked, int64_t held, int64_t limit)
       limit_(limit) {}
 
 void Meter::install() {
-  if (is_installed()) return;
-  static auto* const counting = new CountingAllocator;  // tensors may outlive everything
-  below = c10::GetCPUAllocator();
-  check(below->raw_deleter() != nullptr, "the CPU's allocator has no deleter of its own");
-  constexpr uint8_t kHighest = 255;
-  c10::SetCPUAllocator(counting, kHighest);
+  static std::once_flag once;
+  std::call_once(once, [] {
+    static auto* const counting = new CountingAllocator;  // tensors may outlive everything
+    below = c10::GetCPUAllocator();
+    check(below->raw_deleter() != nullptr, "the CPU's allocator has no deleter of its own");
+    constexpr uint8_t kHighest = 255;
+    c10::SetCPUAllocator(counting, kHighest);
+  });
 }
 
 bool Meter::is_installed() { return below != nullptr; }

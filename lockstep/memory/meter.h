@@ -20,7 +20,8 @@ class OutOfMemory : public Error {
   int64_t asked_, held_, limit_;
 };
 
-// There is one in a process, as there is one allocator. Thread safe, but for install().
+// There is one in a process, as there is one allocator. Thread safe.
+// Ranks that are threads share it, and its limit.
 class Meter {
  public:
   // Tensors that are made from now on are counted. Before other threads use torch; again does

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
 #include "lockstep/nn/column_linear.h"
 #include "lockstep/nn/sequence.h"
 
@@ -23,6 +25,12 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) {
     const layout::Range part = sequence_part(indices.size(-1), sharing->group);
     return at::embedding(weight, indices.narrow(-1, part.begin, part.size()));
   }
+  // On a device they would have to be waited for.
+  if (indices.is_cpu() && indices.lt(0).logical_or_(indices.ge(count_)).any().item<bool>()) {
+    throw ConfigError(format("[embedding] indices go from {} to {}, must be from 0 to {}",
+                             indices.min().item<int64_t>(), indices.max().item<int64_t>(),
+                             count_ - 1));
+  }
   // Others' vectors are 0 here, and arrive by the sum.
   const at::Tensor places = indices - sharing->rows.begin;
   const at::Tensor others = places.lt(0).logical_or_(places.ge(sharing->rows.size()));
@@ -33,13 +41,17 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) {
 }
 
 at::Tensor EmbeddingImpl::first(int64_t length) const {
+  if (sharing && sharing->style == layout::TensorStyle::vocab)
+    throw ConfigError(
+        "[embedding] first() of an embedding whose rows are shared, must have style "
+        "sequence");
   if (!sharing || !sharing->sequence_parallel) return weight.narrow(0, 0, length);
   const layout::Range part = sequence_part(length, sharing->group);
   return weight.narrow(0, part.begin, part.size());
 }
 
 at::Tensor EmbeddingImpl::logits(const at::Tensor& vectors) const {
-  if (!sharing) return at::linear(vectors, weight);
+  if (!sharing || sharing->style != layout::TensorStyle::vocab) return at::linear(vectors, weight);
   return column_linear(vectors, weight, {}, *sharing);
 }
 

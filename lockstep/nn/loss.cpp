@@ -21,13 +21,13 @@ struct FusedCrossEntropy : torch::autograd::Function<FusedCrossEntropy> {
                             const at::Tensor& targets, double scale, bool overwrite) {
     const at::Tensor gradient = overwrite ? logits.detach() : at::empty_like(logits);
     const at::Tensor losses = cuda::cross_entropy(logits, targets, scale, gradient);
-    context->saved_data["gradient"] = gradient;
+    context->save_for_backward({gradient});  // let go by backward
     return losses.sum();
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     require_one_derivative("cross_entropy");
-    const at::Tensor gradient = context->saved_data["gradient"].toTensor();
+    const at::Tensor gradient = context->get_saved_variables()[0];
     cuda::scale_unless_one(gradient, gradients[0]);
     return {gradient, at::Tensor(), at::Tensor(), at::Tensor()};
   }

@@ -32,7 +32,7 @@ struct VocabCrossEntropy : torch::autograd::Function<VocabCrossEntropy> {
     const at::Tensor is_mine = place.ge(0).logical_and_(place.lt(values.size(1)));
     const at::Tensor column = place.clamp(0, values.size(1) - 1);
     const at::Tensor sums = at::empty({2, values.size(0)}, values.options());
-    sums[0].copy_(values.gather(1, column).mul_(is_mine).squeeze(1));
+    sums[0].copy_(values.gather(1, column).masked_fill_(is_mine.logical_not(), 0).squeeze(1));
     values.exp_();
     at::Tensor exponentials = sums[1];
     at::sum_out(exponentials, values, 1);
@@ -42,7 +42,7 @@ struct VocabCrossEntropy : torch::autograd::Function<VocabCrossEntropy> {
     if (wants_gradient) {
       values.mul_((counts / sums[1]).unsqueeze(1));
       values.scatter_add_(1, column, is_mine.to(at::kFloat).mul_(counts.neg().unsqueeze(1)));
-      context->saved_data["gradient"] = values.to(logits.scalar_type());
+      context->save_for_backward({values.to(logits.scalar_type())});  // let go by backward
     }
     return sums[1].log().sub_(sums[0]).mul_(counts).sum();
   }
@@ -50,7 +50,7 @@ struct VocabCrossEntropy : torch::autograd::Function<VocabCrossEntropy> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     require_one_derivative("cross_entropy");
     variable_list results(5);
-    results[0] = context->saved_data["gradient"].toTensor().mul_(gradients[0]);
+    results[0] = context->get_saved_variables()[0].mul_(gradients[0]);
     return results;
   }
 };

@@ -7,6 +7,7 @@
 #include <new>
 #include <string_view>
 
+#include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
@@ -16,7 +17,7 @@
 namespace lockstep::train {
 
 void limit_cpu_memory(int64_t bytes) {
-  if (bytes == 0) return;
+  if (bytes == 0 && !memory::Meter::is_installed()) return;
   memory::Meter::install();
   memory::Meter::set_limit(bytes);
 }
@@ -29,6 +30,7 @@ int64_t peak_tensor_bytes(c10::Device device, const TrainedModel* model) {
 
 bool is_out_of_memory(const std::exception& error) {
   if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return true;
+  if (dynamic_cast<const CommError*>(&error) != nullptr) return false;  // another rank's
   const std::string_view text = error.what();
   // Exceptions of the allocators have types of their own only in some versions of libtorch.
   constexpr std::array<std::string_view, 4> kSigns{"out of memory", "not enough memory",

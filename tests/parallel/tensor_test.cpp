@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <map>
 
 #include "lockstep/comm/backend.h"
@@ -15,6 +16,7 @@
 #include "lockstep/nn/linear.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/nn/norm.h"
+#include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/tensor/tensor.h"
 
 namespace lockstep::test {
@@ -243,13 +245,50 @@ TEST(TensorParallel, DropoutOfPartsIsThatOfTheWhole) {
 // Autocast computes products in another type than the parameters have.
 TEST(TensorParallel, GradientsHaveTheTypesOfWhatTheyAreOf) {
   comm::run_threads(2, [&](const comm::Group& group) {
+    for (const bool sequence : {false, true}) {
+      Net net = made();
+      parallel::tensor(*net, group, plan(), {.sequence_parallel = sequence});
+      const at::Tensor input = at::ones({3, sequence ? 2 : 4, 8}).requires_grad_();
+      at::Tensor output;
+      {
+        const optim::AutocastGuard autocast({.enabled = true});
+        output = net->up(input);
+      }
+      EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+      output.to(at::kFloat).sum().backward();
+      EXPECT_EQ(input.grad().scalar_type(), at::kFloat);
+      EXPECT_EQ(net->up->weight.grad().scalar_type(), at::kFloat);
+      EXPECT_EQ(net->up->bias.grad().scalar_type(), at::kFloat);
+      EXPECT_GT(net->up->weight.grad().abs().sum().item<double>(), 0);
+    }
+  });
+}
+
+// Without rows in front of the sequence.
+TEST(TensorParallel, SequencesNeedNoBatch) {
+  Net whole = made();
+  const at::Tensor x = at::arange(32, at::kFloat).view({4, 8}).mul(0.1);
+  const at::Tensor expected = whole->mlp(x);
+  comm::run_threads(2, [&](const comm::Group& group) {
     Net net = made();
-    net->to(at::kDouble);
-    parallel::tensor(*net, group, plan());
-    const at::Tensor input = at::ones({3, 4, 8}, at::kDouble).requires_grad_();
-    net->mlp(input).sum().backward();
-    EXPECT_EQ(input.grad().scalar_type(), at::kDouble);
-    EXPECT_EQ(net->up->weight.grad().scalar_type(), at::kDouble);
+    parallel::tensor(*net, group, plan(), {.sequence_parallel = true});
+    EXPECT_TRUE(at::allclose(net->mlp(x.narrow(0, 2 * group.rank(), 2)),
+                             expected.narrow(0, 2 * group.rank(), 2), 1e-5, 1e-6));
+  });
+}
+
+// Where a part of the vocabulary is ruled out.
+TEST(TensorParallel, LogitsMayBeInfinite) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  at::Tensor logits = at::arange(12, at::kFloat).view({2, 6});
+  logits.select(1, 5).fill_(-infinity);
+  logits.select(1, 0).fill_(-infinity);
+  const at::Tensor target = at::tensor({4, 1}, at::kLong);
+  const double expected = nn::cross_entropy(logits, target).item<double>();
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const at::Tensor mine = logits.narrow(1, 3 * group.rank(), 3).clone();
+    EXPECT_NEAR(nn::cross_entropy(mine, target, {.group = group, .vocab = 6}).item<double>(),
+                expected, 1e-5);
   });
 }
 
@@ -293,6 +332,46 @@ TEST(TensorParallelInput, IsRefusedWithTheNumbers) {
   EXPECT_THAT(message_for({{"norm", TensorStyle::column}}),
               HasSubstr("'norm' is a lockstep::nn::LayerNormImpl, which cannot have style column"));
   EXPECT_THAT(message_for({{"embed", TensorStyle::row}}), HasSubstr("cannot have style row"));
+  EXPECT_EQ(message_for({{"head", TensorStyle::vocab, {11}}}),
+            "[tensor] 'head' has parts 11, which are for styles column and row");
+  EXPECT_EQ(message_for({{"up", TensorStyle::column, {-4, 28}}}),
+            "[tensor] 'up' ((24, 8)) has a part of -4, must be divisible by 2 ranks");
+}
+
+// What nobody names would be trained on a part of the sequence, and nobody would notice.
+TEST(TensorParallelInput, SequenceParallelismNeedsEveryParameterNamed) {
+  comm::run_threads(2, [&](const comm::Group& group) {
+    Net net = made();
+    TensorPlan incomplete = plan();
+    std::erase_if(incomplete, [](const auto& rule) { return rule.pattern == "norm"; });
+    EXPECT_EQ(
+        message_of([&] { parallel::tensor(*net, group, incomplete, {.sequence_parallel = true}); }),
+        "[tensor] no rule names 'norm', which has parameter 'weight'; with sequence "
+        "parallelism every module with parameters must be named, one that is whole with style "
+        "sequence");
+  });
+}
+
+TEST(TensorParallelInput, AModuleWithTwoNamesHasOneRule) {
+  comm::run_threads(2, [&](const comm::Group& group) {
+    Net net = made();
+    net->register_module("again", net->embed);
+    TensorPlan twice = plan();
+    twice.push_back({"again", TensorStyle::vocab});
+    EXPECT_EQ(message_of([&] { parallel::tensor(*net, group, twice); }),
+              "[tensor] 'embed.weight' and 'again.weight' are one parameter, must be named once");
+  });
+}
+
+TEST(TensorParallelInput, TokensMustBeInTheVocabulary) {
+  comm::run_threads(2, [&](const comm::Group& group) {
+    Net net = made();
+    parallel::tensor(*net, group, plan());
+    EXPECT_EQ(message_of([&] {
+                net->embed(at::tensor({3, 11}, at::kLong));
+              }),
+              "[embedding] indices go from 3 to 11, must be from 0 to 10");
+  });
 }
 
 TEST(TensorParallelInput, SequencesMustDivide) {

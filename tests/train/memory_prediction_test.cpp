@@ -137,6 +137,11 @@ const std::vector<Layout>& layouts() {
          c.train.recompute = Recompute::selective;
        }},
       {"tp", 2, [](auto& c) { c.parallel.tp = 2; }},
+      {"tp_large_vocabulary", 2,
+       [](auto& c) {
+         c.parallel.tp = 2;
+         c.model.vocab = 8192;
+       }},
       {"tp_llama", 2,
        [](auto& c) {
          llama(c);

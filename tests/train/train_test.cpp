@@ -271,7 +271,7 @@ TEST_F(Train, BadInputIsOneClearLine) {
       {{"--checkpoint.resume", path("nowhere")}, {"nowhere"}},
       {{"--memory.max_per_device", "200KB"},
        {"memory.max_per_device is 200 kB", "optimizer state"}},
-      {{"--parallel.tp", "2", "-n", "2"}, {"parallel.tp", "2"}},
+      {{"--parallel.tp", "3", "-n", "3"}, {"parallel.tp", "3"}},
       {{"--metrics.file", path("file") + "/below.jsonl"}, {path("file")}},
   };
   for (const Case& bad : cases) {

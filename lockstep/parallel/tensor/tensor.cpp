@@ -74,6 +74,21 @@ void require_support(const Change& change) {
              change.path, change.module->name(), name_of(style)));
 }
 
+std::string joined(const std::string& path, const std::string& name) {
+  return path.empty() ? name : path + "." + name;
+}
+
+// It would be of a part of the sequence, or of all of it: nobody could tell.
+void require_no_parameters(const std::string& path, const torch::nn::Module& module) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    if (!item.value().defined() || !item.value().requires_grad()) continue;
+    throw ConfigError(
+        format("[tensor] no rule names '{}', which has parameter '{}'; with sequence parallelism "
+               "every module with parameters must be named, one that is whole with style sequence",
+               path, item.key()));
+  }
+}
+
 at::Tensor part_of(const at::Tensor& whole, const TensorSplit& split) {
   std::vector<at::Tensor> parts;
   for (const layout::Range& range : split.ranges)
@@ -117,15 +132,26 @@ void TensorParallel::apply(torch::nn::Module& model) {
     modules.push_back(&module);
   });
   std::vector<Change> changes;
+  std::map<const c10::TensorImpl*, std::string> planned;  // whose module has several names
   const std::vector<int> rules = layout::match(state.plan, paths);
   for (size_t i = 0; i < paths.size(); ++i) {
-    if (rules[i] < 0) continue;
+    if (rules[i] < 0) {
+      if (state.options.sequence_parallel && group.size() > 1)
+        require_no_parameters(paths[i], *modules[i]);
+      continue;
+    }
     const auto rule = static_cast<size_t>(rules[i]);
     state.used[rule] = true;
     Change change{paths[i], modules[i], &state.plan[rule]};
     require_support(change);
     for (const auto& item : modules[i]->named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
+      const auto [other, is_new] =
+          planned.emplace(item.value().unsafeGetTensorImpl(), joined(paths[i], item.key()));
+      if (!is_new) {
+        throw ConfigError(format("[tensor] '{}' and '{}' are one parameter, must be named once",
+                                 other->second, joined(paths[i], item.key())));
+      }
       change.parameters.push_back(
           {item.key(), item.value(),
            layout::split_of(*change.rule, paths[i], item.key(), item.value().sizes().vec(),
@@ -140,7 +166,7 @@ void TensorParallel::apply(torch::nn::Module& model) {
       const TensorStyle style = change.rule->style;
       nn::Sharing sharing{group, style, state.options.sequence_parallel};
       for (const auto& [name, tensor, split] : change.parameters) {
-        const std::string full = change.path + "." + name;
+        const std::string full = joined(change.path, name);
         if (split.is_whole()) {
           if (state.options.sequence_parallel) state.partial.insert(full);
           continue;
