@@ -54,8 +54,8 @@ class TensorParallel {
   const std::vector<bool>& used() const;
 
   // After backward, with sequence parallelism: adds up the gradients of parameters that every rank
-  // has, but has used for its part of the sequence only. One all-reduce, once for the gradients of a
-  // step: what is summed already is not to be summed again. Without sequence parallelism such
+  // has, but has used for its part of the sequence only. One all-reduce, once for the gradients of
+  // a step: what is summed already is not to be summed again. Without sequence parallelism such
   // gradients are the same on all ranks, and this does nothing. (Between column and row ranks have
   // other values each; a model must have no whole parameters there.) Collective.
   void reduce_gradients() const;
