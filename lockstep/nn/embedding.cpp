@@ -36,8 +36,7 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) {
   const at::Tensor others = places.lt(0).logical_or_(places.ge(sharing->rows.size()));
   const at::Tensor partial =
       at::embedding(weight, places.masked_fill(others, 0)).masked_fill(others.unsqueeze(-1), 0);
-  return sharing->sequence_parallel ? sum_to_parts(partial, sharing->group)
-                                    : sum_over_ranks(partial, sharing->group);
+  return sum_outputs(partial, *sharing);
 }
 
 at::Tensor EmbeddingImpl::first(int64_t length) const {

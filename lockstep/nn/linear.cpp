@@ -25,9 +25,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& input) {
   if (!sharing) return at::linear(input, weight, bias);
   if (sharing->style != layout::TensorStyle::row)
     return column_linear(input, weight, bias, *sharing);
-  const at::Tensor partial = at::linear(input, weight);
-  const at::Tensor sum = sharing->sequence_parallel ? sum_to_parts(partial, sharing->group)
-                                                    : sum_over_ranks(partial, sharing->group);
+  const at::Tensor sum = sum_outputs(at::linear(input, weight), *sharing);
   return bias.defined() ? sum + bias : sum;
 }
 

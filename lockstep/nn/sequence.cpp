@@ -43,7 +43,7 @@ struct SumToParts : torch::autograd::Function<SumToParts> {
     return SequenceReduction(partial, group).wait();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    require_one_derivative("sum_to_parts");
+    require_one_derivative("a sum of parts");
     if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
     const auto group = saved_value<comm::Group>(*context, "group");
     return {SequenceGather(gradients[0], group).wait(), at::Tensor()};
@@ -92,12 +92,9 @@ at::Tensor SequenceReduction::wait() {
   return part_;
 }
 
-at::Tensor sum_over_ranks(const at::Tensor& partial, const comm::Group& group) {
-  return SumOverRanks::apply(partial, group);
-}
-
-at::Tensor sum_to_parts(const at::Tensor& partial, const comm::Group& group) {
-  return SumToParts::apply(partial, group);
+at::Tensor sum_outputs(const at::Tensor& partial, const Sharing& sharing) {
+  return sharing.sequence_parallel ? SumToParts::apply(partial, sharing.group)
+                                   : SumOverRanks::apply(partial, sharing.group);
 }
 
 }  // namespace lockstep::nn

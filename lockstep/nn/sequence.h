@@ -9,6 +9,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/work.h"
 #include "lockstep/layout/box.h"
+#include "lockstep/nn/sharing.h"
 
 namespace lockstep::nn {
 
@@ -37,11 +38,9 @@ class SequenceReduction {
   comm::Work work_;
 };
 
-// The sum of all ranks' tensors, in the memory of `partial`, which must have no other use. Backward
-// passes the gradient on, which is the same on all ranks.
-at::Tensor sum_over_ranks(const at::Tensor& partial, const comm::Group& group);
-// The same, of which each rank gets its part of the sequence; backward puts the parts' gradients
-// together.
-at::Tensor sum_to_parts(const at::Tensor& partial, const comm::Group& group);
+// The sum of all ranks' outputs of a layer, in the memory of `partial`, which must have no other
+// use; backward passes the gradient on, which is the same on all ranks. With sequence parallelism
+// each rank gets its part of the sum, and backward puts the parts' gradients together.
+at::Tensor sum_outputs(const at::Tensor& partial, const Sharing& sharing);
 
 }  // namespace lockstep::nn

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -29,6 +30,18 @@ inline std::string some_text(int lines = 400) {
             std::to_string(i % 13) + "; }\n";
   }
   return text;
+}
+
+inline std::vector<double> losses(const std::vector<json>& steps) {
+  std::vector<double> values;
+  for (const json& step : steps) values.push_back(step["loss"]);
+  return values;
+}
+
+inline void expect_close(const std::vector<double>& a, const std::vector<double>& b,
+                         double relative) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << i;
 }
 
 // A folder with text, and a small training run in it.
@@ -80,6 +93,35 @@ class Train : public testing::Test {
     EXPECT_EQ(result.code, 0) << result.out << result.err;
     return read_steps(path(name + ".jsonl"));
   }
+  // Losses and norms of one that must follow another.
+  void expect_follows(const std::string& name, const Words& options,
+                      const std::vector<json>& other) const {
+    SCOPED_TRACE(name);
+    const auto found = steps(name, options);
+    expect_close(losses(found), losses(other), 1e-5);
+    for (size_t i = 0; i < found.size(); ++i) {
+      const double norm = other[i]["grad_norm"];
+      EXPECT_NEAR(found[i]["grad_norm"].get<double>(), norm, 1e-5 * norm) << i;
+    }
+  }
+  // One that goes on in another layout every two steps; all its losses.
+  std::vector<double> moving(const Words& options, const std::vector<Words>& layouts) const {
+    std::vector<double> found;
+    int step = 0;
+    for (const Words& layout : layouts) {
+      step += 2;
+      found = losses(steps("moving", options + layout +
+                                         Words{"--train.steps", std::to_string(step),
+                                               "--checkpoint.resume", "auto"}));
+    }
+    return found;
+  }
+  void expect_refused(const Words& options, const std::string& message) const {
+    const Result result = run(options);
+    EXPECT_EQ(result.code, 2) << message;
+    EXPECT_NE(result.err.find(message), std::string::npos) << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
   static std::vector<json> read_steps(const std::string& path) {
     std::vector<json> lines;
     std::istringstream text(read_file(path));
@@ -92,17 +134,5 @@ class Train : public testing::Test {
 
   const TempDir folder_;
 };
-
-inline std::vector<double> losses(const std::vector<json>& steps) {
-  std::vector<double> values;
-  for (const json& step : steps) values.push_back(step["loss"]);
-  return values;
-}
-
-inline void expect_close(const std::vector<double>& a, const std::vector<double>& b,
-                         double relative) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << i;
-}
 
 }  // namespace lockstep::test

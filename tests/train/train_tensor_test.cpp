@@ -41,13 +41,7 @@ TEST_F(TrainTensor, FollowsOneProcess) {
   const Words tied = model_ + Words{"--train.eval_every", "4"};
   const auto one = steps("one", tied + Words{"-n", "1"});
   const auto check = [&](const std::string& name, const Words& layout) {
-    SCOPED_TRACE(name);
-    const auto found = steps(name, tied + layout);
-    expect_close(losses(found), losses(one), 1e-5);
-    for (size_t i = 0; i < found.size(); ++i) {
-      const double norm = one[i]["grad_norm"];
-      EXPECT_NEAR(found[i]["grad_norm"].get<double>(), norm, 1e-5 * norm) << i;
-    }
+    expect_follows(name, tied + layout, one);
   };
   check("tp", pair_);
   check("sequence", with_sequence(pair_) + Words{"--memory.strategy", "standard"});
@@ -61,25 +55,13 @@ TEST_F(TrainTensor, RunsGoOnInOtherLayouts) {
   const Words fixed = model_ + Words{"--model.kind",     "llama",   "--model.vocab", "259",
                                      "--optim.schedule", "constant"};
   const auto one = losses(steps("one", fixed + Words{"-n", "1"}));
-  std::vector<double> found;
-  const auto run_to = [&](int step, const Words& layout) {
-    found = losses(steps(
-        "moving", fixed + layout +
-                      Words{"--train.steps", std::to_string(step), "--checkpoint.resume", "auto"}));
-  };
-  run_to(2, pair_);
-  run_to(4, cube("full"));
-  run_to(6, {"-n", "1"});
-  run_to(8, with_sequence(pair_));
-  expect_close(found, one, 1e-5);
+  expect_close(moving(fixed, {pair_, cube("full"), Words{"-n", "1"}, with_sequence(pair_)}), one,
+               1e-5);
 }
 
 TEST_F(TrainTensor, WhatDoesNotFitIsOneLine) {
   const auto refused = [&](const Words& options, const std::string& message) {
-    const Result result = run(model_ + options);
-    EXPECT_EQ(result.code, 2) << message;
-    EXPECT_THAT(result.err, HasSubstr(message));
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+    expect_refused(model_ + options, message);
   };
   refused({"-n", "3", "--parallel.tp", "3"},
           "model.heads is 2, must be divisible by parallel.tp 3");

@@ -182,17 +182,12 @@ void TensorParallel::apply(torch::nn::Module& model) {
     state.parameters.push_back(std::move(parameter));
 }
 
-const std::vector<bool>& TensorParallel::used() const {
-  static const std::vector<bool> none;
-  return state_ ? state_->used : none;
-}
+const std::vector<bool>& TensorParallel::used() const { return state_->used; }
 
-void TensorParallel::reduce_gradients() const {
-  if (state_) reduce_gradients(state_->parameters);
-}
+void TensorParallel::reduce_gradients() const { reduce_gradients(state_->parameters); }
 
 void TensorParallel::reduce_gradients(std::span<const optim::NamedParameter> parameters) const {
-  if (!state_ || state_->partial.empty()) return;
+  if (state_->partial.empty()) return;
   const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_type;  // for all but a few models one
   for (const auto& [name, tensor] : parameters) {
@@ -201,20 +196,21 @@ void TensorParallel::reduce_gradients(std::span<const optim::NamedParameter> par
   }
   for (const auto& [type, gradients] : by_type) {
     std::vector<at::Tensor> lines;
-    for (const at::Tensor& gradient : gradients) lines.push_back(gradient.reshape({-1}));
+    std::vector<int64_t> sizes;
+    for (const at::Tensor& gradient : gradients) {
+      lines.push_back(gradient.reshape({-1}));
+      sizes.push_back(gradient.numel());
+    }
     const at::Tensor line = at::cat(lines);
     comm::all_reduce(line, state_->group, {.tag = "gradients of whole parameters"}).wait();
-    int64_t begin = 0;
-    for (const at::Tensor& gradient : gradients) {
-      gradient.copy_(line.narrow(0, begin, gradient.numel()).view(gradient.sizes()));
-      begin += gradient.numel();
-    }
+    const auto sums = line.split_with_sizes(sizes);
+    for (size_t i = 0; i < sums.size(); ++i) gradients[i].copy_(sums[i].view(gradients[i].sizes()));
   }
 }
 
 std::vector<optim::NamedParameter> TensorParallel::counted(
     std::vector<optim::NamedParameter> parameters) const {
-  if (state_ && state_->group.rank() > 0) {
+  if (state_->group.rank() > 0) {
     std::erase_if(parameters, [&](const optim::NamedParameter& parameter) {
       return !state_->splits.contains(parameter.name);
     });
@@ -223,25 +219,23 @@ std::vector<optim::NamedParameter> TensorParallel::counted(
 }
 
 double TensorParallel::grad_norm(optim::NormOptions options) const {
-  if (!state_) return 0;
   options.group = state_->group;
   return optim::grad_norm(optim::tensors_of(counted(state_->parameters)), options);
 }
 
 double TensorParallel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
   const double norm = grad_norm(std::move(options));
-  if (state_) optim::clip_grad_with_norm(optim::tensors_of(state_->parameters), max_norm, norm);
+  optim::clip_grad_with_norm(optim::tensors_of(state_->parameters), max_norm, norm);
   return norm;
 }
 
 TensorSplit TensorParallel::split(const std::string& parameter, const layout::Shape& local) const {
-  if (!state_) return {local};
   const auto found = state_->splits.find(parameter);
   return found == state_->splits.end() ? TensorSplit{local} : found->second;
 }
 
 nn::InitializeRule TensorParallel::for_parts(nn::InitializeRule rule) const {
-  if (!rule || !state_ || state_->group.size() == 1) return rule;
+  if (!rule || state_->group.size() == 1) return rule;
   return [*this, rule](const at::Tensor& parameter, const nn::init::Source& source) {
     check(!source.slice, "first values are given to a rank's whole part");
     const layout::Shape local = parameter.sizes().vec();
@@ -257,15 +251,9 @@ nn::InitializeRule TensorParallel::for_parts(nn::InitializeRule rule) const {
   };
 }
 
-const comm::Group& TensorParallel::group() const {
-  static const comm::Group alone;
-  return state_ ? state_->group : alone;
-}
+const comm::Group& TensorParallel::group() const { return state_->group; }
 
-const TensorParallelOptions& TensorParallel::options() const {
-  static const TensorParallelOptions none;
-  return state_ ? state_->options : none;
-}
+const TensorParallelOptions& TensorParallel::options() const { return state_->options; }
 
 TensorParallel tensor(torch::nn::Module& model, const comm::Group& group,
                       const layout::TensorPlan& plan, TensorParallelOptions options) {

@@ -42,7 +42,7 @@ struct TensorParallelOptions {
 // What a group's ranks share, by the names of parameters. A value: copies share everything.
 class TensorParallel {
  public:
-  TensorParallel() = default;  // a group of one: all parameters are whole
+  TensorParallel() : TensorParallel(comm::Group(), {}) {}  // all parameters are whole
   TensorParallel(comm::Group group, layout::TensorPlan plan, TensorParallelOptions options = {});
 
   // Leaves to this rank its part of the parameters of every module that the plan names. They stay
