@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -26,20 +27,33 @@ std::string ranges_of(const std::vector<size_t>& ranks) {
   return join(ranges) + format(", ... ({} ranks)", ranks.size());
 }
 
+constexpr std::array kColumns{&Memory::parameters, &Memory::gradients, &Memory::optimizer,
+                              &Memory::activations, &Memory::buffers};
+
 struct Row {
-  Memory memory;
+  Memory memory;  // the largest of each
   std::vector<size_t> ranks;
 };
+
+// Shards that are cut at rows differ by a little.
+bool are_alike(const Memory& a, const Memory& b) {
+  return std::ranges::all_of(kColumns, [&](int64_t Memory::*column) {
+    return std::abs(a.*column - b.*column) <= std::max(a.*column, b.*column) / 100;
+  });
+}
 
 std::vector<Row> rows_of(std::span<const Memory> all) {
   std::vector<Row> rows;
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const auto same = std::ranges::find(rows, all[rank], &Row::memory);
-    if (same == rows.end()) {
+    const auto alike = std::ranges::find_if(
+        rows, [&](const Row& row) { return are_alike(row.memory, all[rank]); });
+    if (alike == rows.end()) {
       rows.push_back({all[rank], {rank}});
-    } else {
-      same->ranks.push_back(rank);
+      continue;
     }
+    alike->ranks.push_back(rank);
+    for (int64_t Memory::*column : kColumns)
+      alike->memory.*column = std::max(alike->memory.*column, all[rank].*column);
   }
   return rows;
 }

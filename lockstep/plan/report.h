@@ -13,7 +13,8 @@ namespace lockstep::plan {
 // "512 B", "1.50 kB", "12.3 MB": powers of 1024, three digits.
 std::string short_size(int64_t bytes);
 
-// A line for each kind of rank: those with equal numbers share one, as "0-3, 8".
+// A line for each kind of rank: those whose numbers differ by less than a hundredth share one, as
+// "0-3, 8", which has the largest of each.
 std::string to_table(std::span<const Memory> ranks);
 
 // The rank that takes most, by total or by state.

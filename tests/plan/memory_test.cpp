@@ -285,6 +285,15 @@ TEST(Report, RanksWithEqualNumbersShareALine) {
             "2          2.00 kB        0 B        0 B          0 B      0 B  2.00 kB\n");
 }
 
+// Shards that are cut at rows differ by a little.
+TEST(Report, RanksThatAreAlikeShareALineWithTheLargest) {
+  const auto of = [](int64_t bytes) { return Memory{.parameters = bytes}; };
+  EXPECT_EQ(to_table(std::vector{of(10000), of(10080), of(9000)}),
+            "ranks  parameters  gradients  optimizer  activations  buffers    total\n"
+            "0-1       9.84 kB        0 B        0 B          0 B      0 B  9.84 kB\n"
+            "2         8.79 kB        0 B        0 B          0 B      0 B  8.79 kB\n");
+}
+
 TEST(Report, RefusesStateThatDoesNotFit) {
   TrainConfig config = large();
   const ModelSpec model = config.model.resolved(256, 256);
