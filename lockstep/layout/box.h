@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -44,5 +45,20 @@ struct Box {
 
   bool operator==(const Box&) const = default;
 };
+
+// Elements that lie next to each other in two row-major arrays.
+struct Run {
+  int64_t from = 0, to = 0;  // their places in each
+  int64_t size = 0;
+};
+
+// Calls the function with the runs of `part`, in order, as long as they can be: `from` and `to` are
+// the boxes that the two arrays hold, and contain it.
+void for_each_run(const Box& part, const Box& from, const Box& to,
+                  const std::function<void(const Run&)>& function);
+
+// The box, cut into boxes of at most `max_numel` elements (at least 1), each a run of its
+// row-major array, in order. None where it is empty.
+std::vector<Box> pieces(const Box& box, int64_t max_numel);
 
 }  // namespace lockstep::layout

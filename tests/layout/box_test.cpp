@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "lockstep/core/error.h"
 
 namespace lockstep::layout {
@@ -66,6 +68,83 @@ TEST(Box, DisjointRangesAreEmptyNotReversed) {
   const Range apart = Range{0, 2}.intersect({5, 9});
   EXPECT_TRUE(apart.empty());
   EXPECT_EQ(apart.size(), 0);
+}
+
+// All boxes in a small space, but for the empty ones.
+std::vector<Box> boxes_in(int64_t a, int64_t b, int64_t c) {
+  std::vector<Box> boxes;
+  const auto ranges = [](int64_t size) {
+    std::vector<Range> all;
+    for (int64_t begin = 0; begin < size; ++begin) {
+      for (int64_t end = begin + 1; end <= size; ++end) all.push_back({begin, end});
+    }
+    return all;
+  };
+  for (const Range& x : ranges(a)) {
+    for (const Range& y : ranges(b)) {
+      for (const Range& z : ranges(c)) boxes.push_back({{x, y, z}});
+    }
+  }
+  return boxes;
+}
+
+// Numbers of the elements of a box of a (2, 3, 3) tensor, in its own order.
+std::vector<int64_t> elements(const Box& box) {
+  std::vector<int64_t> all;
+  const auto& [x, y, z] = std::tie(box.ranges[0], box.ranges[1], box.ranges[2]);
+  for (int64_t i = x.begin; i < x.end; ++i) {
+    for (int64_t j = y.begin; j < y.end; ++j) {
+      for (int64_t k = z.begin; k < z.end; ++k) all.push_back((i * 3 + j) * 3 + k);
+    }
+  }
+  return all;
+}
+
+TEST(Box, RunsCopyWhatTwoBoxesShare) {
+  const auto boxes = boxes_in(2, 3, 3);
+  for (const Box& from : boxes) {
+    for (const Box& to : boxes) {
+      const Box part = from.intersect(to);
+      const auto source = elements(from), wanted = elements(to), shared = elements(part);
+      std::vector<int64_t> copied;
+      int64_t end_from = -1, end_to = -1;
+      for_each_run(part, from, to, [&](const layout::Run& run) {
+        // As long as they can be.
+        ASSERT_FALSE(run.from == end_from && run.to == end_to);
+        end_from = run.from + run.size;
+        end_to = run.to + run.size;
+        for (int64_t i = 0; i < run.size; ++i) {
+          copied.push_back(source.at(static_cast<size_t>(run.from + i)));
+          ASSERT_EQ(wanted.at(static_cast<size_t>(run.to + i)), copied.back());
+        }
+      });
+      ASSERT_EQ(copied, shared);
+    }
+  }
+  const Box scalar = Box::whole({});
+  int calls = 0;
+  for_each_run(scalar, scalar, scalar, [&](const layout::Run& run) { calls += run.size == 1; });
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(Box, PiecesAreRunsInOrder) {
+  for (const Box& box : boxes_in(2, 3, 3)) {
+    for (int64_t most = 1; most <= 19; ++most) {
+      std::vector<int64_t> all;
+      for (const Box& piece : pieces(box, most)) {
+        ASSERT_LE(piece.numel(), most);
+        ASSERT_FALSE(piece.empty());
+        int runs = 0;
+        for_each_run(piece, box, piece, [&](const layout::Run&) { ++runs; });
+        ASSERT_EQ(runs, 1) << piece.describe() << " of " << box.describe();
+        const auto more = elements(piece);
+        all.insert(all.end(), more.begin(), more.end());
+      }
+      ASSERT_EQ(all, elements(box));
+    }
+  }
+  EXPECT_TRUE(pieces(Box::whole({0, 4}), 2).empty());
+  EXPECT_THROW(pieces(Box::whole({4}), 0), ConfigError);
 }
 
 }  // namespace
