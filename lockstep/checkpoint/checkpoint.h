@@ -1,11 +1,14 @@
 // Saving and loading what the ranks of a job hold, by global name and slice: docs/checkpoints.md.
 //
-//   checkpoint::save("checkpoints", {.step = step, .slices = slices_of(*model)}, group);
-//   checkpoint::load(path, slices_of(*model), group);
+//   const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*model, optimizer);
+//   if (const auto path = checkpoint::newest("checkpoints", group))
+//     step = checkpoint::load(*path, slices, group).step;
+//   checkpoint::save("checkpoints", {.step = step, .slices = slices}, group);
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,23 +23,31 @@ struct Contents {
   std::vector<NamedSlice> slices = {};            // what this rank holds
   std::map<std::string, std::string> state = {};  // JSON texts, the same on all ranks
   std::string config = "{}";                      // likewise
+  // How many of the newest complete ones stay when this one is complete; 0: all.
+  int keep = 0;
 };
 
 // Collective. Writes DIR/step-N and returns its path, once it is complete and on disk. Of a slice
 // that several ranks hold, one writes it; the work is spread evenly. Where a rank fails all throw,
-// and what was there before is untouched.
+// and what was there before is untouched. saver.h does the same beside the training.
 std::string save(const std::string& dir, const Contents& contents, const comm::Group& group = {});
 
+// Collective: the path of the newest complete checkpoint in DIR; none where there is none.
+std::optional<std::string> newest(const std::string& dir, const comm::Group& group = {});
+
 struct LoadOptions {
-  bool verify = true;  // compare the checksums of all files that are read
-  // Tensors of the checkpoint whose names begin with one of these need not be asked for.
+  bool verify = true;  // compare the checksums of what is read
+  // Tensors of the checkpoint whose names begin with one of these need not be asked for: {"optim."}
+  // for the model alone.
   std::vector<std::string> may_ignore = {};
+  // What is missing, too many or of another shape is a warning; such slices stay as they are.
+  bool partial = false;
 };
 
-// Fills the slices from a checkpoint of any layout, converting where the dtype differs, and returns
-// its manifest. CheckpointError lists the tensors that are missing, too many or of another shape;
-// then nothing has been written. Ranks read what they need, each for itself; all throw where one
-// fails. Collective.
+// Collective. Fills the slices from a checkpoint of any layout, converting where the dtype differs,
+// and returns its manifest. CheckpointError lists the tensors that are missing, too many or of
+// another shape; then nothing has been written. Each rank reads what it needs, through a buffer of
+// a few MiB; all throw where one fails.
 formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
                        const comm::Group& group = {}, const LoadOptions& options = {});
 

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
-#include <set>
+#include <memory>
 #include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
@@ -12,73 +11,85 @@
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/core/log.h"
+#include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/formats/safetensors.h"
 
 namespace lockstep::checkpoint {
 namespace {
 
-at::ScalarType scalar_type(const std::string& dtype, const std::string& name) {
-  const auto known = formats::dtype_of(dtype);
-  if (!known)
-    throw CheckpointError(format("[load] {} has dtype {}, which is unknown", name, dtype));
-  return comm::detail::to_scalar_type(*known);
-}
+// Of what cannot be read straight into its place: another type, device or order in memory.
+constexpr int64_t kBuffer = int64_t{16} << 20;
 
-// "a, b, c and 4 more"
-std::string listed(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 5;
-  const std::vector<std::string> first(names.begin(),
-                                       names.begin() + std::min(kShown, names.size()));
-  const size_t more = names.size() - first.size();
-  return join(first) + (more > 0 ? format(" and {} more", more) : "");
-}
-
-// What some rank asks for. Collective.
-std::set<std::string> names_of_all(const std::vector<NamedSlice>& slices,
-                                   const comm::Group& group) {
+// Names and shapes of what any rank asks for. Collective: the same on all.
+std::map<std::string, std::string> wanted_by_all(const std::vector<NamedSlice>& slices,
+                                                 const comm::Group& group) {
   std::string mine;
-  for (const NamedSlice& slice : slices) mine += slice.placement.name + '\n';
-  std::set<std::string> names;
+  for (const NamedSlice& slice : slices) {
+    mine += slice.placement.name + '\n' + layout::describe(slice.placement.global_shape) + '\n';
+  }
+  std::map<std::string, std::string> wanted;
   for (const std::string& text : detail::exchange_texts(mine, group)) {
     std::istringstream lines(text);
-    for (std::string name; std::getline(lines, name);) names.insert(name);
+    for (std::string name, shape; std::getline(lines, name) && std::getline(lines, shape);) {
+      wanted.emplace(name, shape);
+    }
   }
-  return names;
+  return wanted;
 }
 
-void compare(const formats::Manifest& manifest, const std::vector<NamedSlice>& slices,
-             const std::set<std::string>& wanted, const std::string& path,
-             const LoadOptions& options) {
+struct Differences {
   std::vector<std::string> missing, misshapen, extra;
-  for (const NamedSlice& slice : slices) {
-    const auto& [name, shape, box, replicated, sharded] = slice.placement;
-    const auto found = manifest.tensors.find(name);
-    if (found == manifest.tensors.end()) {
-      missing.push_back(name);
-    } else if (found->second.shape != shape) {
-      misshapen.push_back(format("{} is {} there, {} here", name,
-                                 layout::describe(found->second.shape), layout::describe(shape)));
+
+  bool none() const { return missing.empty() && misshapen.empty() && extra.empty(); }
+  // Of each kind at most so many.
+  std::string describe(size_t most) const {
+    std::vector<std::string> parts;
+    const auto add = [&](const char* what, const std::vector<std::string>& names) {
+      if (names.empty()) return;
+      const size_t shown = std::min(most, names.size());
+      parts.push_back(
+          format("{}: {}", what, join(std::vector(names.begin(), names.begin() + shown))));
+      if (shown < names.size()) parts.back() += format(" and {} more", names.size() - shown);
+    };
+    add("it lacks", missing);
+    add("of another shape", misshapen);
+    add("the model has no", extra);
+    return join(parts, "; ");
+  }
+};
+
+Differences compare(const formats::Manifest& manifest,
+                    const std::map<std::string, std::string>& wanted, const LoadOptions& options) {
+  Differences found;
+  for (const auto& [name, shape] : wanted) {
+    const auto record = manifest.tensors.find(name);
+    if (record == manifest.tensors.end()) {
+      found.missing.push_back(name);
+    } else if (const auto there = layout::describe(record->second.shape); there != shape) {
+      found.misshapen.push_back(format("{} is {} there, {} here", name, there, shape));
     }
   }
   for (const auto& [name, record] : manifest.tensors) {
     const auto ignored = [&](const std::string& prefix) { return name.starts_with(prefix); };
     if (!wanted.contains(name) && std::ranges::none_of(options.may_ignore, ignored)) {
-      extra.push_back(name);
+      found.extra.push_back(name);
     }
   }
-  std::string problem;
-  const auto add = [&](const char* what, const std::vector<std::string>& names) {
-    if (!names.empty())
-      problem += (problem.empty() ? "" : "; ") + format("{}: {}", what, listed(names));
-  };
-  add("it lacks", missing);
-  add("of another shape", misshapen);
-  add("the model has no", extra);
-  if (!problem.empty()) {
-    throw CheckpointError(format("[load] {} is not a checkpoint of this model: {}", path, problem));
+  return found;
+}
+
+// One rank says it, for all find the same.
+void report(const Differences& found, const std::string& path, bool partial, bool speaks) {
+  if (found.none()) return;
+  constexpr size_t kShown = 5;
+  const std::string brief = found.describe(kShown), all = found.describe(SIZE_MAX);
+  if (partial) {
+    if (speaks) log::warn(format("[load] {} is loaded in part: {}", path, all));
+    return;
   }
+  if (speaks && brief != all) log::error(format("[load] {}: {}", path, all));
+  throw CheckpointError(format("[load] {} is not a checkpoint of this model: {}", path, brief));
 }
 
 // A view of the part of `tensor`, which holds `held`, that `box` is.
@@ -91,44 +102,41 @@ at::Tensor part_of(at::Tensor tensor, const layout::Box& held, const layout::Box
   return tensor;
 }
 
-class Files {
+class Filler {
  public:
-  Files(std::string path, const formats::Manifest& manifest, bool verify)
-      : path_(std::move(path)), manifest_(manifest), verify_(verify) {}
+  explicit Filler(formats::CheckpointReader& reader) : reader_(reader) {}
 
-  // The stored slice as a tensor over the mapped file.
-  at::Tensor read(const std::string& name, const formats::TensorRecord& tensor,
-                  const formats::SliceRecord& slice) {
-    const formats::SafetensorsFile& file = open(slice.file);
-    const auto& entry = file.at(slice.key.empty() ? name : slice.key);
-    const layout::Shape shape = formats::slice_shape(tensor.shape, slice.box);
-    if (entry.dtype != tensor.dtype || entry.shape != shape) {
-      throw CheckpointError(format("[load] {}: {} is {} {}, the manifest has {} {}", file.path(),
-                                   entry.name, entry.dtype, layout::describe(entry.shape),
-                                   tensor.dtype, layout::describe(shape)));
+  void fill(const NamedSlice& slice) {
+    const std::string& name = slice.placement.name;
+    const layout::Box& held = slice.placement.slice;
+    const auto dtype = dtype_of(name);
+    if (slice.tensor.device().is_cpu() && slice.tensor.scalar_type() == dtype &&
+        slice.tensor.is_contiguous()) {
+      reader_.read(name, held, comm::detail::bytes_of(slice.tensor));
+      return;
     }
-    const auto bytes = file.bytes(entry);
-    // Only ever read; torch has no tensors of constant memory.
-    return at::from_blob(const_cast<std::byte*>(bytes.data()), shape,
-                         scalar_type(entry.dtype, name));
+    const auto width = static_cast<int64_t>(c10::elementSize(dtype));
+    for (const layout::Box& piece : layout::pieces(held, kBuffer / width)) {
+      const at::Tensor part = part_of(slice.tensor, held, piece);
+      if (!buffer_.defined()) buffer_ = at::empty({kBuffer}, at::kByte);
+      const at::Tensor values =
+          buffer_.narrow(0, 0, piece.numel() * width).view(dtype).view(part.sizes());
+      reader_.read(name, piece, comm::detail::bytes_of(values));
+      part.copy_(values);
+    }
   }
 
  private:
-  const formats::SafetensorsFile& open(const std::string& name) {
-    const auto found = open_.find(name);
-    if (found != open_.end()) return found->second;
-    const std::string path = path_ + "/" + name;
-    if (verify_ && formats::record_of(path) != manifest_.files.at(name)) {
-      throw CheckpointError(format(
-          "[load] {} does not have the size and checksum of the manifest: it is damaged", path));
-    }
-    return open_.emplace(name, formats::SafetensorsFile(path)).first->second;
+  at::ScalarType dtype_of(const std::string& name) const {
+    const std::string& dtype = reader_.manifest().tensors.at(name).dtype;
+    const auto known = formats::dtype_of(dtype);
+    if (!known)
+      throw CheckpointError(format("[load] {} has dtype {}, which is unknown", name, dtype));
+    return comm::detail::to_scalar_type(*known);
   }
 
-  std::string path_;
-  const formats::Manifest& manifest_;
-  bool verify_;
-  std::map<std::string, formats::SafetensorsFile> open_;
+  formats::CheckpointReader& reader_;
+  at::Tensor buffer_;
 };
 
 }  // namespace
@@ -136,28 +144,29 @@ class Files {
 formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
                        const comm::Group& group, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
-  std::optional<formats::Manifest> manifest;
-  const std::set<std::string> wanted = names_of_all(slices, group);
+  std::unique_ptr<formats::CheckpointReader> reader;
+  const auto wanted = wanted_by_all(slices, group);
   detail::together("load", group, [&]() -> std::string {
-    manifest = formats::read_manifest(path);
-    compare(*manifest, slices, wanted, path, options);
+    reader = std::make_unique<formats::CheckpointReader>(path, options.verify);
+    report(compare(reader->manifest(), wanted, options), path, options.partial, group.rank() == 0);
     return "";
   });
+  const auto& tensors = reader->manifest().tensors;
+  const auto is_there = [&](const NamedSlice& slice) {
+    const auto found = tensors.find(slice.placement.name);
+    return found != tensors.end() && found->second.shape == slice.placement.global_shape;
+  };
   detail::together("load", group, [&]() -> std::string {
-    Files files(path, *manifest, options.verify);
+    Filler filler(*reader);
     for (const NamedSlice& slice : slices) {
-      const auto& record = manifest->tensors.at(slice.placement.name);
-      for (const formats::SliceRecord& stored : record.slices) {
-        const layout::Box shared = slice.placement.slice.intersect(stored.box);
-        if (shared.empty()) continue;
-        const at::Tensor source = files.read(slice.placement.name, record, stored);
-        part_of(slice.tensor, slice.placement.slice, shared)
-            .copy_(part_of(source, stored.box, shared));
-      }
+      if (is_there(slice) && !slice.placement.is_empty()) filler.fill(slice);
     }
     return "";
   });
-  return *manifest;
+  for (const NamedSlice& slice : slices) {
+    if (slice.loaded && is_there(slice)) slice.loaded();
+  }
+  return reader->manifest();
 }
 
 }  // namespace lockstep::checkpoint

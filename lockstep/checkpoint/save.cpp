@@ -1,142 +1,131 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <map>
-#include <span>
-#include <tuple>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
+#include "lockstep/checkpoint/write.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/shard_file.h"
 
 namespace lockstep::checkpoint {
+namespace detail {
 namespace {
 
-std::string dtype_name(const NamedSlice& slice) {
-  return formats::safetensors_name(comm::detail::dtype_of(slice.tensor, "checkpoint"));
-}
-
-// What tells two slices apart; the same text on every rank that holds the slice.
-std::string identity(const NamedSlice& slice) {
-  return slice.placement.name + " " + slice.placement.slice.describe();
-}
-
-void check_slice(const NamedSlice& slice) {
-  slice.placement.validate();
-  if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
-  throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
-                           slice.placement.describe(), join(slice.tensor.sizes()),
-                           join(slice.placement.local_shape())));
-}
-
-// Which rank writes each slice: the one with the least to write among those that hold it, largest
-// slices first. Every rank computes the same from the same lists.
-std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lists) {
-  struct Candidate {
-    int64_t bytes = 0;
-    std::vector<size_t> holders = {};
-  };
-  std::map<std::string, Candidate> candidates;
-  for (size_t rank = 0; rank < lists.size(); ++rank) {
-    std::string_view list = lists[rank];
-    while (!list.empty()) {  // "BYTES IDENTITY\0"
-      const std::string entry(list.substr(0, list.find('\0')));
-      list.remove_prefix(entry.size() + 1);
-      const size_t space = entry.find(' ');
-      Candidate& candidate = candidates[entry.substr(space + 1)];
-      candidate.bytes = std::stoll(entry.substr(0, space));
-      candidate.holders.push_back(rank);
+// Of this rank's files; their part of the manifest.
+formats::Manifest write_files(const std::string& folder, const Contents& contents,
+                              const Bytes& bytes, int rank) {
+  std::vector<formats::ShardSlice> all;
+  for (const NamedSlice& slice : contents.slices) {
+    all.push_back(
+        {.name = slice.placement.name,
+         .dtype = formats::safetensors_name(comm::detail::dtype_of(slice.tensor, "checkpoint")),
+         .shape = slice.placement.global_shape,
+         .box = slice.placement.slice});
+  }
+  formats::Manifest manifest{.step = contents.step};
+  const auto parts = formats::shard_parts(all);
+  for (size_t part = 0; part < parts.size(); ++part) {
+    const std::string file = formats::shard_file_name(rank + 1, static_cast<int>(part) + 1,
+                                                      static_cast<int>(parts.size()));
+    std::vector<formats::ShardSlice> slices;
+    std::map<std::string, size_t> by_name;
+    for (const size_t index : parts[part]) {
+      slices.push_back(all[index]);
+      by_name[all[index].name] = index;
     }
+    auto writer = formats::open_shard(folder, file, slices);
+    for (const formats::SafetensorsEntry& entry : writer.entries()) {
+      bytes(by_name.at(entry.name),
+            [&](std::span<const std::byte> piece) { writer.write(entry.name, piece); });
+    }
+    manifest.merge(formats::shard_manifest(contents.step, file, writer.finish(), slices));
   }
-  std::vector<std::pair<int64_t, std::string>> order;
-  for (const auto& [name, candidate] : candidates) order.emplace_back(-candidate.bytes, name);
-  std::sort(order.begin(), order.end());
-  std::vector<int64_t> load(lists.size());
-  std::map<std::string, size_t> writers;
-  for (const auto& [negative_bytes, name] : order) {
-    const auto& holders = candidates[name].holders;
-    const size_t writer = *std::min_element(
-        holders.begin(), holders.end(),
-        [&](size_t a, size_t b) { return std::tie(load[a], a) < std::tie(load[b], b); });
-    load[writer] -= negative_bytes;
-    writers[name] = writer;
-  }
-  return writers;
+  return manifest;
 }
 
-// Returns the file's part of the manifest.
-std::string write_shard(const std::string& folder, int64_t step, int rank,
-                        const std::vector<const NamedSlice*>& slices) {
-  const std::string file = formats::shard_file_name(rank + 1);
-  std::vector<formats::ShardSlice> entries;
-  std::map<std::string, const NamedSlice*> by_key;
-  std::map<std::string, int> times;
-  for (const NamedSlice* slice : slices) {
-    const std::string& name = slice->placement.name;
-    const int nth = times[name]++;  // a second slice of a tensor needs a name of its own
-    const std::string key = nth == 0 ? name : format("{}#{}", name, nth);
-    entries.push_back({.name = name,
-                       .dtype = dtype_name(*slice),
-                       .shape = slice->placement.global_shape,
-                       .box = slice->placement.slice,
-                       .key = nth == 0 ? "" : key});
-    by_key[key] = slice;
+// Older ones that stay for want of a permission do no harm.
+void prune(const std::string& dir, int keep) {
+  try {
+    if (keep > 0) formats::prune(dir, keep);
+  } catch (const Error& failure) {
+    log::warn(format("older checkpoints in {} could not be removed: {}", dir, failure.what()));
   }
-  auto writer = formats::open_shard(folder, file, entries);
-  for (const formats::SafetensorsEntry& entry : writer.entries()) {
-    const at::Tensor tensor = by_key.at(entry.name)->tensor.cpu().contiguous();
-    writer.write(entry.name, {static_cast<const std::byte*>(tensor.data_ptr()), tensor.nbytes()});
-  }
-  return formats::shard_manifest(step, file, writer.finish(), entries).to_json();
+}
+
+std::string write_all(const std::string& dir, const Contents& contents, const Bytes& bytes,
+                      const comm::Group& group) {
+  const bool leads = group.rank() == 0;
+  const auto folders = together("save", group, [&]() -> std::string {
+    return leads ? formats::begin_checkpoint(dir, contents.step) : "";
+  });
+  const auto parts = together("save", group, [&]() -> std::string {
+    if (contents.slices.empty()) return "";
+    return write_files(folders[0], contents, bytes, group.rank()).to_json();
+  });
+  const auto paths = together("save", group, [&]() -> std::string {
+    if (!leads) return "";
+    formats::Manifest manifest{
+        .step = contents.step, .state = contents.state, .config = contents.config};
+    for (const std::string& part : parts) {
+      if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folders[0]));
+    }
+    return formats::commit_checkpoint(dir, manifest);
+  });
+  if (leads) prune(dir, contents.keep);
+  return paths[0];
 }
 
 }  // namespace
 
-std::string save(const std::string& dir, const Contents& contents, const comm::Group& group) {
+void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   const at::NoGradGuard no_grad;
-  const auto lists = detail::together("save", group, [&] {
-    std::string list;
-    for (const NamedSlice& slice : contents.slices) {
-      check_slice(slice);
-      // Nothing of a tensor that others hold; a tensor without elements is whole, and kept.
-      if (slice.placement.is_empty() && !slice.placement.is_whole()) continue;
-      list += std::to_string(slice.tensor.nbytes()) + " " + identity(slice) + '\0';
-    }
-    return list;
-  });
-  const auto folders = detail::together("save", group, [&]() -> std::string {
-    return group.rank() == 0 ? formats::begin_checkpoint(dir, contents.step) : "";
-  });
-  const std::string& folder = folders[0];
+  sink(comm::detail::bytes_of(tensor.cpu().contiguous()));
+}
 
-  const auto writers = choose_writers(lists);
-  const auto parts = detail::together("save", group, [&]() -> std::string {
-    std::vector<const NamedSlice*> mine;
-    for (const NamedSlice& slice : contents.slices) {
-      const auto found = writers.find(identity(slice));
-      if (found != writers.end() && static_cast<int>(found->second) == group.rank()) {
-        mine.push_back(&slice);
-      }
+std::string write(const std::string& dir, const Contents& contents, const Bytes& bytes,
+                  const comm::Group& group) {
+  try {
+    return write_all(dir, contents, bytes, group);
+  } catch (const CommError&) {
+    throw;  // others may still be writing; the next save of this step will clear it away
+  } catch (const Error&) {
+    // All ranks have come to an end. A full disk gets its space back.
+    try {
+      if (group.rank() == 0) formats::abandon_checkpoint(dir, contents.step);
+    } catch (const Error& failure) {
+      log::warn(format("a part of a checkpoint stays in {}: {}", dir, failure.what()));
     }
-    return mine.empty() ? "" : write_shard(folder, contents.step, group.rank(), mine);
-  });
+    throw;
+  }
+}
 
-  const auto paths = detail::together("save", group, [&]() -> std::string {
+}  // namespace detail
+
+std::string save(const std::string& dir, const Contents& contents, const comm::Group& group) {
+  Contents mine = contents;
+  mine.slices = detail::share_of(contents.slices, group);
+  return detail::write(
+      dir, mine,
+      [&](size_t slice, const detail::Sink& sink) {
+        detail::give_bytes(mine.slices[slice].tensor, sink);
+      },
+      group);
+}
+
+std::optional<std::string> newest(const std::string& dir, const comm::Group& group) {
+  const auto paths = detail::together("newest", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
-    formats::Manifest manifest{
-        .step = contents.step, .state = contents.state, .config = contents.config};
-    for (const std::string& part : parts) {
-      if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folder));
-    }
-    return formats::commit_checkpoint(dir, manifest);
+    const auto found = formats::newest(dir);
+    return found ? found->path : "";
   });
-  return paths[0];
+  return paths[0].empty() ? std::nullopt : std::optional(paths[0]);
 }
 
 }  // namespace lockstep::checkpoint

@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
+
+#include "lockstep/checkpoint/torch_optimizer.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -22,15 +25,55 @@ std::string parameter_of(const std::string& slice) {
   return slice.substr(kOptimizer.size(), slice.rfind('.') - kOptimizer.size());
 }
 
-// Parts of a tensor of the optimizer's, such as "layer.weight.exp_avg".
-void add_parts(const parallel::ShardedModel& model, const std::string& name,
-               const at::Tensor& tensor, std::vector<NamedSlice>& slices) {
-  const size_t dot = name.rfind('.');
-  for (auto& [placement, part] : model.parts_of(name.substr(0, dot), tensor)) {
-    if (placement.is_empty()) continue;
-    placement.name = "optim." + placement.name + name.substr(dot);
-    slices.push_back({placement, part});
+using detail::StateTensor;
+
+std::vector<StateTensor> state_of(optim::Optimizer& optimizer) {
+  std::vector<StateTensor> all;
+  for (const auto& [name, tensor] : optimizer.state()) all.push_back({name, tensor});
+  return all;
+}
+
+std::vector<NamedSlice> whole_state(const std::vector<StateTensor>& state) {
+  std::vector<NamedSlice> slices;
+  for (const StateTensor& entry : state) {
+    slices.push_back(whole(std::string(kOptimizer) + entry.name, entry.tensor));
+    slices.back().loaded = entry.loaded;
   }
+  return slices;
+}
+
+// Parts of a tensor of the optimizer's, such as "layer.weight.exp_avg".
+void add_parts(const parallel::ShardedModel& model, const StateTensor& entry,
+               std::vector<NamedSlice>& slices) {
+  const size_t dot = entry.name.rfind('.');
+  for (auto& [placement, part] : model.parts_of(entry.name.substr(0, dot), entry.tensor)) {
+    if (placement.is_empty()) continue;
+    placement.name = std::string(kOptimizer) + placement.name + entry.name.substr(dot);
+    slices.push_back({placement, part, entry.loaded});
+  }
+}
+
+std::vector<NamedSlice> sharded_state(const parallel::ShardedModel& model,
+                                      const std::vector<StateTensor>& state) {
+  std::vector<NamedSlice> slices;
+  for (const StateTensor& entry : state) add_parts(model, entry, slices);
+  return slices;
+}
+
+std::vector<NamedSlice> pipelined_state(const parallel::Pipeline& pipeline,
+                                        const std::vector<StateTensor>& state) {
+  const auto sharded = pipeline.sharded();
+  if (sharded.empty()) return of_whole_model(whole_state(state), pipeline.tensor());
+  // Which stage a tensor of the optimizer's belongs to; of tied ones it has the first.
+  std::map<std::string, size_t> stage_of;
+  for (size_t stage = 0; stage < sharded.size(); ++stage) {
+    for (const auto& parameter : sharded[stage].named_parameters())
+      stage_of.emplace(parameter.name, stage);
+  }
+  std::vector<NamedSlice> slices;
+  for (const StateTensor& entry : state)
+    add_parts(sharded[stage_of.at(entry.name.substr(0, entry.name.rfind('.')))], entry, slices);
+  return of_whole_model(slices, pipeline.tensor());
 }
 
 }  // namespace
@@ -50,11 +93,12 @@ std::vector<NamedSlice> slices_of(const torch::nn::Module& model) {
 }
 
 std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer) {
-  std::vector<NamedSlice> slices;
-  for (const auto& [name, tensor] : optimizer.state()) {
-    slices.push_back(whole("optim." + name, tensor));
-  }
-  return slices;
+  return whole_state(state_of(optimizer));
+}
+
+std::vector<NamedSlice> slices_of(const torch::nn::Module& model,
+                                  torch::optim::Optimizer& optimizer) {
+  return whole_state(detail::state_of(optimizer, optim::named_parameters(model)));
 }
 
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
@@ -67,9 +111,12 @@ std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
 
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,
                                   optim::Optimizer& optimizer) {
-  std::vector<NamedSlice> slices;
-  for (const auto& [name, tensor] : optimizer.state()) add_parts(model, name, tensor, slices);
-  return slices;
+  return sharded_state(model, state_of(optimizer));
+}
+
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,
+                                  torch::optim::Optimizer& optimizer) {
+  return sharded_state(model, detail::state_of(optimizer, model.named_parameters()));
 }
 
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline) {
@@ -88,18 +135,12 @@ std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline) {
 }
 
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
-  const auto sharded = pipeline.sharded();
-  if (sharded.empty()) return of_whole_model(slices_of(optimizer), pipeline.tensor());
-  // Which stage a tensor of the optimizer's belongs to; of tied ones it has the first.
-  std::map<std::string, size_t> stage_of;
-  for (size_t stage = 0; stage < sharded.size(); ++stage) {
-    for (const auto& parameter : sharded[stage].named_parameters())
-      stage_of.emplace(parameter.name, stage);
-  }
-  std::vector<NamedSlice> slices;
-  for (const auto& [name, tensor] : optimizer.state())
-    add_parts(sharded[stage_of.at(name.substr(0, name.rfind('.')))], name, tensor, slices);
-  return of_whole_model(slices, pipeline.tensor());
+  return pipelined_state(pipeline, state_of(optimizer));
+}
+
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline,
+                                  torch::optim::Optimizer& optimizer) {
+  return pipelined_state(pipeline, detail::state_of(optimizer, pipeline.named_parameters()));
 }
 
 std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
@@ -114,7 +155,7 @@ std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
       continue;
     }
     for (const auto& [local, global] : split.pieces(held.slice)) {
-      NamedSlice piece{held, slice.tensor};
+      NamedSlice piece = slice;
       piece.placement.global_shape = split.global_shape;
       piece.placement.slice = global;
       for (size_t dim = 0; dim < local.ranges.size(); ++dim) {

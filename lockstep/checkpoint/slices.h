@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
@@ -14,27 +15,37 @@
 
 namespace lockstep::checkpoint {
 
-// A tensor of this rank and its place in the whole model. Of the tensor's shape is
+// A tensor of this rank and its place in the whole model. The tensor's shape is
 // placement.local_shape().
 struct NamedSlice {
   layout::Placement placement;
   at::Tensor tensor;
+  std::function<void()> loaded = {};  // called when load() has filled the tensor
 };
 
 // Parameters and buffers, under their names in the module; a shared one under the first of its
 // names. All are whole.
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model);
-// The optimizer's state, as "optim." and the names that it gives it.
+// The optimizer's state, as "optim." and the names that it gives it. Of torch's own optimizers
+// Adam, AdamW, SGD, RMSprop and Adagrad can be saved, over parameters of the model, and have the
+// same names; those of PyTorch's state_dict. Slices refer to the optimizer, which must live as
+// long.
 std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer);
+std::vector<NamedSlice> slices_of(const torch::nn::Module& model,
+                                  torch::optim::Optimizer& optimizer);
 
 // This rank's parts of a sharded model and of the optimizer over its parameters(), under the same
 // names. Before load(), unless nothing has used the model: sharded.begin_update().
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model);
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model, optim::Optimizer& optimizer);
+std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,
+                                  torch::optim::Optimizer& optimizer);
 
 // The same of a pipeline's stages on this rank; a tied parameter is its first stage's.
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline);
 std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer);
+std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline,
+                                  torch::optim::Optimizer& optimizer);
 
 // Slices of what tensor-parallel ranks left to this one, as slices of the whole model. Of a fused
 // parameter they are several. Those of the functions above that take a pipeline are.

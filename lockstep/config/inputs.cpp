@@ -202,9 +202,10 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   int64_t begin = -1;
   if (const auto path = find_checkpoint(config.checkpoint)) {
     const auto manifest = options.verify ? formats::verify(*path) : formats::read_manifest(*path);
-    check_same_model(manifest, model, *path);
-    warn_of_differences(manifest, config, *path);
-    begin = manifest.step;
+    if (!config.checkpoint.partial) check_same_model(manifest, model, *path);
+    const bool goes_on = config.checkpoint.load == LoadWhat::all;
+    if (goes_on) warn_of_differences(manifest, config, *path);
+    begin = goes_on ? manifest.step : 0;
   }
   const auto others =
       dir.empty() ? std::vector<formats::Checkpoint>{} : formats::list_complete(dir);

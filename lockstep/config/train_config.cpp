@@ -108,6 +108,16 @@ void validate_data(const TrainConfig& config) {
 
 void validate_checkpoints(const CheckpointConfig& checkpoint) {
   require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
+  const bool from_path = checkpoint.resume != "none" && checkpoint.resume != "auto";
+  require(checkpoint.load == LoadWhat::all || from_path,
+          format("checkpoint.load is model, but checkpoint.resume is {}: it must be the path of a "
+                 "checkpoint to begin with",
+                 checkpoint.resume));
+  require(!checkpoint.partial || checkpoint.resume != "none",
+          "checkpoint.partial is true, but checkpoint.resume is none: nothing is loaded");
+  require(checkpoint.when_busy == WhenBusy::wait || checkpoint.async,
+          "checkpoint.when_busy is skip, but checkpoint.async is false: none is written beside the "
+          "training");
   if (!checkpoint.dir.empty()) return;
   require(checkpoint.every == 0,
           format("checkpoint.every is {}, but checkpoint.dir is empty", checkpoint.every));

@@ -24,6 +24,10 @@ enum class OptimizerKind { adamw, sgd };
 // shares within a part of the ranks, all of it on each part.
 enum class Shard { none, full, grad_op, optimizer, hybrid };
 std::string_view name_of(Shard shard);
+// Of a checkpoint that a run begins from.
+enum class LoadWhat { all, model };
+// A checkpoint is due while the one before is still being written.
+enum class WhenBusy { wait, skip };
 
 struct DataConfig {
   std::string path = {};            // text or token file
@@ -103,6 +107,10 @@ struct CheckpointConfig {
   int64_t every = 0;                // 0: at the end only
   int64_t keep = 3;                 // the newest; 0: all
   std::string resume = "none";      // none, auto (the newest in dir), or a path
+  LoadWhat load = LoadWhat::all;
+  bool partial = false;  // tensors that are missing, too many or of another shape are let pass
+  bool async = false;    // written beside the training, from a copy in memory
+  WhenBusy when_busy = WhenBusy::wait;
 
   bool operator==(const CheckpointConfig&) const = default;
 };

@@ -210,6 +210,18 @@ void add_output(Schema& schema, TrainConfig& config) {
   schema.add("resume", config.checkpoint.resume,
              "none: begin anew. auto: go on from the newest in dir, if there is one. Else the path "
              "of a checkpoint.");
+  schema.add_choice("load", config.checkpoint.load, {"all", "model"},
+                    "What is loaded from the path: all, to go on where it was; or the model's "
+                    "weights, to begin at step 0 with them.");
+  schema.add("partial", config.checkpoint.partial,
+             "Load what fits: tensors that are missing, too many or of another shape are a "
+             "warning, not an error.");
+  schema.add("async", config.checkpoint.async,
+             "Train on while a checkpoint is written; takes memory for a copy of what each rank "
+             "writes.");
+  schema.add_choice("when_busy", config.checkpoint.when_busy, {"wait", "skip"},
+                    "With async, where the one before is still being written: wait for it, or "
+                    "leave this one out. The last is never left out.");
 
   schema.section("metrics", "What is recorded");
   schema.add("file", config.metrics.file, "One line of JSON for each step; empty: none.");

@@ -8,3 +8,6 @@ class Tensor;
 namespace torch::nn {
 class Module;
 }
+namespace torch::optim {
+class Optimizer;
+}

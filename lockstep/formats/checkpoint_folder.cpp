@@ -173,6 +173,10 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) 
   return final;
 }
 
+void abandon_checkpoint(const std::string& dir, int64_t step) {
+  remove_tree(path_of(dir, step, kTemporary));
+}
+
 std::vector<Checkpoint> list_complete(const std::string& dir) {
   std::vector<Checkpoint> checkpoints;
   for (const auto& [step, remains] : scan(dir)) {

@@ -33,6 +33,8 @@ std::string begin_checkpoint(const std::string& dir, int64_t step);
 // step. CheckpointError where the manifest does not hold together, or its files are not there.
 std::string commit_checkpoint(const std::string& dir, const Manifest& manifest);
 
+void abandon_checkpoint(const std::string& dir, int64_t step);
+
 // All with a manifest, by step; empty where there is no such folder.
 std::vector<Checkpoint> list_complete(const std::string& dir);
 // The newest whose manifest is sound and whose files have the right sizes; others are skipped with

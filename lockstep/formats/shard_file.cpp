@@ -23,6 +23,17 @@ std::string shard_file_name(int shard, int part, int parts) {
   return format("shard-{:05}-model-{:05}-of-{:05}.safetensors", shard, part, parts);
 }
 
+std::vector<std::vector<size_t>> shard_parts(const std::vector<ShardSlice>& slices) {
+  std::vector<std::vector<size_t>> parts;
+  std::map<std::string, size_t> times;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const size_t part = times[slices[i].name]++;
+    if (part == parts.size()) parts.emplace_back();
+    parts[part].push_back(i);
+  }
+  return parts;
+}
+
 SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
                              const std::vector<ShardSlice>& slices) {
   auto sharding = Json::object();

@@ -23,6 +23,8 @@ struct ShardSlice {
   std::string key = {};  // needed where a file has a second slice of the same tensor
 };
 
+std::vector<std::vector<size_t>> shard_parts(const std::vector<ShardSlice>& slices);
+
 // A writer for DIR/FILE, whose metadata says where each slice lies in its tensor. Its entries are
 // named by key.
 SafetensorsWriter open_shard(const std::string& folder, const std::string& file,

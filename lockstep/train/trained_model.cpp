@@ -108,8 +108,12 @@ double TrainedModel::clip_grad_norm(double max_norm) {
   return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
 }
 
+std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {
+  return checkpoint::slices_of(pipeline_);
+}
+
 std::vector<checkpoint::NamedSlice> TrainedModel::slices(optim::Optimizer& optimizer) const {
-  return checkpoint::slices_of(pipeline_) + checkpoint::slices_of(pipeline_, optimizer);
+  return slices() + checkpoint::slices_of(pipeline_, optimizer);
 }
 
 int64_t TrainedModel::arena_bytes() const { return arenas_of(pipeline_.sharded()); }

@@ -46,6 +46,7 @@ class TrainedModel {
   std::vector<optim::NamedParameter> parameters() const { return pipeline_.named_parameters(); }
   // The norm of all gradients before they are clipped; 0: they are not.
   double clip_grad_norm(double max_norm);
+  std::vector<checkpoint::NamedSlice> slices() const;
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
   // Memory that it has outside torch's allocator, beside symmetric memory.
   int64_t arena_bytes() const;

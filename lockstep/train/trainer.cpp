@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/error.h"
@@ -17,7 +18,6 @@
 #include "lockstep/core/trace.h"
 #include "lockstep/core/version.h"
 #include "lockstep/formats/batch_reader.h"
-#include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/entropy.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/adamw.h"
@@ -108,7 +108,8 @@ struct Trainer::State {
   StepMetrics step();
   void say_what_is_trained();
   void evaluate();
-  void save();
+  void save(checkpoint::WhenBusy when_busy);
+  void say_what_was_saved();
 
   const comm::Group world;
   const mesh::Mesh mesh;
@@ -123,9 +124,11 @@ struct Trainer::State {
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
   const Evaluator evaluator;
+  std::optional<checkpoint::Saver> saver;
   int64_t done = 0;     // steps
   int64_t samples = 0;  // that these steps have seen
   int64_t saved_at = -1;
+  double paused = 0;  // seconds, for the last save
   int64_t skipped_in_a_row = 0;
   bool stopping = false;
   std::string resumed_from;
@@ -170,6 +173,10 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                                                 .seed = static_cast<uint64_t>(config.train.seed),
                                                 .vocab = config.model.vocab,
                                                 .first_sample = samples});
+  if (!config.checkpoint.dir.empty()) {
+    saver.emplace(config.checkpoint.dir, world,
+                  checkpoint::SaverOptions{.background = config.checkpoint.async});
+  }
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
   progress.emplace(speaks, done, config.train.steps, config.train.log_every);
@@ -178,7 +185,13 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 void Trainer::State::resume() {
   const auto path = config::find_checkpoint(config.checkpoint);
   if (!path) return;
-  const auto manifest = checkpoint::load(*path, model.slices(*optimizer), world);
+  const bool goes_on = config.checkpoint.load == config::LoadWhat::all;
+  const auto manifest = checkpoint::load(
+      *path, goes_on ? model.slices(*optimizer) : model.slices(), world,
+      {.may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
+       .partial = config.checkpoint.partial});
+  resumed_from = *path;
+  if (!goes_on) return;
   done = manifest.step;
   const auto position = manifest.state.find("samples");
   if (position == manifest.state.end()) {
@@ -189,7 +202,6 @@ void Trainer::State::resume() {
   }
   samples = std::stoll(position->second);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
-  resumed_from = *path;
 }
 
 void Trainer::State::say_what_is_trained() {
@@ -293,24 +305,39 @@ void Trainer::State::evaluate() {
   progress->resume();
 }
 
-void Trainer::State::save() {
-  if (config.checkpoint.dir.empty() || saved_at == done) return;
+// Weights that give gradients that are not finite do not push out good ones.
+void Trainer::State::save(checkpoint::WhenBusy when_busy) {
+  if (!saver || saved_at == done) return;
   progress->pause();
   const auto start = Clock::now();
-  const std::string path =
-      checkpoint::save(config.checkpoint.dir,
-                       {.step = done,
-                        .slices = model.slices(*optimizer),
-                        .state = {{"samples", std::to_string(samples)},
-                                  {"tokens", std::to_string(samples * config.train.seq_len)}},
-                        .config = config::to_json(config)},
-                       world);
-  if (world.rank() == 0 && config.checkpoint.keep > 0 && skipped_in_a_row == 0) {
-    formats::prune(config.checkpoint.dir, static_cast<int>(config.checkpoint.keep));
+  const bool begun =
+      saver->save({.step = done,
+                   .slices = model.slices(*optimizer),
+                   .state = {{"samples", std::to_string(samples)},
+                             {"tokens", std::to_string(samples * config.train.seq_len)},
+                             {"seed", std::to_string(config.train.seed)}},
+                   .config = config::to_json(config),
+                   .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0},
+                  when_busy);
+  if (begun) {
+    saved_at = done;
+    paused = seconds_since(start);
+  } else {
+    progress->line(format("step {}: not saved, the checkpoint of step {} is still being written",
+                          done, saved_at));
   }
-  saved_at = done;
-  progress->line(format("step {}: saved {} ({:.1f} s)", done, path, seconds_since(start)));
+  say_what_was_saved();
   progress->resume();
+}
+
+void Trainer::State::say_what_was_saved() {
+  if (!saver) return;
+  const auto saved = saver->last();
+  if (!saved || saved->path.empty()) return;  // of a failure there was a warning
+  const std::string wait =
+      config.checkpoint.async ? format(", training waited {:.2f} s", paused) : "";
+  progress->line(
+      format("step {}: saved {} ({:.1f} s{})", saved->step, saved->path, saved->seconds, wait));
 }
 
 End Trainer::State::run() {
@@ -333,9 +360,15 @@ End Trainer::State::run() {
                  kHopeless, done));
     }
     // Weights that give such gradients must not replace good ones.
-    if (due(config.checkpoint.every) && skipped_in_a_row == 0) save();
+    if (due(config.checkpoint.every) && skipped_in_a_row == 0) {
+      save(config.checkpoint.when_busy == config::WhenBusy::skip ? checkpoint::WhenBusy::skip
+                                                                 : checkpoint::WhenBusy::wait);
+    }
+    say_what_was_saved();
   }
-  save();
+  save(checkpoint::WhenBusy::wait);
+  if (saver) saver->wait();
+  say_what_was_saved();
   if (stopping && done < config.train.steps) {
     progress->line(format("stopped at step {} of {}", done, config.train.steps));
     return End::stopped;

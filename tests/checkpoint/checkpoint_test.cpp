@@ -172,6 +172,52 @@ TEST(Checkpoint, NamesWhatDoesNotFit) {
   EXPECT_TRUE(at::equal(right.tensor, at::zeros({2})));  // nothing was written
 }
 
+TEST(Checkpoint, LoadsWhatFits) {
+  const test::TempDir folder;
+  const auto slice = [](const std::string& name, const layout::Shape& shape, double value) {
+    return NamedSlice{layout::Placement::whole(name, shape), at::full(shape, value)};
+  };
+  const std::string path =
+      save(folder.path(),
+           {.step = 1, .slices = {slice("a", {2}, 1), slice("b", {3}, 2), slice("c", {4}, 3)}});
+  const auto a = slice("a", {2}, 0), b = slice("b", {5}, 0), d = slice("d", {1}, 0);
+  testing::internal::CaptureStderr();
+  load(path, {a, b, d}, {}, {.partial = true});
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("in part"), HasSubstr("lacks: d"),
+                    HasSubstr("b is (3) there, (5) here"), HasSubstr("no: c")));
+  EXPECT_TRUE(at::equal(a.tensor, at::ones({2})));
+  EXPECT_TRUE(at::equal(b.tensor, at::zeros({5})));
+  EXPECT_TRUE(at::equal(d.tensor, at::zeros({1})));
+}
+
+// Columns of another type, which come through the buffer, in several pieces.
+TEST(Checkpoint, LoadsIntoPartsThatAreNotContiguous) {
+  const test::TempDir folder;
+  const at::Tensor values = at::arange(3000 * 2048, at::kFloat).view({3000, 2048});
+  const std::string path =
+      save(folder.path(),
+           {.step = 1, .slices = {{layout::Placement::whole("x", {3000, 2048}), values}}});
+  const at::Tensor whole = at::zeros({3000, 2048}, at::kDouble);
+  const auto placement =
+      layout::Placement::whole("x", {3000, 2048}, {"tp"}).narrow(1, {5, 2000}, "tp");
+  load(path, {{placement, whole.narrow(1, 7, 1995)}});
+  EXPECT_TRUE(at::equal(whole.narrow(1, 7, 1995), values.narrow(1, 5, 1995).to(at::kDouble)));
+  EXPECT_TRUE(at::equal(whole.narrow(1, 0, 7), at::zeros({3000, 7}, at::kDouble)));
+}
+
+TEST(Checkpoint, TheNewestIsFoundByAllRanks) {
+  const test::TempDir folder;
+  EXPECT_FALSE(newest(folder.path()));
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const NamedSlice slice{layout::Placement::whole("x", {2}), at::ones({2})};
+    for (const int64_t step : {1, 2, 3})
+      save(folder.path(), {.step = step, .slices = {slice}, .keep = 2}, group);
+    EXPECT_EQ(newest(folder.path(), group), folder.path() + "/step-00000003");
+  });
+  EXPECT_EQ(formats::list_complete(folder.path()).size(), 2U);
+}
+
 // Ranks decide together what to do about it.
 TEST(Checkpoint, ABadCheckpointIsTheSameErrorOnAllRanks) {
   const test::TempDir folder;

@@ -86,10 +86,7 @@ PipelineCase make(const layout::ParallelDims& dims, const Model& model, const Or
   if (!shard || dims.dp == 1) return c;
   c.shard =
       parallel::FullyShardOptions{.strategy = *shard, .min_num_params = 1, .use_orig_params = true};
-  c.shard->units = parallel::ByPredicate([](const std::string& path, torch::nn::Module&) {
-    return path.starts_with("blocks.") ? std::count(path.begin(), path.end(), '.') == 1
-                                       : path == "embed" || path == "positions" || path == "head";
-  });
+  c.shard->units = units_of_language_model();
   if (*shard == ShardingStrategy::hybrid_shard) c.shard->hybrid_group_size = dims.dp / 2;
   return c;
 }

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -36,7 +37,8 @@ struct PipelineCase {
   std::string disk = {};  // folder for activations; empty: in memory
   std::optional<parallel::FullyShardOptions> shard = std::nullopt;
   int max_unsharded = 3;
-  int steps = 10;
+  int first_step = 0, steps = 10;
+  int layers = 0;  // 0: as few as the stages allow
   double dropout = 0.1;
   bool evals = false;  // trains in eval mode
   c10::Device device = at::kCPU;
@@ -59,12 +61,20 @@ inline std::string describe(const PipelineCase& c) {
   return text;
 }
 
+// Each layer; what may be tied is alone.
+inline parallel::UnitPolicy units_of_language_model() {
+  return parallel::ByPredicate([](const std::string& path, torch::nn::Module&) {
+    return path.starts_with("blocks.") ? std::count(path.begin(), path.end(), '.') == 1
+                                       : path == "embed" || path == "positions" || path == "head";
+  });
+}
+
 constexpr int64_t kVocab = 29, kLength = 8, kRows = 2;
 
 // A layer for each stage at least, and with one more the stages differ.
 inline config::ModelSpec spec_of(const PipelineCase& c) {
   config::ModelSpec spec{.kind = c.llama ? config::ModelKind::llama : config::ModelKind::gpt,
-                         .layers = std::max(2, c.stages()),
+                         .layers = c.layers > 0 ? c.layers : std::max(2, c.stages()),
                          .hidden = 16,
                          .heads = 4,
                          .kv_heads = c.kv_heads(),
@@ -146,7 +156,13 @@ struct PipelineTrained {
   schedule::Schedule schedule;
 };
 
-inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& world) {
+// Called before a step, by its number, and after the last.
+using AtStep =
+    std::function<void(int step, const parallel::Pipeline& pipeline, optim::Optimizer& optimizer)>;
+
+inline PipelineTrained train_pipeline(
+    const PipelineCase& c, const comm::Group& world,
+    const AtStep& at_step = [](int, const parallel::Pipeline&, optim::Optimizer&) {}) {
   const mesh::Mesh mesh =
       mesh::Mesh::parallel(world, layout::ParallelDims{.dp = c.dp, .tp = c.tp, .pp = c.ranks});
   const config::ModelSpec spec = spec_of(c);
@@ -185,7 +201,8 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
   // Gradients are averaged over dp.
   const double scale = static_cast<double>(c.dp) / static_cast<double>(c.total() * kRows * kLength);
   PipelineTrained result;
-  for (int step = 0; step < c.steps; ++step) {
+  for (int step = c.first_step; step < c.steps; ++step) {
+    at_step(step, pipeline, optimizer);
     const auto batch_of = [&](int i) {
       return tokens(step * c.total() + dp.rank() * c.microbatches + i, c.device);
     };
@@ -208,6 +225,7 @@ inline PipelineTrained train_pipeline(const PipelineCase& c, const comm::Group& 
     optimizer.step();
     optimizer.zero_grad();
   }
+  at_step(c.steps, pipeline, optimizer);
   for (size_t i = 0; i < pipeline.sharded().size(); ++i) {
     const auto copies = pipeline.tied_copies(i);  // get their values before a step only
     for (const auto& [name, tensor] : pipeline.sharded()[i].full_state_dict()) {

@@ -1,0 +1,29 @@
+// Slices as they were at one moment, in memory of the host. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/checkpoint/slices.h"
+#include "lockstep/checkpoint/write.h"
+
+namespace lockstep::checkpoint::detail {
+
+// Blocks of one size, pinned where slices come from a device: torch's allocator of pinned memory
+// rounds sizes up to powers of two, which these are. They are kept for the next copy.
+class HostCopy {
+ public:
+  // Returns when all bytes are here.
+  void take(const std::vector<NamedSlice>& slices);
+
+  // Of the slice of this number.
+  void bytes(size_t slice, const Sink& sink) const;
+
+ private:
+  std::vector<at::Tensor> blocks_;
+  std::vector<int64_t> begins_ = {0};  // of each slice, and the end of the last
+};
+
+}  // namespace lockstep::checkpoint::detail

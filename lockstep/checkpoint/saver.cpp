@@ -1,0 +1,122 @@
+#include "lockstep/checkpoint/saver.h"
+
+#include <ATen/ATen.h>
+
+#include <exception>
+#include <future>
+#include <utility>
+
+#include "lockstep/checkpoint/exchange.h"
+#include "lockstep/checkpoint/host_copy.h"
+#include "lockstep/checkpoint/write.h"
+#include "lockstep/core/clock.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::checkpoint {
+
+class Saver::Writer {
+ public:
+  Writer(std::string dir, const comm::Group& group, SaverOptions options)
+      : dir_(std::move(dir)),
+        options_(options),
+        group_(group),
+        writers_(options.background && group.size() > 1 ? group.split(0, group.rank()) : group) {}
+
+  ~Writer() { join(); }
+
+  bool save(const Contents& contents, WhenBusy when_busy) {
+    const auto start = Clock::now();
+    if (when_busy == WhenBusy::skip && any_busy()) return false;
+    join();
+    Contents mine = contents;
+    mine.slices = detail::share_of(contents.slices, group_);
+    if (!options_.background) {
+      write(mine, start, [&](size_t slice, const detail::Sink& sink) {
+        detail::give_bytes(mine.slices[slice].tensor, sink);
+      });
+      return true;
+    }
+    {
+      const trace::Span span("checkpoint", "copy to host");
+      copy_.take(mine.slices);
+    }
+    // Of the tensors only the types are needed from here on.
+    for (NamedSlice& slice : mine.slices) {
+      slice = {slice.placement, at::empty({0}, slice.tensor.scalar_type())};
+    }
+    running_ = std::async(std::launch::async, [this, start, mine = std::move(mine)] {
+      write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
+    });
+    return true;
+  }
+
+  void wait() {
+    join();
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
+
+  std::optional<Saved> last() {
+    if (busy()) return std::nullopt;
+    join();
+    return std::exchange(saved_, std::nullopt);
+  }
+
+ private:
+  bool busy() const {
+    return running_.valid() && running_.wait_for(milliseconds{0}) != std::future_status::ready;
+  }
+  void join() {
+    if (running_.valid()) running_.get();
+  }
+  // Ranks end a save at almost the same time; what one of them sees must hold for all.
+  bool any_busy() const {
+    for (const std::string& text : detail::exchange_texts(busy() ? "busy" : "", group_)) {
+      if (!text.empty()) return true;
+    }
+    return false;
+  }
+
+  void write(const Contents& mine, Clock::time_point start, const detail::Bytes& bytes) {
+    const trace::Span span("checkpoint", "write");
+    Saved saved{.step = mine.step};
+    failure_ = nullptr;
+    try {
+      saved.path = detail::write(dir_, mine, bytes, writers_);
+    } catch (const std::exception& error) {
+      failure_ = std::current_exception();
+      saved.error = error.what();
+      if (group_.rank() == 0)
+        log::warn(format("step {} was not saved: {}", mine.step, saved.error));
+    }
+    saved.seconds = seconds_since(start);
+    saved_ = std::move(saved);
+  }
+
+  const std::string dir_;
+  const SaverOptions options_;
+  const comm::Group group_;
+  const comm::Group writers_;  // the same ranks; the thread's, while training uses the other
+  detail::HostCopy copy_;
+  // Written by the thread, read once it has ended.
+  std::optional<Saved> saved_;
+  std::exception_ptr failure_;
+  std::future<void> running_;
+};
+
+Saver::Saver(std::string dir, const comm::Group& group, SaverOptions options)
+    : writer_(std::make_unique<Writer>(std::move(dir), group, options)) {}
+
+Saver::~Saver() = default;
+
+bool Saver::save(const Contents& contents, WhenBusy when_busy) {
+  return writer_->save(contents, when_busy);
+}
+
+void Saver::wait() { writer_->wait(); }
+
+std::optional<Saved> Saver::last() { return writer_->last(); }
+
+}  // namespace lockstep::checkpoint

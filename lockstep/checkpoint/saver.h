@@ -1,0 +1,63 @@
+// Saving beside the training.
+//
+//   checkpoint::Saver saver("checkpoints", group);
+//   saver.save({.step = step, .slices = slices});  // returns when the slices are copied
+//   saver.wait();                                  // at the end
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/comm/group.h"
+
+namespace lockstep::checkpoint {
+
+// What to do about a save while an earlier one is still being written.
+enum class WhenBusy { wait, skip };
+
+struct SaverOptions {
+  bool background = true;  // false: save() returns when the checkpoint is complete
+};
+
+// A save that has ended.
+struct Saved {
+  int64_t step = 0;
+  std::string path = {};  // empty where it failed
+  std::string error = {};
+  double seconds = 0;  // from the call of save() to the end
+};
+
+// Copies what this rank will write to memory of the host, and writes it in a thread of its own,
+// over a group of its own. There is one such copy, which is kept for the next save: its size is the
+// bound of what this takes. A save that fails leaves nothing behind, is logged by one rank, and
+// does not keep later ones from being tried. Not for several threads at a time.
+class Saver {
+ public:
+  // Collective.
+  Saver(std::string dir, const comm::Group& group = {}, SaverOptions options = {});
+  // Waits for what is being written.
+  ~Saver();
+  Saver(const Saver&) = delete;
+  Saver& operator=(const Saver&) = delete;
+
+  // Collective. Returns when the slices may be changed again: true. With WhenBusy::skip it returns
+  // false, at once, where the last save is not complete yet. Throws what is wrong with `contents`
+  // and what ends the group; a disk's failure is for wait() and last() to tell.
+  bool save(const Contents& contents, WhenBusy when_busy = WhenBusy::wait);
+
+  // Returns when the last save is complete, and throws where it failed. Once for each failure.
+  void wait();
+
+  // What the last save came to; each is told once, and none while it is still being written. Not
+  // collective.
+  std::optional<Saved> last();
+
+ private:
+  class Writer;
+  std::unique_ptr<Writer> writer_;
+};
+
+}  // namespace lockstep::checkpoint

@@ -1,0 +1,90 @@
+// Who writes what. Ranks that hold the same slice share the work.
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "lockstep/checkpoint/exchange.h"
+#include "lockstep/checkpoint/write.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::checkpoint::detail {
+namespace {
+
+// What tells two slices apart; the same text on every rank that holds the slice.
+std::string identity(const NamedSlice& slice) {
+  return slice.placement.name + " " + slice.placement.slice.describe();
+}
+
+void check_slice(const NamedSlice& slice) {
+  slice.placement.validate();
+  if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
+  throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
+                           slice.placement.describe(), join(slice.tensor.sizes()),
+                           join(slice.placement.local_shape())));
+}
+
+// Nothing of a tensor that others hold; a tensor without elements is whole, and kept.
+bool is_nothing(const NamedSlice& slice) {
+  return slice.placement.is_empty() && !slice.placement.is_whole();
+}
+
+// Which rank writes each slice: the one with the least to write among those that hold it, largest
+// slices first. Every rank computes the same from the same lists.
+std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lists) {
+  struct Candidate {
+    int64_t bytes = 0;
+    std::vector<size_t> holders = {};
+  };
+  std::map<std::string, Candidate> candidates;
+  for (size_t rank = 0; rank < lists.size(); ++rank) {
+    std::string_view list = lists[rank];
+    while (!list.empty()) {  // "BYTES IDENTITY\0"
+      const std::string entry(list.substr(0, list.find('\0')));
+      list.remove_prefix(entry.size() + 1);
+      const size_t space = entry.find(' ');
+      Candidate& candidate = candidates[entry.substr(space + 1)];
+      candidate.bytes = std::stoll(entry.substr(0, space));
+      candidate.holders.push_back(rank);
+    }
+  }
+  std::vector<std::pair<int64_t, std::string>> order;
+  for (const auto& [name, candidate] : candidates) order.emplace_back(-candidate.bytes, name);
+  std::sort(order.begin(), order.end());
+  std::vector<int64_t> load(lists.size());
+  std::map<std::string, size_t> writers;
+  for (const auto& [negative_bytes, name] : order) {
+    const auto& holders = candidates[name].holders;
+    const size_t writer = *std::min_element(
+        holders.begin(), holders.end(),
+        [&](size_t a, size_t b) { return std::tie(load[a], a) < std::tie(load[b], b); });
+    load[writer] -= negative_bytes;
+    writers[name] = writer;
+  }
+  return writers;
+}
+
+}  // namespace
+
+std::vector<NamedSlice> share_of(const std::vector<NamedSlice>& slices, const comm::Group& group) {
+  const auto lists = together("save", group, [&] {
+    std::string list;
+    for (const NamedSlice& slice : slices) {
+      check_slice(slice);
+      if (is_nothing(slice)) continue;
+      list += std::to_string(slice.tensor.nbytes()) + " " + identity(slice) + '\0';
+    }
+    return list;
+  });
+  auto writers = choose_writers(lists);
+  std::vector<NamedSlice> mine;
+  for (const NamedSlice& slice : slices) {
+    const auto found = writers.find(identity(slice));
+    if (found == writers.end() || static_cast<int>(found->second) != group.rank()) continue;
+    mine.push_back(slice);
+    writers.erase(found);  // a rank that lists a slice twice writes it once
+  }
+  return mine;
+}
+
+}  // namespace lockstep::checkpoint::detail

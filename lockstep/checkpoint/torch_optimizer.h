@@ -1,0 +1,28 @@
+// The state of torch's own optimizers as named tensors. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/torch_fwd.h"
+#include "lockstep/optim/parameters.h"
+
+namespace lockstep::checkpoint::detail {
+
+struct StateTensor {
+  std::string name;  // "layer.weight.exp_avg"
+  at::Tensor tensor;
+  std::function<void()> loaded = {};  // to be called when the tensor has got another value
+};
+
+// Of Adam, AdamW, SGD, RMSprop and Adagrad; ConfigError for others, and for parameters of the
+// optimizer's that have no name. What does not exist before the first step is made, as the first
+// step would; where SGD dampens, that step's gradient will be dampened too.
+std::vector<StateTensor> state_of(torch::optim::Optimizer& optimizer,
+                                  std::span<const optim::NamedParameter> names);
+
+}  // namespace lockstep::checkpoint::detail

@@ -1,0 +1,30 @@
+// The two halves of a save: who writes what, and the writing. Private: not installed.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/comm/group.h"
+
+namespace lockstep::checkpoint::detail {
+
+// Collective: those of the slices that this rank writes, so that every one is written once.
+std::vector<NamedSlice> share_of(const std::vector<NamedSlice>& slices, const comm::Group& group);
+
+using Sink = std::function<void(std::span<const std::byte>)>;
+// Gives the bytes of the slice of this number, row-major, in pieces of any size.
+using Bytes = std::function<void(size_t slice, const Sink& sink)>;
+
+// All bytes of a tensor.
+void give_bytes(const at::Tensor& tensor, const Sink& sink);
+
+// Collective. Writes the checkpoint, of which `contents.slices` are this rank's share, removes
+// older ones, and returns its path. Where a rank fails all throw, and nothing is left of it.
+std::string write(const std::string& dir, const Contents& contents, const Bytes& bytes,
+                  const comm::Group& group);
+
+}  // namespace lockstep::checkpoint::detail

@@ -1,0 +1,223 @@
+// What one layout saved, any other goes on from as if nothing had happened.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/saver.h"
+#include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/formats/checkpoint_reader.h"
+#include "lockstep/formats/crc32c.h"
+#include "lockstep/formats/dtype_names.h"
+#include "tests/parallel/pipeline_training.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+using checkpoint::slices_of;
+using parallel::ShardingStrategy;
+
+constexpr int kSaved = 10, kEnd = 20;
+
+struct Layout {
+  std::string name;
+  layout::ParallelDims dims = {};
+  std::optional<ShardingStrategy> shard = std::nullopt;
+  int chunks = 1;
+  bool sequence_parallel = false;
+  bool flat = false;  // the optimizer has one tensor for each unit, where none is tied
+};
+
+const std::vector<Layout>& layouts() {
+  static const std::vector<Layout> all = {
+      {.name = "one"},
+      {.name = "dp4", .dims = {.dp = 4}},
+      {.name = "full2", .dims = {.dp = 2}, .shard = ShardingStrategy::full_shard},
+      {.name = "full3", .dims = {.dp = 3}, .shard = ShardingStrategy::full_shard, .flat = true},
+      {.name = "hybrid4", .dims = {.dp = 4}, .shard = ShardingStrategy::hybrid_shard},
+      {.name = "optimizer4", .dims = {.dp = 4}, .shard = ShardingStrategy::optimizer},
+      {.name = "pp4", .dims = {.pp = 4}},
+      {.name = "pp2x2", .dims = {.pp = 2}, .chunks = 2},
+      {.name = "tp2", .dims = {.tp = 2}, .sequence_parallel = true},
+      {.name = "tp4", .dims = {.tp = 4}},
+      {.name = "tp2pp2", .dims = {.tp = 2, .pp = 2}},
+      {.name = "grad2pp2",
+       .dims = {.dp = 2, .pp = 2},
+       .shard = ShardingStrategy::shard_grad_op,
+       .flat = true},
+      {.name = "3d",
+       .dims = {.dp = 2, .tp = 2, .pp = 2},
+       .shard = ShardingStrategy::full_shard,
+       .sequence_parallel = true}};
+  return all;
+}
+
+const Layout& layout_of(const std::string& name) {
+  for (const Layout& layout : layouts()) {
+    if (layout.name == name) return layout;
+  }
+  throw std::logic_error(name);
+}
+
+struct Kind {
+  bool llama, tied, reproducible;
+  int microbatches;  // in each step, of all ranks
+};
+
+PipelineCase make(const Layout& layout, const Kind& kind) {
+  PipelineCase c{
+      .schedule = layout.chunks > 1 ? PipelineSchedule::interleaved : PipelineSchedule::one_f_one_b,
+      .ranks = layout.dims.pp,
+      .dp = layout.dims.dp,
+      .tp = layout.dims.tp,
+      .sequence_parallel = layout.sequence_parallel,
+      .chunks = layout.chunks,
+      .microbatches = kind.microbatches / layout.dims.dp,
+      .llama = kind.llama,
+      .tied = kind.tied,
+      .reproducible = kind.reproducible,
+      .steps = kEnd,
+      .layers = 4};
+  if (!layout.shard) return c;
+  c.shard = parallel::FullyShardOptions{.strategy = *layout.shard,
+                                        .units = units_of_language_model(),
+                                        .min_num_params = 1,
+                                        .use_orig_params = !layout.flat || kind.tied,
+                                        .reproducible = kind.reproducible};
+  if (*layout.shard == ShardingStrategy::hybrid_shard) c.shard->hybrid_group_size = 2;
+  return c;
+}
+
+std::vector<checkpoint::NamedSlice> all_of(const parallel::Pipeline& pipeline,
+                                           optim::Optimizer& optimizer) {
+  return slices_of(pipeline) + slices_of(pipeline, optimizer);
+}
+
+// Checksums of all tensors, whole.
+std::map<std::string, uint32_t> hashes(const std::string& path) {
+  formats::CheckpointReader reader(path);
+  std::map<std::string, uint32_t> all;
+  for (const auto& [name, tensor] : reader.manifest().tensors) {
+    std::vector<std::byte> bytes(
+        static_cast<size_t>(formats::byte_size(tensor.dtype, tensor.shape).value()));
+    reader.read(name, layout::Box::whole(tensor.shape), bytes);
+    all[name] = formats::crc32c(bytes);
+  }
+  return all;
+}
+
+// Runs of each layout, which saved at step 10 and went on.
+class Runs {
+ public:
+  explicit Runs(const Kind& kind) : kind_(kind) {}
+
+  struct Run {
+    PipelineCurve curve;
+    std::string checkpoint;
+  };
+
+  const Run& unbroken(const std::string& name) {
+    const auto found = runs_.find(name);
+    if (found != runs_.end()) return found->second;
+    const std::string dir = folder_.path() + "/" + name;
+    const PipelineCase c = make(layout_of(name), kind_);
+    Run run;
+    comm::run_threads(c.world(), [&](const comm::Group& world) {
+      // Written while the next steps change everything that is saved.
+      checkpoint::Saver saver(dir, world);
+      auto mine = train_pipeline(
+          c, world, [&](int step, const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
+            if (step == kSaved) saver.save({.step = step, .slices = all_of(pipeline, optimizer)});
+          });
+      saver.wait();
+      if (world.rank() == 0) run.curve = std::move(mine.curve);
+    });
+    run.checkpoint = dir + "/" + formats::step_folder_name(kSaved);
+    return runs_.emplace(name, std::move(run)).first->second;
+  }
+
+  // Losses and norms of steps 10 to 19 in the layout `to`, from what `from` saved.
+  PipelineCurve resumed(const std::string& from, const std::string& to) {
+    const std::string path = unbroken(from).checkpoint;
+    const std::string again = folder_.path() + "/" + from + "-" + to;
+    PipelineCase c = make(layout_of(to), kind_);
+    c.first_step = kSaved;
+    PipelineCurve curve;
+    comm::run_threads(c.world(), [&](const comm::Group& world) {
+      auto mine = train_pipeline(
+          c, world, [&](int step, const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
+            if (step != kSaved) return;
+            const auto slices = all_of(pipeline, optimizer);
+            checkpoint::load(path, slices, world);
+            checkpoint::save(again, {.step = step, .slices = slices}, world);
+          });
+      if (world.rank() == 0) curve = std::move(mine.curve);
+    });
+    EXPECT_EQ(hashes(again + "/" + formats::step_folder_name(kSaved)), hashes(path))
+        << from << " to " << to;
+    return curve;
+  }
+
+ private:
+  const Kind kind_;
+  const TempDir folder_;
+  std::map<std::string, Run> runs_;
+};
+
+std::vector<double> later(const std::vector<double>& values) {
+  return {values.begin() + kSaved, values.end()};
+}
+
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+Runs& gpt() {
+  static Runs runs({.llama = false, .tied = true, .reproducible = false, .microbatches = 12});
+  return runs;
+}
+
+TEST(CheckpointLayouts, GoOnInAnyOther) {
+  Runs& runs = gpt();
+  const PipelineCurve& expected = runs.unbroken("one").curve;
+  const Pairs pairs = {
+      {"one", "dp4"},   {"dp4", "one"},     {"full3", "tp2pp2"},     {"tp2pp2", "full3"},
+      {"pp4", "3d"},    {"3d", "pp4"},      {"one", "3d"},           {"3d", "one"},
+      {"tp4", "full2"}, {"full2", "tp4"},   {"hybrid4", "tp2"},      {"tp2", "hybrid4"},
+      {"tp4", "tp2"},   {"pp2x2", "full3"}, {"optimizer4", "pp2x2"}, {"grad2pp2", "tp2pp2"}};
+  for (const auto& [from, to] : pairs) {
+    SCOPED_TRACE(from + " to " + to);
+    const PipelineCurve found = runs.resumed(from, to);
+    expect_near_each(found.losses, later(expected.losses), "loss");
+    expect_near_each(found.norms, later(expected.norms), "norm");
+  }
+}
+
+TEST(CheckpointLayouts, TheSameLayoutGoesOnBitForBit) {
+  Runs& runs = gpt();
+  for (const char* name : {"one", "dp4", "full3", "pp2x2", "tp2", "3d"}) {
+    SCOPED_TRACE(name);
+    const PipelineCurve found = runs.resumed(name, name);
+    const PipelineCurve& expected = runs.unbroken(name).curve;
+    EXPECT_EQ(found.losses, later(expected.losses));
+    EXPECT_EQ(found.norms, later(expected.norms));
+  }
+}
+
+TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStagesDiffer) {
+  Runs runs({.llama = true, .tied = false, .reproducible = true, .microbatches = 8});
+  const PipelineCurve& expected = runs.unbroken("one").curve;
+  const Pairs pairs = {{"one", "dp4"},      {"dp4", "pp4"},       {"pp4", "full2"},
+                       {"full2", "one"},    {"hybrid4", "pp2x2"}, {"pp2x2", "optimizer4"},
+                       {"one", "grad2pp2"}, {"grad2pp2", "dp4"}};
+  for (const auto& [from, to] : pairs) {
+    SCOPED_TRACE(from + " to " + to);
+    const PipelineCurve found = runs.resumed(from, to);
+    EXPECT_EQ(found.losses, later(expected.losses));
+    EXPECT_EQ(found.norms, later(expected.norms));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,177 @@
+#include "lockstep/checkpoint/saver.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <random>
+#include <thread>
+
+#include "lockstep/core/error.h"
+#include "lockstep/formats/checkpoint_folder.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+
+NamedSlice named(const std::string& name, const at::Tensor& tensor) {
+  return {layout::Placement::whole(name, tensor.sizes().vec()), tensor};
+}
+
+at::Tensor loaded(const std::string& path, const std::string& name, const at::Tensor& like) {
+  const at::Tensor target = at::zeros_like(like, at::MemoryFormat::Contiguous);
+  load(path, {named(name, target)}, {}, {.may_ignore = {""}});
+  return target;
+}
+
+TEST(Saver, SavesWhatWasThereAtTheCall) {
+  const test::TempDir folder;
+  // More than a block of the copy, not contiguous, and a block that both share.
+  const at::Tensor a = at::rand({20000, 1000}), b = at::rand({300, 7}).t(), c = at::tensor(3);
+  const at::Tensor a_before = a.clone(), b_before = b.clone();
+  Saver saver(folder.path());
+  EXPECT_TRUE(saver.save({.step = 1, .slices = {named("a", a), named("b", b), named("c", c)}}));
+  a.zero_();
+  b.zero_();
+  c.zero_();
+  saver.wait();
+  const auto saved = saver.last();
+  ASSERT_TRUE(saved);
+  EXPECT_EQ(saved->step, 1);
+  EXPECT_EQ(saved->error, "");
+  EXPECT_FALSE(saver.last());
+  EXPECT_TRUE(at::equal(loaded(saved->path, "a", a), a_before));
+  EXPECT_TRUE(at::equal(loaded(saved->path, "b", b), b_before));
+  EXPECT_EQ(loaded(saved->path, "c", c).item<int>(), 3);
+  // The copy's memory is used again, for more and for less.
+  for (const int64_t rows : {30000, 10}) {
+    const at::Tensor other = at::rand({rows, 1000}), before = other.clone();
+    saver.save({.step = rows, .slices = {named("other", other)}});
+    other.zero_();
+    saver.wait();
+    EXPECT_TRUE(at::equal(loaded(saver.last()->path, "other", other), before));
+  }
+}
+
+TEST(Saver, SkipsOrWaitsWhileBusy) {
+  const test::TempDir folder;
+  std::atomic<int> skipped = 0;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const at::Tensor large = at::ones({32 << 20}), small = at::ones({1});
+    Saver saver(folder.path(), group);
+    EXPECT_TRUE(saver.save({.step = 1, .slices = {named("x", large)}}));
+    // Megabytes are not on disk yet.
+    if (!saver.save({.step = 2, .slices = {named("x", small)}}, WhenBusy::skip)) ++skipped;
+    EXPECT_TRUE(saver.save({.step = 3, .slices = {named("x", small)}}, WhenBusy::wait));
+    saver.wait();
+    EXPECT_TRUE(saver.save({.step = 4, .slices = {named("x", small)}}, WhenBusy::skip));
+  });
+  EXPECT_EQ(skipped, 2);
+  std::vector<int64_t> steps;
+  for (const auto& checkpoint : formats::list_complete(folder.path()))
+    steps.push_back(checkpoint.step);
+  EXPECT_THAT(steps, testing::ElementsAre(1, 3, 4));
+}
+
+class SaverFailure : public testing::TestWithParam<bool> {};
+
+TEST_P(SaverFailure, IsToldAndTheNextIsTried) {
+  const test::TempDir folder;
+  const std::string dir = folder.path() + "/file/checkpoints";
+  test::write_file(folder.path() + "/file", "in the way");
+  std::atomic<int> failed = 0;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const at::Tensor x = at::ones({4});
+    Saver saver(dir, group, {.background = GetParam()});
+    EXPECT_TRUE(saver.save({.step = 1, .slices = {named("x", x)}}));
+    try {
+      saver.wait();
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(folder.path() + "/file"));
+      ++failed;
+    }
+    const auto saved = saver.last();
+    ASSERT_TRUE(saved);
+    EXPECT_EQ(saved->path, "");
+    EXPECT_THAT(saved->error, HasSubstr(folder.path() + "/file"));
+    saver.wait();  // it is told once
+    if (group.rank() == 0) fs::remove(folder.path() + "/file");
+    EXPECT_TRUE(saver.save({.step = 2, .slices = {named("x", x)}}));
+    saver.wait();
+    EXPECT_EQ(saver.last()->path, dir + "/step-00000002");
+  });
+  EXPECT_EQ(failed, 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SaverFailure, testing::Bool(),
+                         [](const auto& info) { return info.param ? "Background" : "Foreground"; });
+
+TEST(Saver, WrongContentsThrowAtOnce) {
+  const test::TempDir folder;
+  Saver saver(folder.path());
+  EXPECT_THROW(
+      saver.save({.step = 1, .slices = {{layout::Placement::whole("x", {3}), at::ones({2})}}}),
+      ConfigError);
+}
+
+// Ranks that save all the time, killed at a random instant: the newest checkpoint is whole.
+TEST(Saver, SurvivesKills) {
+  struct Shared {
+    std::atomic<int64_t> complete;
+  };
+  auto* const shared = static_cast<Shared*>(
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(shared, MAP_FAILED);
+  const test::TempDir folder;
+  std::mt19937 random(std::random_device{}());
+  int64_t first = 0;
+  for (int kill_number = 0; kill_number < 50; ++kill_number) {
+    shared->complete = first;
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      comm::run_threads(2, [&](const comm::Group& group) {
+        Saver saver(folder.path(), group);
+        for (int64_t step = first + 1;; ++step) {
+          const at::Tensor mine = at::full({1000}, step, at::kLong);
+          const auto part = layout::Placement::whole("part", {2, 1000})
+                                .narrow(0, {group.rank(), group.rank() + 1}, "dp");
+          saver.save({.step = step,
+                      .slices = {{part, mine.view({1, 1000})}, named("both", mine.clone())},
+                      .keep = 2});
+          mine.fill_(-1);
+          // The one before has ended.
+          if (group.rank() == 0) shared->complete = std::max(first, step - 1);
+        }
+      });
+    }
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::uniform_int_distribution<int>(0, 40000)(random)));
+    kill(child, SIGKILL);
+    ASSERT_EQ(waitpid(child, nullptr, 0), child);
+    const auto found = formats::newest(folder.path());
+    ASSERT_GE(found ? found->step : 0, shared->complete);
+    for (const auto& checkpoint : formats::list_complete(folder.path()))
+      formats::verify(checkpoint.path);
+    if (!found) continue;
+    first = found->step;
+    const at::Tensor part = loaded(found->path, "part", at::empty({2, 1000}, at::kLong)),
+                     both = loaded(found->path, "both", at::empty({1000}, at::kLong));
+    ASSERT_TRUE(part.eq(found->step).all().item<bool>());
+    ASSERT_TRUE(both.eq(found->step).all().item<bool>());
+  }
+  EXPECT_GT(first, 50);
+  munmap(shared, sizeof(Shared));
+}
+
+}  // namespace
+}  // namespace lockstep::checkpoint
