@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <future>
+#include <optional>
 #include <utility>
 
 #include "lockstep/checkpoint/exchange.h"
@@ -47,6 +48,7 @@ class Saver::Writer {
     for (NamedSlice& slice : mine.slices) {
       slice = {slice.placement, at::empty({0}, slice.tensor.scalar_type())};
     }
+    waited_ = seconds_since(start);
     running_ = std::async(std::launch::async, [this, start, mine = std::move(mine)] {
       write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
     });
@@ -58,10 +60,9 @@ class Saver::Writer {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
-  std::optional<Saved> last() {
-    if (busy()) return std::nullopt;
-    join();
-    return std::exchange(saved_, std::nullopt);
+  std::vector<Saved> ended() {
+    if (!busy()) join();
+    return std::exchange(ended_, {});
   }
 
  private:
@@ -70,6 +71,7 @@ class Saver::Writer {
   }
   void join() {
     if (running_.valid()) running_.get();
+    if (saved_) ended_.push_back(*std::exchange(saved_, std::nullopt));
   }
   // Ranks end a save at almost the same time; what one of them sees must hold for all.
   bool any_busy() const {
@@ -92,6 +94,7 @@ class Saver::Writer {
         log::warn(format("step {} was not saved: {}", mine.step, saved.error));
     }
     saved.seconds = seconds_since(start);
+    saved.waited = options_.background ? waited_ : saved.seconds;
     saved_ = std::move(saved);
   }
 
@@ -100,6 +103,8 @@ class Saver::Writer {
   const comm::Group group_;
   const comm::Group writers_;  // the same ranks; the thread's, while training uses the other
   detail::HostCopy copy_;
+  double waited_ = 0;
+  std::vector<Saved> ended_;
   // Written by the thread, read once it has ended.
   std::optional<Saved> saved_;
   std::exception_ptr failure_;
@@ -117,6 +122,6 @@ bool Saver::save(const Contents& contents, WhenBusy when_busy) {
 
 void Saver::wait() { writer_->wait(); }
 
-std::optional<Saved> Saver::last() { return writer_->last(); }
+std::vector<Saved> Saver::ended() { return writer_->ended(); }
 
 }  // namespace lockstep::checkpoint

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
+#include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/comm/group.h"
@@ -28,6 +28,7 @@ struct Saved {
   std::string path = {};  // empty where it failed
   std::string error = {};
   double seconds = 0;  // from the call of save() to the end
+  double waited = 0;   // of them, until save() returned
 };
 
 // Copies what this rank will write to memory of the host, and writes it in a thread of its own,
@@ -45,15 +46,14 @@ class Saver {
 
   // Collective. Returns when the slices may be changed again: true. With WhenBusy::skip it returns
   // false, at once, where the last save is not complete yet. Throws what is wrong with `contents`
-  // and what ends the group; a disk's failure is for wait() and last() to tell.
+  // and what ends the group; a disk's failure is for wait() and ended() to tell.
   bool save(const Contents& contents, WhenBusy when_busy = WhenBusy::wait);
 
   // Returns when the last save is complete, and throws where it failed. Once for each failure.
   void wait();
 
-  // What the last save came to; each is told once, and none while it is still being written. Not
-  // collective.
-  std::optional<Saved> last();
+  // What has ended since the last call, in order. Not collective.
+  std::vector<Saved> ended();
 
  private:
   class Writer;

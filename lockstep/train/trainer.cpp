@@ -128,7 +128,6 @@ struct Trainer::State {
   int64_t done = 0;     // steps
   int64_t samples = 0;  // that these steps have seen
   int64_t saved_at = -1;
-  double paused = 0;  // seconds, for the last save
   int64_t skipped_in_a_row = 0;
   bool stopping = false;
   std::string resumed_from;
@@ -309,7 +308,6 @@ void Trainer::State::evaluate() {
 void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   if (!saver || saved_at == done) return;
   progress->pause();
-  const auto start = Clock::now();
   const bool begun =
       saver->save({.step = done,
                    .slices = model.slices(*optimizer),
@@ -321,10 +319,9 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
                   when_busy);
   if (begun) {
     saved_at = done;
-    paused = seconds_since(start);
   } else {
-    progress->line(format("step {}: not saved, the checkpoint of step {} is still being written",
-                          done, saved_at));
+    progress->line(
+        format("step {}: not saved, that of step {} is still being written", done, saved_at));
   }
   say_what_was_saved();
   progress->resume();
@@ -332,12 +329,13 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
 
 void Trainer::State::say_what_was_saved() {
   if (!saver) return;
-  const auto saved = saver->last();
-  if (!saved || saved->path.empty()) return;  // of a failure there was a warning
-  const std::string wait =
-      config.checkpoint.async ? format(", training waited {:.2f} s", paused) : "";
-  progress->line(
-      format("step {}: saved {} ({:.1f} s{})", saved->step, saved->path, saved->seconds, wait));
+  for (const checkpoint::Saved& saved : saver->ended()) {
+    if (saved.path.empty()) continue;  // of a failure there was a warning
+    const std::string waited =
+        config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
+    progress->line(
+        format("step {}: saved {} ({:.1f} s{})", saved.step, saved.path, saved.seconds, waited));
+  }
 }
 
 End Trainer::State::run() {
@@ -360,7 +358,8 @@ End Trainer::State::run() {
                  kHopeless, done));
     }
     // Weights that give such gradients must not replace good ones.
-    if (due(config.checkpoint.every) && skipped_in_a_row == 0) {
+    const bool last = stopping || done == config.train.steps;
+    if (!last && due(config.checkpoint.every) && skipped_in_a_row == 0) {
       save(config.checkpoint.when_busy == config::WhenBusy::skip ? checkpoint::WhenBusy::skip
                                                                  : checkpoint::WhenBusy::wait);
     }

@@ -44,21 +44,22 @@ TEST(Saver, SavesWhatWasThereAtTheCall) {
   b.zero_();
   c.zero_();
   saver.wait();
-  const auto saved = saver.last();
-  ASSERT_TRUE(saved);
-  EXPECT_EQ(saved->step, 1);
-  EXPECT_EQ(saved->error, "");
-  EXPECT_FALSE(saver.last());
-  EXPECT_TRUE(at::equal(loaded(saved->path, "a", a), a_before));
-  EXPECT_TRUE(at::equal(loaded(saved->path, "b", b), b_before));
-  EXPECT_EQ(loaded(saved->path, "c", c).item<int>(), 3);
+  const auto saved = saver.ended();
+  ASSERT_EQ(saved.size(), 1U);
+  EXPECT_EQ(saved[0].step, 1);
+  EXPECT_EQ(saved[0].error, "");
+  EXPECT_LE(saved[0].waited, saved[0].seconds);
+  EXPECT_TRUE(saver.ended().empty());
+  EXPECT_TRUE(at::equal(loaded(saved[0].path, "a", a), a_before));
+  EXPECT_TRUE(at::equal(loaded(saved[0].path, "b", b), b_before));
+  EXPECT_EQ(loaded(saved[0].path, "c", c).item<int>(), 3);
   // The copy's memory is used again, for more and for less.
   for (const int64_t rows : {30000, 10}) {
     const at::Tensor other = at::rand({rows, 1000}), before = other.clone();
     saver.save({.step = rows, .slices = {named("other", other)}});
     other.zero_();
     saver.wait();
-    EXPECT_TRUE(at::equal(loaded(saver.last()->path, "other", other), before));
+    EXPECT_TRUE(at::equal(loaded(saver.ended()[0].path, "other", other), before));
   }
 }
 
@@ -99,15 +100,15 @@ TEST_P(SaverFailure, IsToldAndTheNextIsTried) {
       EXPECT_THAT(error.what(), HasSubstr(folder.path() + "/file"));
       ++failed;
     }
-    const auto saved = saver.last();
-    ASSERT_TRUE(saved);
-    EXPECT_EQ(saved->path, "");
-    EXPECT_THAT(saved->error, HasSubstr(folder.path() + "/file"));
+    const auto ended = saver.ended();
+    ASSERT_EQ(ended.size(), 1U);
+    EXPECT_EQ(ended[0].path, "");
+    EXPECT_THAT(ended[0].error, HasSubstr(folder.path() + "/file"));
     saver.wait();  // it is told once
     if (group.rank() == 0) fs::remove(folder.path() + "/file");
     EXPECT_TRUE(saver.save({.step = 2, .slices = {named("x", x)}}));
     saver.wait();
-    EXPECT_EQ(saver.last()->path, dir + "/step-00000002");
+    EXPECT_EQ(saver.ended()[0].path, dir + "/step-00000002");
   });
   EXPECT_EQ(failed, 2);
 }
@@ -154,6 +155,9 @@ TEST(Saver, SurvivesKills) {
         }
       });
     }
+    // Half of them after a save that was complete, so that the series gets on.
+    if (kill_number % 2 == 0)
+      ASSERT_TRUE(test::eventually([&] { return shared->complete > first; }));
     std::this_thread::sleep_for(
         std::chrono::microseconds(std::uniform_int_distribution<int>(0, 40000)(random)));
     kill(child, SIGKILL);
@@ -169,7 +173,7 @@ TEST(Saver, SurvivesKills) {
     ASSERT_TRUE(part.eq(found->step).all().item<bool>());
     ASSERT_TRUE(both.eq(found->step).all().item<bool>());
   }
-  EXPECT_GT(first, 50);
+  EXPECT_GE(first, 25);
   munmap(shared, sizeof(Shared));
 }
 

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/core/error.h"
@@ -19,6 +20,8 @@ using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
 
 torch::nn::Sequential make_model() {
+  static std::mutex mutex;  // thread ranks share torch's generator
+  const std::lock_guard lock(mutex);
   torch::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Linear(6, 5), torch::nn::Tanh(), torch::nn::Linear(5, 3));
 }

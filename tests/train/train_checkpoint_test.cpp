@@ -1,0 +1,139 @@
+// What users of `lockstep train` meet of checkpoints beyond saving and going on.
+#include <gmock/gmock.h>
+
+#include <filesystem>
+#include <random>
+#include <thread>
+
+#include "tests/train/train_command.h"
+
+namespace lockstep::test {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+
+// By path in the folder. The manifest holds the configuration, which names other folders.
+std::map<std::string, std::string> tensors_in(const std::string& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors")
+      files[fs::relative(entry.path(), folder)] = read_file(entry.path());
+  }
+  return files;
+}
+
+int count(const std::string& text, const std::string& what) {
+  int found = 0;
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++found;
+  return found;
+}
+
+TEST_F(Train, SavesBesideTheTrainingWhatItWouldSaveBetweenSteps) {
+  const Words options{"-n",
+                      "2",
+                      "--parallel.shard",
+                      "full",
+                      "--train.steps",
+                      "6",
+                      "--checkpoint.every",
+                      "2",
+                      "--checkpoint.keep",
+                      "0",
+                      "--train.threads",
+                      "1"};
+  steps("between", options);
+  const Result result =
+      run(options + Words{"--checkpoint.dir", path("beside"), "--checkpoint.async", "true"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(count(result.out, "training waited"), 3) << result.out;
+  const auto files = tensors_in(path("beside"));
+  EXPECT_EQ(files.size(), 6U);
+  EXPECT_EQ(files, tensors_in(path("between")));
+}
+
+TEST_F(Train, SkipsCheckpointsWhileOneIsWritten) {
+  const Result result = run({"-n", "2", "--train.steps", "10", "--checkpoint.every", "1",
+                             "--checkpoint.async", "true", "--checkpoint.when_busy", "skip"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(count(result.out, ": saved ") + count(result.out, "is still being written"), 10)
+      << result.out;
+  EXPECT_TRUE(fs::exists(path("checkpoints/step-00000010/manifest.json")));
+}
+
+TEST_F(Train, BeginsWithTheWeightsOfACheckpoint) {
+  const auto first = steps("first", {"--train.steps", "10"});
+  const auto second = steps("second", {"--train.steps", "3", "--checkpoint.resume", path("first"),
+                                       "--checkpoint.load", "model"});
+  ASSERT_EQ(second.size(), 3U);
+  EXPECT_EQ(second[0]["step"], 1);
+  EXPECT_LT(second[0]["loss"], 0.9 * first[0]["loss"].get<double>());
+  expect_refused({"--checkpoint.resume", "auto", "--checkpoint.load", "model"},
+                 "checkpoint.load is model, but checkpoint.resume is auto");
+}
+
+TEST_F(Train, LoadsWhatFitsOfAnotherModel) {
+  steps("first", {"--train.steps", "3"});
+  const Words more{"--train.steps",       "4",          "--model.layers", "3",
+                   "--checkpoint.resume", path("first")};
+  expect_refused(more, "blocks.2");
+  const Result result = run(more + Words{"--checkpoint.partial", "true"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("loaded in part"), HasSubstr("it lacks: blocks.2."),
+                                Not(HasSubstr("blocks.1."))));
+  EXPECT_TRUE(fs::exists(path("checkpoints/step-00000004/manifest.json")));
+}
+
+// Files may not grow beyond so many blocks of 512 bytes: what a full disk looks like to one
+// process.
+TEST_F(Train, GoesOnWithoutSpaceAndKeepsTheOldCheckpoint) {
+  steps("checkpoints", {"--train.steps", "3"});
+  const auto before = tensors_in(path("checkpoints"));
+  std::string script = "trap '' XFSZ; ulimit -f 200; exec \"$@\"";
+  Words words{"sh", "-c", script, "sh", LOCKSTEP_COMMAND};
+  Subprocess process(words + command({"--train.steps", "6", "--checkpoint.every", "2",
+                                      "--checkpoint.resume", "auto"}));
+  const Result result = process.wait(milliseconds{60'000});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("step 4 was not saved"), HasSubstr("File too large")));
+  EXPECT_THAT(result.last_line(), HasSubstr("File too large"));
+  EXPECT_EQ(read_steps(path("metrics.jsonl")).size(), 3U);  // all the same
+  EXPECT_EQ(tensors_in(path("checkpoints")), before);
+  for (const auto& entry : fs::directory_iterator(path("checkpoints")))
+    EXPECT_EQ(entry.path().filename(), "step-00000003");
+}
+
+TEST_F(Train, GoesOnAfterKills) {
+  std::mt19937 random(std::random_device{}());
+  const Words options{"-n",
+                      "2",
+                      "--train.steps",
+                      "100000",
+                      "--checkpoint.every",
+                      "1",
+                      "--checkpoint.async",
+                      "true",
+                      "--checkpoint.resume",
+                      "auto"};
+  std::string newest;
+  for (int i = 0; i < 4; ++i) {
+    Subprocess process(Words{LOCKSTEP_COMMAND} + command(options));
+    // It has resumed where it could, and saved something.
+    ASSERT_TRUE(eventually([&] { return count(process.out(), ": saved ") > 0; })) << process.err();
+    if (!newest.empty()) {
+      EXPECT_THAT(process.out(), HasSubstr("resume " + path("checkpoints")));
+    }
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::uniform_int_distribution<int>(0, 200'000)(random)));
+    for (const pid_t pid : process.others()) ::kill(pid, SIGKILL);
+    process.kill(SIGKILL);
+    process.wait();
+    newest = "some";
+    EXPECT_EQ(lockstep_command({"checkpoint", "verify", "--all", path("checkpoints")}).code, 0);
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test
