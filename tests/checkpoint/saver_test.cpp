@@ -156,8 +156,9 @@ TEST(Saver, SurvivesKills) {
       });
     }
     // Half of them after a save that was complete, so that the series gets on.
-    if (kill_number % 2 == 0)
+    if (kill_number % 2 == 0) {
       ASSERT_TRUE(test::eventually([&] { return shared->complete > first; }));
+    }
     std::this_thread::sleep_for(
         std::chrono::microseconds(std::uniform_int_distribution<int>(0, 40000)(random)));
     kill(child, SIGKILL);
