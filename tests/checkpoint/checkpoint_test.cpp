@@ -7,6 +7,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <array>
 #include <atomic>
 #include <filesystem>
 #include <functional>
@@ -204,6 +205,38 @@ TEST(Checkpoint, LoadsIntoPartsThatAreNotContiguous) {
   load(path, {{placement, whole.narrow(1, 7, 1995)}});
   EXPECT_TRUE(at::equal(whole.narrow(1, 7, 1995), values.narrow(1, 5, 1995).to(at::kDouble)));
   EXPECT_TRUE(at::equal(whole.narrow(1, 0, 7), at::zeros({3000, 7}, at::kDouble)));
+}
+
+// A number of a file of /proc, after a word.
+int64_t proc(const std::string& file, const std::string& word) {
+  const std::string text = test::read_file("/proc/self/" + file);
+  return std::stoll(text.substr(text.find(word) + word.size()));
+}
+
+TEST(Checkpoint, RanksReadWhatTheyNeedIntoItsPlace) {
+  const test::TempDir folder;
+  constexpr int64_t kRows = 4096, kBytes = kRows * 8192 * 4;
+  const auto half = [](int64_t rank, const at::Tensor& tensor) {
+    return NamedSlice{layout::Placement::whole("x", {kRows, 8192}, {"dp"})
+                          .narrow(0, {rank * kRows / 2, (rank + 1) * kRows / 2}, "dp"),
+                      tensor};
+  };
+  std::string path;
+  {
+    const at::Tensor values = at::arange(kRows * 8192, at::kFloat).view({kRows, 8192});
+    path = save(folder.path(),
+                {.step = 1, .slices = {{layout::Placement::whole("x", {kRows, 8192}), values}}});
+  }
+  const std::array<at::Tensor, 2> parts = {at::zeros({kRows / 2, 8192}),
+                                           at::zeros({kRows / 2, 8192})};
+  test::write_file("/proc/self/clear_refs", "5");  // the peak begins anew
+  const int64_t before = proc("status", "VmHWM:"), read_before = proc("io", "rchar:");
+  comm::run_threads(2, [&](const comm::Group& group) {
+    load(path, {half(group.rank(), parts[static_cast<size_t>(group.rank())])}, group);
+  });
+  EXPECT_LT(proc("io", "rchar:") - read_before, kBytes + (4 << 20));
+  EXPECT_LT((proc("status", "VmHWM:") - before) << 10, 48 << 20);
+  EXPECT_EQ(parts[1][kRows / 2 - 1][8191].item<float>(), static_cast<float>(kRows * 8192 - 1));
 }
 
 TEST(Checkpoint, TheNewestIsFoundByAllRanks) {
