@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/cli/checkpoint.h"
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor.h"
 #include "lockstep/cli/plan.h"
@@ -31,6 +32,7 @@ const std::vector<Subcommand>& subcommands() {
   static const std::vector<Subcommand> table = {
       {"train", "train a language model on text", lockstep::cli::train},
       {"sample", "write text with a trained model", lockstep::cli::sample},
+      {"checkpoint", "look at, compare, check and convert checkpoints", lockstep::cli::checkpoint},
       {"data", "turn text into files of token ids", lockstep::cli::data},
       {"schedule", "show a pipeline schedule, its time and its memory", lockstep::cli::schedule},
       {"plan", "say how much memory a training run will take", lockstep::cli::plan},
