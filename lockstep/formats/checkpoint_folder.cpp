@@ -1,5 +1,6 @@
 #include "lockstep/formats/checkpoint_folder.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/mapped_file.h"
 #include "lockstep/formats/durable.h"
+#include "lockstep/formats/regular_file.h"
 
 namespace lockstep::formats {
 namespace {
@@ -23,8 +24,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kManifest = "manifest.json";
-constexpr std::string_view kTemporary = ".tmp";  // being written, or being removed
-constexpr std::string_view kAside = ".old";      // being replaced
+constexpr uint64_t kMaxManifest = uint64_t{1} << 30;  // what a damaged disk may claim is not read
+constexpr std::string_view kTemporary = ".tmp";       // being written, or being removed
+constexpr std::string_view kAside = ".old";           // being replaced
 
 // What DIR has of one step, by the ends of the folders' names.
 struct Remains {
@@ -35,9 +37,10 @@ std::string path_of(const std::string& dir, int64_t step, std::string_view end =
   return format("{}/{}{}", dir, step_folder_name(step), end);
 }
 
+// Whatever it is: what does not read is reported, and is nothing to be cleared away.
 bool has_manifest(const std::string& path) {
   std::error_code error;
-  return fs::is_regular_file(format("{}/{}", path, kManifest), error);
+  return fs::exists(fs::symlink_status(format("{}/{}", path, kManifest), error));
 }
 
 std::map<int64_t, Remains> scan(const std::string& dir) {
@@ -97,9 +100,12 @@ std::optional<Checkpoint> complete(const std::string& dir, int64_t step) {
 void require_sizes(const Manifest& manifest, const std::string& folder) {
   for (const auto& [name, record] : manifest.files) {
     const auto path = folder + "/" + name;
-    std::error_code error;
-    const auto size = fs::file_size(path, error);
-    if (error) throw CheckpointError(format("{}: {}", path, error.message()));
+    struct stat status {};
+    if (lstat(path.c_str(), &status) != 0) {
+      throw CheckpointError(format("{}: {}", path, std::generic_category().message(errno)));
+    }
+    require_regular(path, status.st_mode);
+    const auto size = static_cast<uint64_t>(status.st_size);
     if (size != record.bytes) {
       throw CheckpointError(
           format("{}: has {} bytes, its manifest says {}", path, size, record.bytes));
@@ -174,6 +180,7 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) 
 }
 
 void abandon_checkpoint(const std::string& dir, int64_t step) {
+  settle(dir, step, scan(dir)[step]);
   remove_tree(path_of(dir, step, kTemporary));
 }
 
@@ -192,10 +199,14 @@ std::optional<Checkpoint> newest(const std::string& dir) {
 }
 
 Manifest read_manifest(const std::string& path) {
-  const auto file = format("{}/{}", path, kManifest);
-  const MappedFile text(file);
-  auto manifest =
-      Manifest::from_json({reinterpret_cast<const char*>(text.bytes().data()), text.size()}, file);
+  const RegularFile file(format("{}/{}", path, kManifest));
+  if (file.size() > kMaxManifest) {
+    throw CheckpointError(
+        format("{}: has {} bytes, must have at most {}", file.path(), file.size(), kMaxManifest));
+  }
+  std::string text(file.size(), '\0');
+  file.read(0, std::as_writable_bytes(std::span(text)));
+  auto manifest = Manifest::from_json(text, file.path());
   require_sizes(manifest, path);
   return manifest;
 }

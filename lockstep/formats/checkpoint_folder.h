@@ -32,7 +32,8 @@ std::string begin_checkpoint(const std::string& dir, int64_t step);
 // The final path, after which the checkpoint is complete and on disk. Replaces one of the same
 // step. CheckpointError where the manifest does not hold together, or its files are not there.
 std::string commit_checkpoint(const std::string& dir, const Manifest& manifest);
-
+// After a save that failed: removes what it wrote, so that a full disk gets its space back. What
+// was complete stays, also where it was about to be replaced.
 void abandon_checkpoint(const std::string& dir, int64_t step);
 
 // All with a manifest, by step; empty where there is no such folder.

@@ -13,11 +13,13 @@
 
 namespace lockstep::formats {
 
-// Files are opened when first needed. Not for several threads at a time. What is wrong with the
-// checkpoint is a CheckpointError with the file's name; a disk that fails is a SystemError.
+// Keeps a block of 1 MiB and the headers of the files it used, of which one is open. Not for
+// several threads at a time. What is wrong with the checkpoint is a CheckpointError with the file's
+// name; a disk that fails is a SystemError.
 class CheckpointReader {
  public:
-  // With `verify`, bytes are compared with the manifest's checksums before they are given out.
+  // With `verify`, headers and data are compared with the manifest's checksums before anything of
+  // them is believed or given out.
   explicit CheckpointReader(std::string path, bool verify = true);
   ~CheckpointReader();
 
@@ -25,22 +27,25 @@ class CheckpointReader {
   const Manifest& manifest() const { return manifest_; }
 
   // Fills `out` with the elements of `box`, row-major, as the checkpoint stores them. Reads only
-  // what of the files holds them. ConfigError where the tensor is unknown, the box is not inside
-  // it, or `out` has another size.
+  // the blocks of the files that hold them. ConfigError where the tensor is unknown, the box is not
+  // inside it, or `out` has another size.
   void read(const std::string& tensor, const layout::Box& box, std::span<std::byte> out);
 
-  // From the files' data, so far.
-  uint64_t bytes_read() const { return bytes_read_; }
+  // From the files, so far.
+  uint64_t bytes_read() const;
 
  private:
-  class File;
-  File& open(const std::string& name);
+  struct Contents;
+  const Contents& open(const std::string& name);
+  // Where the slice's bytes begin in its file, which is open after this.
+  uint64_t find(const std::string& tensor, const TensorRecord& record, const SliceRecord& slice);
 
   std::string path_;
   Manifest manifest_;
   bool verify_;
-  std::map<std::string, std::unique_ptr<File>> files_;
-  uint64_t bytes_read_ = 0;
+  std::unique_ptr<class CheckedFile> file_;
+  std::map<std::string, Contents> contents_;  // by file
+  uint64_t bytes_read_ = 0;                   // of the files that were open before
 };
 
 }  // namespace lockstep::formats

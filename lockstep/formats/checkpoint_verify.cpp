@@ -1,12 +1,17 @@
+#include <algorithm>
 #include <map>
+#include <utility>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/formats/checked_file.h"
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/formats/safetensors.h"
 
 namespace lockstep::formats {
 namespace {
+
+constexpr uint64_t kPiece = 16 * kBlockBytes;  // read at a time
 
 struct Expected {
   std::string dtype;
@@ -20,27 +25,31 @@ Contents contents_of(const Manifest& manifest) {
   Contents contents;
   for (const auto& [name, tensor] : manifest.tensors) {
     for (const auto& slice : tensor.slices) {
-      contents[slice.file][slice.key.empty() ? name : slice.key] = {
-          tensor.dtype, slice_shape(tensor.shape, slice.box)};
+      contents[slice.file][name] = {tensor.dtype, slice_shape(tensor.shape, slice.box)};
     }
   }
   return contents;
 }
 
-void verify_header(const std::string& path, const std::map<std::string, Expected>& expected) {
-  const SafetensorsFile file(path);
+void verify_header(CheckedFile& file, const std::map<std::string, Expected>& expected) {
+  std::map<std::string, Expected> found;
+  for (const auto& entry : file.header().entries) found[entry.name] = {entry.dtype, entry.shape};
   for (const auto& [name, slice] : expected) {
-    const auto& entry = file.at(name);
-    if (entry.dtype != slice.dtype || entry.shape != slice.shape) {
-      throw CheckpointError(format("{}: tensor {} is {} {}, the manifest says {} {}", path, name,
-                                   entry.dtype, layout::describe(entry.shape), slice.dtype,
+    const auto entry = found.find(name);
+    if (entry == found.end()) {
+      throw CheckpointError(format("{}: has no tensor {}", file.path(), name));
+    }
+    const auto& [dtype, shape] = entry->second;
+    if (dtype != slice.dtype || shape != slice.shape) {
+      throw CheckpointError(format("{}: tensor {} is {} {}, the manifest says {} {}", file.path(),
+                                   name, dtype, layout::describe(shape), slice.dtype,
                                    layout::describe(slice.shape)));
     }
+    found.erase(entry);
   }
-  for (const auto& entry : file.entries()) {
-    if (expected.count(entry.name) == 0) {
-      throw CheckpointError(format("{}: tensor {} is not in the manifest", path, entry.name));
-    }
+  if (!found.empty()) {
+    throw CheckpointError(
+        format("{}: tensor {} is not in the manifest", file.path(), found.begin()->first));
   }
 }
 
@@ -49,13 +58,12 @@ void verify_header(const std::string& path, const std::map<std::string, Expected
 Manifest verify(const std::string& path) {
   auto manifest = read_manifest(path);
   auto contents = contents_of(manifest);
+  std::vector<std::byte> bytes;
   for (const auto& [name, record] : manifest.files) {
-    const auto file = path + "/" + name;
-    const auto found = record_of(file);
-    if (found != record) {
-      throw CheckpointError(
-          format("{}: {} bytes with CRC32C {:08x}, the manifest says {} with {:08x}", file,
-                 found.bytes, found.crc32c, record.bytes, record.crc32c));
+    CheckedFile file(path + "/" + name, record, true);
+    for (uint64_t begin = 0; begin < record.bytes; begin += kPiece) {
+      bytes.resize(std::min(kPiece, record.bytes - begin));
+      file.read(begin, bytes);
     }
     if (name.ends_with(".safetensors") || contents.count(name) != 0) {
       verify_header(file, contents[name]);

@@ -8,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/io.h"
 
 namespace lockstep::formats {
@@ -15,57 +16,69 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Large enough that system calls cost nothing, small enough that bytes are still in the cache when
-// they are written after their checksum was taken.
-constexpr size_t kPiece = size_t{1} << 20;
+// The disk begins with so many bytes at a time, so that little is left to wait for in the end.
+constexpr uint64_t kWriteBack = uint64_t{32} << 20;
+
+// Not everywhere can space be set aside; then writes notice that there is none.
+bool cannot_reserve(int error) { return error == EOPNOTSUPP || error == EINVAL || error == ENOSYS; }
 
 }  // namespace
 
-DurableFile::DurableFile(std::string path) : path_(std::move(path)) {
+DurableFile::DurableFile(std::string path, uint64_t size) : path_(std::move(path)) {
   if (io::remove_file(path_) != 0 && errno != ENOENT) {
     throw SystemError("cannot replace " + path_, errno);
   }
   fd_ = Fd(io::create(path_));
   if (!fd_.valid()) throw SystemError("cannot create " + path_, errno);
+  while (size > 0 && io::reserve(fd_.get(), size) != 0 && !cannot_reserve(errno)) {
+    if (errno == EINTR) continue;
+    throw SystemError(format("cannot reserve {} bytes for {}", size, path_), errno);
+  }
 }
 
+// In whole blocks, each written from where its bytes are, right after its checksum brought them
+// into the cache.
 void DurableFile::write(std::span<const std::byte> bytes) {
-  if (buffer_.size() + bytes.size() < kPiece) {
-    buffer_.insert(buffer_.end(), bytes.begin(), bytes.end());
-    return;
+  if (!buffer_.empty()) {
+    const auto part = bytes.first(std::min<size_t>(bytes.size(), kBlockBytes - buffer_.size()));
+    buffer_.insert(buffer_.end(), part.begin(), part.end());
+    bytes = bytes.subspan(part.size());
+    if (buffer_.size() < kBlockBytes) return;
+    write_block(buffer_);
+    buffer_.clear();
   }
-  flush();
-  while (bytes.size() >= kPiece) {
-    write_out(bytes.first(kPiece));
-    bytes = bytes.subspan(kPiece);
+  while (bytes.size() >= kBlockBytes) {
+    write_block(bytes.first(kBlockBytes));
+    bytes = bytes.subspan(kBlockBytes);
   }
   buffer_.assign(bytes.begin(), bytes.end());
 }
 
-void DurableFile::flush() {
-  write_out(buffer_);
-  buffer_.clear();
-}
-
-void DurableFile::write_out(std::span<const std::byte> bytes) {
-  crc_.update(bytes);
+void DurableFile::write_block(std::span<const std::byte> bytes) {
+  record_.blocks.push_back(crc32c(bytes));
   while (!bytes.empty()) {
     const ssize_t count = io::write(fd_.get(), bytes.data(), bytes.size());
     if (count < 0 && errno == EINTR) continue;
     // A regular file that takes nothing and gives no reason would keep us here for ever.
     if (count == 0) errno = ENOSPC;
     if (count <= 0) {
-      throw SystemError(format("cannot write {} at byte {}", path_, written_), errno);
+      throw SystemError(format("cannot write {} at byte {}", path_, record_.bytes), errno);
     }
     bytes = bytes.subspan(static_cast<size_t>(count));
-    written_ += static_cast<uint64_t>(count);
+    record_.bytes += static_cast<uint64_t>(count);
+  }
+  if (record_.bytes - started_ >= kWriteBack) {
+    io::start_write_back(fd_.get(), started_, record_.bytes - started_);
+    started_ = record_.bytes;
   }
 }
 
-void DurableFile::finish() {
-  flush();
+FileRecord DurableFile::finish() {
+  if (!buffer_.empty()) write_block(buffer_);
+  buffer_ = {};
   if (io::sync(fd_.get()) != 0) throw SystemError("cannot sync " + path_, errno);
   fd_.reset();
+  return record_;
 }
 
 void sync_folder(const std::string& path) {

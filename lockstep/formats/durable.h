@@ -9,33 +9,30 @@
 #include <vector>
 
 #include "lockstep/core/fd.h"
-#include "lockstep/formats/crc32c.h"
+#include "lockstep/formats/file_record.h"
 
 namespace lockstep::formats {
 
 // A new file, written from start to end. What was there before under this name is removed.
 class DurableFile {
  public:
-  explicit DurableFile(std::string path);
+  // The disk sets `size` bytes aside where it can, so that a full one is noticed before they come.
+  explicit DurableFile(std::string path, uint64_t size = 0);
 
   void write(std::span<const std::byte> bytes);
   // Writes what is buffered and waits for the disk. The destructor does neither.
-  void finish();
+  FileRecord finish();
 
   const std::string& path() const { return path_; }
-  // Of all bytes, after finish().
-  uint64_t size() const { return written_; }
-  uint32_t crc() const { return crc_.value(); }
 
  private:
-  void flush();
-  void write_out(std::span<const std::byte> bytes);
+  void write_block(std::span<const std::byte> bytes);
 
   std::string path_;
   Fd fd_;
-  std::vector<std::byte> buffer_;
-  uint64_t written_ = 0;
-  Crc32c crc_;
+  std::vector<std::byte> buffer_;  // the block that is not full yet
+  FileRecord record_;              // of what is written
+  uint64_t started_ = 0;           // bytes that the disk was told to write
 };
 
 void sync_folder(const std::string& path);

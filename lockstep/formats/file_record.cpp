@@ -1,34 +1,24 @@
 #include "lockstep/formats/file_record.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cerrno>
+#include <algorithm>
+#include <cstddef>
 #include <span>
 #include <vector>
 
-#include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/formats/crc32c.h"
+#include "lockstep/formats/regular_file.h"
 
 namespace lockstep::formats {
 
-// Not mapped: a disk that fails gives an error here, and a signal there.
 FileRecord record_of(const std::string& path) {
-  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!fd.valid()) throw SystemError("cannot read " + path, errno);
-  FileRecord record;
-  Crc32c crc;
-  std::vector<std::byte> buffer(size_t{1} << 20);
-  while (true) {
-    const ssize_t count = read(fd.get(), buffer.data(), buffer.size());
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw SystemError("cannot read " + path, errno);
-    if (count == 0) break;
-    crc.update(std::span(buffer).first(static_cast<size_t>(count)));
-    record.bytes += static_cast<uint64_t>(count);
+  const RegularFile file(path);
+  FileRecord record{.bytes = file.size()};
+  std::vector<std::byte> block(kBlockBytes);
+  for (uint64_t begin = 0; begin < record.bytes; begin += kBlockBytes) {
+    const auto bytes = std::span(block).first(std::min(kBlockBytes, record.bytes - begin));
+    file.read(begin, bytes);
+    record.blocks.push_back(crc32c(bytes));
   }
-  record.crc32c = crc.value();
   return record;
 }
 

@@ -12,7 +12,17 @@ int create(const std::string& path) {
   return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
 }
 
+int reserve(int fd, uint64_t size) {
+  return ::fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size));
+}
+
 ssize_t write(int fd, const std::byte* bytes, size_t size) { return ::write(fd, bytes, size); }
+
+void start_write_back(int fd, uint64_t offset, uint64_t size) {
+  ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(size),
+                    SYNC_FILE_RANGE_WRITE);
+}
+
 int sync(int fd) { return ::fsync(fd); }
 
 int open_folder(const std::string& path) {

@@ -144,20 +144,24 @@ void Manifest::validate(const std::string& origin) const {
     if (!is_plain_file_name(name) || name == "manifest.json") {
       throw CheckpointError(format("{}: file '{}' must be a plain name", origin, name));
     }
+    if (record.blocks.size() != num_blocks(record.bytes)) {
+      throw CheckpointError(format("{}: file {}: {} bytes with {} checksums, must have {}", origin,
+                                   name, record.bytes, record.blocks.size(),
+                                   num_blocks(record.bytes)));
+    }
   }
-  std::set<std::pair<std::string_view, std::string_view>> places;
   for (const auto& [name, tensor] : tensors) {
     const auto what =
         format("{}: tensor {} {} {}", origin, name, tensor.dtype, layout::describe(tensor.shape));
     if (name.empty()) throw CheckpointError(format("{}: has no name", what));
     validate_tensor(tensor, what);
+    std::set<std::string_view> places;
     for (const auto& slice : tensor.slices) {
-      const std::string_view key = slice.key.empty() ? name : slice.key;
       if (files.count(slice.file) == 0) {
         throw CheckpointError(format("{}: file {} is not in the list of files", what, slice.file));
       }
-      if (!places.emplace(slice.file, key).second) {
-        throw CheckpointError(format("{}: two slices are {} of {}", what, key, slice.file));
+      if (!places.insert(slice.file).second) {
+        throw CheckpointError(format("{}: has two slices in {}, must have one", what, slice.file));
       }
     }
   }

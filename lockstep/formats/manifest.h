@@ -13,11 +13,10 @@
 
 namespace lockstep::formats {
 
-// A part of a tensor, and the file it is in.
+// A part of a tensor, and the file it is in, where it has the tensor's name.
 struct SliceRecord {
   std::string file;
-  layout::Box box;       // in indices of the whole tensor
-  std::string key = {};  // the tensor's name in the file; empty where that is the tensor's own
+  layout::Box box;  // in indices of the whole tensor
 
   bool operator==(const SliceRecord&) const = default;
 };
@@ -39,8 +38,8 @@ struct Manifest {
   std::string config = "{}";
 
   // Throws CheckpointError, beginning with `origin`, unless each tensor's slices lie inside it, do
-  // not overlap and cover it, and each lies in a file of the list under a key of its own. The
-  // message says what is missing.
+  // not overlap and cover it, each in another file of the list, and each file has as many
+  // checksums as its size needs. The message says what is missing.
   void validate(const std::string& origin) const;
 
   // Adds the slices, files and state of a part of the same checkpoint, from another rank.

@@ -12,16 +12,17 @@ namespace lockstep::formats {
 namespace {
 
 constexpr const char* kFormat = "lockstep.checkpoint";
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 
 std::string seal(std::string_view body) {
   return format(",\n\"crc32c\": \"{:08x}\"\n}}\n", crc32c(std::as_bytes(std::span(body))));
 }
 
-uint32_t parse_crc(const std::string& text, const std::string& origin) {
+uint32_t parse_crc(const Json& value, const std::string& origin) {
+  const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
   uint32_t crc = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), crc, 16);
-  if (text.size() != 8 || error != std::errc() || end != text.data() + 8) {
+  if (!value.is_string() || text.size() != 8 || error != std::errc() || end != text.data() + 8) {
     throw CheckpointError(format("{}: crc32c {} must be 8 hexadecimal digits", origin, text));
   }
   return crc;
@@ -36,10 +37,9 @@ layout::Shape parse_numbers(const Json& object, const char* key, const std::stri
 }
 
 SliceRecord parse_slice(const Json& object, const TensorRecord& tensor, const std::string& origin) {
-  require_only(object, {"file", "offsets", "shape", "key"}, origin);
+  require_only(object, {"file", "offsets", "shape"}, origin);
   SliceRecord slice;
   slice.file = string_member(object, "file", origin);
-  if (object.contains("key")) slice.key = string_member(object, "key", origin);
   const auto offsets = parse_numbers(object, "offsets", origin);
   const auto shape = parse_numbers(object, "shape", origin);
   if (offsets.size() != tensor.shape.size() || shape.size() != tensor.shape.size()) {
@@ -74,8 +74,11 @@ TensorRecord parse_tensor(const Json& object, const std::string& origin) {
 
 FileRecord parse_file(const Json& object, const std::string& origin) {
   require_only(object, {"bytes", "crc32c"}, origin);
-  return {static_cast<uint64_t>(integer(member(object, "bytes", origin), origin)),
-          parse_crc(string_member(object, "crc32c", origin), origin)};
+  const auto& checksums = member(object, "crc32c", origin);
+  if (!checksums.is_array()) throw CheckpointError(format("{}: crc32c must be an array", origin));
+  FileRecord record{static_cast<uint64_t>(integer(member(object, "bytes", origin), origin))};
+  for (const auto& value : checksums) record.blocks.push_back(parse_crc(value, origin));
+  return record;
 }
 
 // One member a line, so that a manifest can be read, searched and compared with plain tools.
@@ -100,14 +103,20 @@ std::string lines_of(const Map& map, const ToText& to_text) {
   return text + (map.empty() ? "}" : "\n}");
 }
 
+std::string file_text(const FileRecord& record) {
+  std::string checksums;
+  for (const uint32_t crc : record.blocks) {
+    checksums += format("{}\"{:08x}\"", checksums.empty() ? "" : ",", crc);
+  }
+  return format(R"({{"bytes":{},"crc32c":[{}]}})", record.bytes, checksums);
+}
+
 std::string tensor_text(const TensorRecord& tensor) {
   auto slices = Json::array();
   for (const auto& slice : tensor.slices) {
-    Json object = {{"file", slice.file},
-                   {"offsets", slice_offsets(tensor.shape, slice.box)},
-                   {"shape", slice_shape(tensor.shape, slice.box)}};
-    if (!slice.key.empty()) object["key"] = slice.key;
-    slices.push_back(std::move(object));
+    slices.push_back({{"file", slice.file},
+                      {"offsets", slice_offsets(tensor.shape, slice.box)},
+                      {"shape", slice_shape(tensor.shape, slice.box)}});
   }
   return Json{{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"slices", std::move(slices)}}
       .dump();
@@ -135,10 +144,8 @@ std::string Manifest::to_json() const {
     lines.add("state", lines_of(state, [](const auto& key, const auto& value) {
                 return compact(value, "[manifest] state " + key);
               }));
-    lines.add("files", lines_of(files, [](const auto&, const auto& record) {
-                return format("{{\"bytes\":{},\"crc32c\":\"{:08x}\"}}", record.bytes,
-                              record.crc32c);
-              }));
+    lines.add("files",
+              lines_of(files, [](const auto&, const auto& record) { return file_text(record); }));
     lines.add("tensors", lines_of(tensors, [](const auto&, const auto& tensor) {
                 return tensor_text(tensor);
               }));

@@ -9,7 +9,7 @@
 namespace lockstep::formats {
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path), file_(path) {
-  auto header = parse_safetensors(file_.bytes(), path);
+  auto header = parse_safetensors(file_.bytes(), file_.size(), path);
   entries_ = std::move(header.entries);
   metadata_ = std::move(header.metadata);
   data_ = file_.bytes().subspan(header.data_begin);

@@ -187,26 +187,33 @@ void require_tiles(std::vector<SafetensorsEntry>& entries, uint64_t data_size,
 
 }  // namespace
 
-SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::string& path) {
-  if (file.size() < 8)
-    fail(path, format("{} bytes, a safetensors file has 8 or more", file.size()));
-  uint64_t size = 0;
-  std::memcpy(&size, file.data(), 8);
-  if (size > kMaxHeader) {
-    fail(path, format("a header of {} bytes, must be at most {}", size, kMaxHeader));
+uint64_t safetensors_data_begin(std::span<const std::byte> first, uint64_t size,
+                                const std::string& path) {
+  if (size < 8 || first.size() < 8) {
+    fail(path, format("{} bytes, a safetensors file has 8 or more", size));
   }
-  if (size > file.size() - 8) {
-    fail(path, format("a header of {} bytes in a file of {}", size, file.size()));
+  uint64_t header = 0;
+  std::memcpy(&header, first.data(), 8);
+  if (header > kMaxHeader) {
+    fail(path, format("a header of {} bytes, must be at most {}", header, kMaxHeader));
   }
-  const std::string_view text(reinterpret_cast<const char*>(file.data() + 8), size);
+  if (header > size - 8) fail(path, format("a header of {} bytes in a file of {}", header, size));
+  return 8 + header;
+}
+
+SafetensorsHeader parse_safetensors(std::span<const std::byte> head, uint64_t size,
+                                    const std::string& path) {
+  SafetensorsHeader header;
+  header.data_begin = safetensors_data_begin(head, size, path);
+  check(header.data_begin <= head.size(), "a header is parsed as a whole");
+  const std::string_view text(reinterpret_cast<const char*>(head.data() + 8),
+                              header.data_begin - 8);
   if (text.empty() || text.front() != '{') fail(path, "the header must begin with {");
   // The parser takes a zero byte for the end of its input.
   if (text.find('\0') != std::string_view::npos) fail(path, "the header holds a zero byte");
-  SafetensorsHeader header;
-  header.data_begin = 8 + size;
   HeaderSax sax(path, header);
   Json::sax_parse(text.begin(), text.end(), &sax);
-  require_tiles(header.entries, file.size() - header.data_begin, path);
+  require_tiles(header.entries, size - header.data_begin, path);
   return header;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <span>
 #include <string>
@@ -14,11 +15,17 @@ namespace lockstep::formats {
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;  // in the order of their bytes
   std::map<std::string, std::string> metadata;
-  size_t data_begin = 0;  // in the file
+  uint64_t data_begin = 0;  // in the file
 };
 
-// From the bytes of a whole file, all rules checked. `path` is for messages.
-SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::string& path);
+// Where the data of a file of `size` bytes begins: its first 8 bytes say it.
+uint64_t safetensors_data_begin(std::span<const std::byte> first, uint64_t size,
+                                const std::string& path);
+
+// From the bytes of a file up to its data, or more of it, all rules checked against the file's
+// size. `path` is for messages.
+SafetensorsHeader parse_safetensors(std::span<const std::byte> head, uint64_t size,
+                                    const std::string& path);
 
 // The first bytes of a file, up to its data. Entries must be in file order.
 std::string safetensors_header_text(std::span<const SafetensorsEntry> entries,

@@ -52,7 +52,8 @@ SafetensorsWriter::SafetensorsWriter(std::string path, std::vector<SafetensorsTe
   } catch (const Json::exception& failure) {
     throw ConfigError(format("{}: names must be UTF-8: {}", path, reason_of(failure)));
   }
-  file_ = std::make_unique<DurableFile>(std::move(path));
+  const uint64_t data = entries_.empty() ? 0 : entries_.back().end;
+  file_ = std::make_unique<DurableFile>(std::move(path), header.size() + data);
   file_->write(std::as_bytes(std::span(header)));
   skip_written();
 }
@@ -85,8 +86,7 @@ FileRecord SafetensorsWriter::finish() {
     throw ConfigError(format("{}: {} bytes of {} are missing", file_->path(),
                              entries_[current_].end - written_, entries_[current_].name));
   }
-  file_->finish();
-  return {file_->size(), file_->crc()};
+  return file_->finish();
 }
 
 }  // namespace lockstep::formats

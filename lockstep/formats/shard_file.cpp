@@ -1,19 +1,14 @@
 #include "lockstep/formats/shard_file.h"
 
 #include <map>
+#include <string_view>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/json.h"
 
 namespace lockstep::formats {
-namespace {
-
-const std::string& key_of(const ShardSlice& slice) {
-  return slice.key.empty() ? slice.name : slice.key;
-}
-
-}  // namespace
 
 std::string shard_file_name(int shard, int part, int parts) {
   if (shard < 1 || part < 1 || part > parts) {
@@ -25,11 +20,11 @@ std::string shard_file_name(int shard, int part, int parts) {
 
 std::vector<std::vector<size_t>> shard_parts(const std::vector<ShardSlice>& slices) {
   std::vector<std::vector<size_t>> parts;
-  std::map<std::string, size_t> times;
+  std::map<std::string_view, size_t> seen;  // slices of a tensor so far
   for (size_t i = 0; i < slices.size(); ++i) {
-    const size_t part = times[slices[i].name]++;
-    if (part == parts.size()) parts.emplace_back();
-    parts[part].push_back(i);
+    const size_t nth = seen[slices[i].name]++;
+    if (nth == parts.size()) parts.emplace_back();
+    parts[nth].push_back(i);
   }
   return parts;
 }
@@ -39,14 +34,12 @@ SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
   auto sharding = Json::object();
   std::vector<SafetensorsTensor> tensors;
   for (const auto& slice : slices) {
-    const auto& key = key_of(slice);
     if (slice.box.ranges.size() != layout::Box::whole(slice.shape).ranges.size()) {
       throw ConfigError(format("[open_shard] tensor {} {}: slice {} has other dimensions",
                                slice.name, layout::describe(slice.shape), slice.box.describe()));
     }
-    sharding[key] = {{"saved_offsets", slice_offsets(slice.shape, slice.box)}};
-    if (key != slice.name) sharding[key]["logical_fqn"] = slice.name;
-    tensors.push_back({key, slice.dtype, slice_shape(slice.shape, slice.box)});
+    sharding[slice.name] = {{"saved_offsets", slice_offsets(slice.shape, slice.box)}};
+    tensors.push_back({slice.name, slice.dtype, slice_shape(slice.shape, slice.box)});
   }
   std::map<std::string, std::string> metadata = {{"DCP_VERSION", "1.0"}, {"format", "pt"}};
   try {
@@ -63,7 +56,7 @@ Manifest shard_manifest(int64_t step, const std::string& file, const FileRecord&
   manifest.files.emplace(file, record);
   for (const auto& slice : slices) {
     Manifest part{.step = step};
-    part.tensors[slice.name] = {slice.dtype, slice.shape, {{file, slice.box, slice.key}}};
+    part.tensors[slice.name] = {slice.dtype, slice.shape, {{file, slice.box}}};
     manifest.merge(part);
   }
   return manifest;

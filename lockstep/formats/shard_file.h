@@ -2,6 +2,8 @@
 // Checkpoint reads too.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -20,13 +22,14 @@ struct ShardSlice {
   std::string dtype;
   layout::Shape shape;  // of the whole tensor
   layout::Box box;
-  std::string key = {};  // needed where a file has a second slice of the same tensor
 };
 
+// A file has a tensor's name once, so a rank that holds several slices of a tensor (as of a fused
+// matrix) writes several files: the n-th slice of each tensor goes to the n-th. Indices of slices,
+// by file.
 std::vector<std::vector<size_t>> shard_parts(const std::vector<ShardSlice>& slices);
 
-// A writer for DIR/FILE, whose metadata says where each slice lies in its tensor. Its entries are
-// named by key.
+// A writer for FOLDER/FILE, whose metadata says where each slice lies in its tensor.
 SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
                              const std::vector<ShardSlice>& slices);
 

@@ -74,9 +74,14 @@ TEST_F(Folder, Metadata) {
   EXPECT_EQ(file.metadata().at("format"), "pt");
   EXPECT_EQ(file.metadata().at("DCP_VERSION"), "1.0");
   EXPECT_EQ(file.metadata().at("DCP_SHARDING_INFO"), R"({"w":{"saved_offsets":[4,0]}})");
-  write_shard(dir_, "x", {{"w", "U8", {4}, {{{2, 3}}}, "w#1"}, {"s", "I64", {}, {{{0, 1}}}}}, 0);
+  write_shard(dir_, "x", {{"w", "U8", {4}, {{{2, 3}}}}, {"s", "I64", {}, {{{0, 1}}}}}, 0);
   EXPECT_EQ(SafetensorsFile(dir_ + "/x").metadata().at("DCP_SHARDING_INFO"),
-            R"({"s":{"saved_offsets":[]},"w#1":{"logical_fqn":"w","saved_offsets":[2]}})");
+            R"({"s":{"saved_offsets":[]},"w":{"saved_offsets":[2]}})");
+  EXPECT_THAT(
+      [&] {
+        write_shard(dir_, "x", {{"w", "U8", {4}, {{{2, 3}}}}, {"w", "U8", {4}, {{{0, 1}}}}}, 0);
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("tensor w is named twice")));
 }
 
 TEST_F(Folder, Replaces) {
@@ -168,10 +173,32 @@ TEST_F(Folder, CommitChecksFirst) {
               ThrowsMessage<CheckpointError>(HasSubstr("step-00000001.tmp/g")));
   EXPECT_THAT(
       [&] {
-        commit_checkpoint(dir_, shard_manifest(1, "f", {record.bytes + 1, 0}, whole));
+        commit_checkpoint(dir_, shard_manifest(1, "f", {record.bytes + 1, record.blocks}, whole));
       },
       ThrowsMessage<CheckpointError>(HasSubstr("its manifest says")));
   verify(dir_ + "/step-00000001");  // the old one is as it was
+}
+
+TEST_F(Folder, Abandons) {
+  abandon_checkpoint(dir_, 1);  // nothing there is fine
+  save(dir_, 1, 1);
+  write_shard(begin_checkpoint(dir_, 2), "f", {{"w", "F32", {8}, {{{0, 8}}}}}, 0);
+  abandon_checkpoint(dir_, 2);
+  abandon_checkpoint(dir_, 1);
+  EXPECT_THAT(names(), ElementsAre("step-00000001"));
+
+  // Wherever a replacement ended, one of the two is there after it.
+  const auto path = dir_ + "/step-00000001";
+  begin_checkpoint(dir_, 1);
+  fs::rename(path, path + ".old");
+  abandon_checkpoint(dir_, 1);
+  EXPECT_THAT(names(), ElementsAre("step-00000001"));
+  EXPECT_EQ(verify(path).state.at("seed"), "1");
+  fs::rename(path, path + ".old");
+  fs::copy(path + ".old", path);
+  abandon_checkpoint(dir_, 1);
+  EXPECT_THAT(names(), ElementsAre("step-00000001"));
+  verify(path);
 }
 
 TEST_F(Folder, Prunes) {

@@ -93,6 +93,11 @@ int create(const std::string& path) {
   return fd;
 }
 
+int reserve(int fd, uint64_t size) {
+  if (goes_wrong()) return -1;
+  return ::fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(size));
+}
+
 ssize_t write(int fd, const std::byte* bytes, size_t size) {
   if (goes_wrong()) {
     errno = ENOSPC;
@@ -110,6 +115,8 @@ ssize_t write(int fd, const std::byte* bytes, size_t size) {
   }
   return ::write(fd, bytes, size);
 }
+
+void start_write_back(int /*fd*/, uint64_t /*offset*/, uint64_t /*size*/) {}
 
 int sync(int fd) {
   if (goes_wrong()) return -1;

@@ -17,16 +17,18 @@ using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
 Manifest sample() {
-  return {.step = 100,
-          .tensors =
-              {{"w", {"F32", {8, 4}, {{"f", {{{0, 4}, {0, 4}}}}, {"g", {{{4, 8}, {0, 4}}}}}}},
-               {"qkv",
-                {"BF16", {6}, {{"f", {{{0, 2}}}}, {"f", {{{4, 6}}}, "qkv#1"}, {"g", {{{2, 4}}}}}}},
-               {"scalar", {"I64", {}, {{"g", Box::whole({})}}}},
-               {"empty", {"F32", {0, 3}, {{"g", Box::whole({0, 3})}}}}},
-          .files = {{"f", {123, 0xabcdef}}, {"g", {uint64_t{1} << 40, 1}}},
-          .state = {{"samples", "18446744073709551615"}, {"scaler", R"({"scale":65536.1})"}},
-          .config = R"({"model":{"layers":2}})"};
+  return {
+      .step = 100,
+      .tensors = {{"w", {"F32", {8, 4}, {{"f", {{{0, 4}, {0, 4}}}}, {"g", {{{4, 8}, {0, 4}}}}}}},
+                  {"qkv",
+                   {"BF16", {6}, {{"f", {{{0, 2}}}}, {"f2", {{{4, 6}}}}, {"g", {{{2, 4}}}}}}},
+                  {"scalar", {"I64", {}, {{"g", Box::whole({})}}}},
+                  {"empty", {"F32", {0, 3}, {{"g", Box::whole({0, 3})}}}}},
+      .files = {{"f", {123, {0xabcdef}}},
+                {"f2", {0, {}}},
+                {"g", {2 * kBlockBytes + 1, {1, 2, 0xffffffff}}}},
+      .state = {{"samples", "18446744073709551615"}, {"scaler", R"({"scale":65536.1})"}},
+      .config = R"({"model":{"layers":2}})"};
 }
 
 TEST(Manifest, RoundTrip) {
@@ -40,27 +42,27 @@ TEST(Manifest, RoundTrip) {
           R"("scalar": {"dtype":"I64","shape":[],"slices":[{"file":"g","offsets":[],"shape":[]}]})"));
 }
 
-// The text of version 1, which later versions of Lockstep must read.
+// The text of version 2, which later versions of Lockstep must read.
 TEST(Manifest, Frozen) {
   Manifest manifest{.step = 7};
-  manifest.files["f"] = {24, 0x0a};
+  manifest.files["f"] = {kBlockBytes + 1, {0x0a, 0xfedcba98}};
   manifest.tensors["w"] = {"F32", {2, 3}, {{"f", Box::whole({2, 3})}}};
   manifest.state["tokens"] = "12";
   EXPECT_EQ(manifest.to_json(), R"({
 "format": "lockstep.checkpoint",
-"version": 1,
+"version": 2,
 "step": 7,
 "config": {},
 "state": {
 "tokens": 12
 },
 "files": {
-"f": {"bytes":24,"crc32c":"0000000a"}
+"f": {"bytes":1048577,"crc32c":["0000000a","fedcba98"]}
 },
 "tensors": {
 "w": {"dtype":"F32","shape":[2,3],"slices":[{"file":"f","offsets":[0,0],"shape":[2,3]}]}
 },
-"crc32c": "f9324616"
+"crc32c": "bc5f5246"
 }
 )");
 }
@@ -95,7 +97,8 @@ TEST(Manifest, StrictText) {
         [&] { Manifest::from_json(changed, "dir/manifest.json"); },
         ThrowsMessage<CheckpointError>(AllOf(HasSubstr("dir/manifest.json"), HasSubstr(rule))));
   };
-  refused("\"version\": 1", "\"version\": 2", "version 2, this Lockstep reads version 1");
+  refused("\"version\": 2", "\"version\": 1", "version 1, this Lockstep reads version 2");
+  refused("\"version\": 2", "\"version\": 3", "version 3, this Lockstep reads version 2");
   refused("lockstep.checkpoint", "other", "is not a checkpoint's manifest");
   refused("\"step\": 100", "\"step\": 100, \"step\": 100", "key step is given twice");
   refused("\"step\": 100", "\"step\": -1", "-1 must be a whole number");
@@ -104,6 +107,16 @@ TEST(Manifest, StrictText) {
   refused("\"step\": 100", "\"step\": 1, \"more\": 1", "unknown member more");
   refused("00abcdef", "abcdef", "8 hexadecimal digits");
   refused("00abcdef", "00abcdeg", "8 hexadecimal digits");
+  refused("\"00abcdef\"", "12345678", "file f: crc32c 12345678 must be 8 hexadecimal digits");
+  refused("[\"00abcdef\"]", "\"00abcdef\"", "file f: crc32c must be an array");
+  refused("[\"00abcdef\"]", "[]", "file f: 123 bytes with 0 checksums, must have 1");
+  refused("\"bytes\":123", "\"bytes\":1048577", "1048577 bytes with 1 checksums, must have 2");
+  refused("\"bytes\":123", "\"bytes\":9223372036854775807", "must have 8796093022208");
+  refused("\"bytes\":123", "\"bytes\":9223372036854775808", "below 2^63");
+  refused("\"file\":\"f\"", "\"file\":\"../f\"", "file ../f is not in the list of files");
+  refused("\"file\":\"f\"", "\"file\":\"f\",\"key\":\"x\"", "unknown member key");
+  refused("\"f2\": {", "\"../f2\": {", "file '../f2' must be a plain name");
+  refused("\"f2\": {", "\"a/f2\": {", "file 'a/f2' must be a plain name");
   refused("\"bytes\":123", "\"bytes\":\"123\"", "file f: \"123\" must be a whole number");
   refused("\"offsets\":[4,0]", "\"offsets\":[4]", "must have 2 numbers each");
   refused("\"offsets\":[4,0]", "\"offsets\":[5,0]", "tensor w: a slice: offsets (5, 0) and shape");
@@ -168,13 +181,13 @@ TEST(Manifest, Tiling) {
 TEST(Manifest, ManySlices) {
   for (const bool rows : {true, false}) {
     Manifest manifest;
-    manifest.files["f"] = {};
     auto& tensor = manifest.tensors["w"];
     tensor = {"F32", rows ? layout::Shape{20'000, 2} : layout::Shape{2, 20'000}, {}};
     for (int64_t i = 0; i < 20'000; ++i) {
       const layout::Range one{i, i + 1};
       const layout::Range both{0, 2};
-      tensor.slices.push_back({"f", rows ? Box{{one, both}} : Box{{both, one}}, std::to_string(i)});
+      tensor.slices.push_back({std::to_string(i), rows ? Box{{one, both}} : Box{{both, one}}});
+      manifest.files[tensor.slices.back().file] = {};
     }
     EXPECT_NO_THROW(manifest.validate("m"));
     tensor.slices[777].box.ranges[rows ? 0 : 1] = {778, 779};
@@ -182,7 +195,7 @@ TEST(Manifest, ManySlices) {
   }
 }
 
-TEST(Manifest, FilesAndKeys) {
+TEST(Manifest, Files) {
   const auto refused = [](const auto& change, const char* rule) {
     auto manifest = sample();
     change(manifest);
@@ -193,8 +206,8 @@ TEST(Manifest, FilesAndKeys) {
   refused([](Manifest& m) { m.files[".x"] = {}; }, "must be a plain name");
   refused([](Manifest& m) { m.files[""] = {}; }, "must be a plain name");
   refused([](Manifest& m) { m.files["manifest.json"] = {}; }, "must be a plain name");
-  refused([](Manifest& m) { m.tensors["qkv"].slices[1].key = ""; }, "two slices are qkv of f");
-  refused([](Manifest& m) { m.tensors["qkv"].slices[1].key = "w"; }, "two slices are w of f");
+  refused([](Manifest& m) { m.tensors["qkv"].slices[1].file = "f"; },
+          "tensor qkv BF16 (6): has two slices in f, must have one");
   refused([](Manifest& m) { m.tensors[""] = m.tensors["scalar"]; }, "has no name");
   refused([](Manifest& m) { m.step = -1; }, "step -1");
   auto manifest = sample();
@@ -209,8 +222,8 @@ TEST(Manifest, MergesParts) {
   const auto slice = [](int64_t begin, int64_t end) {
     return ShardSlice{"w", "F32", {8}, {{{begin, end}}}};
   };
-  auto manifest = shard_manifest(3, shard_file_name(1), {10, 1}, {slice(0, 3)});
-  const auto other = shard_manifest(3, shard_file_name(2), {20, 2}, {slice(3, 8)});
+  auto manifest = shard_manifest(3, shard_file_name(1), {10, {1}}, {slice(0, 3)});
+  const auto other = shard_manifest(3, shard_file_name(2), {20, {2}}, {slice(3, 8)});
   EXPECT_THROW(manifest.validate("m"), CheckpointError);
   manifest.merge(Manifest::part_from_json(other.to_json(), "part"));
   EXPECT_NO_THROW(manifest.validate("m"));
@@ -232,6 +245,18 @@ TEST(ShardFile, Names) {
   EXPECT_EQ(shard_file_name(12, 3, 4), "shard-00012-model-00003-of-00004.safetensors");
   EXPECT_THROW(shard_file_name(0), ConfigError);
   EXPECT_THROW(shard_file_name(1, 2, 1), ConfigError);
+}
+
+TEST(ShardFile, Parts) {
+  const auto parts = [](const std::vector<const char*>& names) {
+    std::vector<ShardSlice> slices;
+    for (const char* name : names) slices.push_back({name, "U8", {4}, {{{0, 1}}}});
+    return shard_parts(slices);
+  };
+  using Parts = std::vector<std::vector<size_t>>;
+  EXPECT_EQ(parts({}), Parts{});
+  EXPECT_EQ(parts({"b", "a"}), (Parts{{0, 1}}));
+  EXPECT_EQ(parts({"q", "a", "q", "k", "q", "k"}), (Parts{{0, 1, 3}, {2, 5}, {4}}));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 
+BLOCK = 1 << 20
 FORMATS = {"F32": "f", "I64": "q", "U8": "B", "BF16": "H"}
 
 
@@ -65,29 +66,30 @@ def check(folder):
     body, _, seal = text.rpartition(b',\n"crc32c": ')
     assert int(json.loads(seal[:10]), 16) == crc32c(body)
     manifest = json.loads(text, object_pairs_hook=unique)
-    assert (manifest["format"], manifest["version"], manifest["step"]) == ("lockstep.checkpoint", 1, 7)
+    assert (manifest["format"], manifest["version"], manifest["step"]) == ("lockstep.checkpoint", 2, 7)
     assert manifest["state"] == {"samples": 1000} and manifest["config"] == {"layers": 2}
-    assert sorted(manifest["files"]) == [f"shard-0000{i}-model-00001-of-00001.safetensors" for i in (1, 2, 3)]
+    assert sorted(manifest["files"]) == [f"shard-0000{i}-model-0000{part}-of-00002.safetensors"
+                                         for i in (1, 2, 3) for part in (1, 2)]
 
     files = {}
     for name, record in manifest["files"].items():
         data = (folder / name).read_bytes()
-        assert len(data) == record["bytes"] and crc32c(data) == int(record["crc32c"], 16), name
+        blocks = [f"{crc32c(data[i : i + BLOCK]):08x}" for i in range(0, len(data), BLOCK)]
+        assert record == {"bytes": len(data), "crc32c": blocks}, name
         metadata, files[name] = read_safetensors(data)
         assert metadata["format"] == "pt" and metadata["DCP_VERSION"] == "1.0"
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
         assert sharding.keys() == files[name].keys()
         for key, info in sharding.items():
-            tensor = manifest["tensors"][info.get("logical_fqn", key)]
-            offsets = [slice_["offsets"] for slice_ in tensor["slices"]
-                       if slice_["file"] == name and slice_.get("key", info.get("logical_fqn", key)) == key]
-            assert offsets == [info["saved_offsets"]], key
+            slices = manifest["tensors"][key]["slices"]
+            offsets = [slice_["offsets"] for slice_ in slices if slice_["file"] == name]
+            assert offsets == [info["saved_offsets"]] and info.keys() == {"saved_offsets"}, key
 
     assert len(manifest["tensors"]) == 7
     for name, tensor in manifest["tensors"].items():
         found = {}
         for slice_ in tensor["slices"]:
-            dtype, shape, values = files[slice_["file"]][slice_.get("key", name)]
+            dtype, shape, values = files[slice_["file"]][name]
             assert dtype == tensor["dtype"] and shape == slice_["shape"], name
             places = indices(tensor["shape"], slice_["offsets"], shape)
             assert len(places) == len(values) and not found.keys() & set(places), name
@@ -101,7 +103,7 @@ def main():
         folder = pathlib.Path(run.stdout.strip())
         assert folder == pathlib.Path(work) / "checkpoints" / "step-00000007"
         check(folder)
-        shard = folder / "shard-00001-model-00001-of-00001.safetensors"
+        shard = folder / "shard-00001-model-00001-of-00002.safetensors"
         printed = subprocess.run([sys.argv[1], "print", shard], check=True, capture_output=True, text=True).stdout
         value = struct.pack("<q", 1)
         assert f"scalar I64 () {crc32c(value):08x}\n" in printed, printed

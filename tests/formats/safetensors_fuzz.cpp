@@ -11,7 +11,7 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto file = std::as_bytes(std::span(data, size));
   try {
-    const auto header = lockstep::formats::parse_safetensors(file, "f");
+    const auto header = lockstep::formats::parse_safetensors(file, size, "f");
     if (!header.entries.empty() && header.data_begin + header.entries.back().end != size) {
       __builtin_trap();
     }

@@ -2,6 +2,7 @@
 // else.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -70,7 +71,8 @@ std::string mutate(std::string header, std::mt19937& random) {
 TEST(SafetensorsMutations, ValidOrRefused) {
   std::mt19937 random(1);
   int valid = 0;
-  for (int i = 0; i < 30'000; ++i) {
+  const int mutants = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1'000'000 : 30'000;
+  for (int i = 0; i < mutants; ++i) {
     const auto header = mutate(kHeader, random);
     uint64_t size = header.size();
     if (random() % 16 == 0) size ^= uint64_t{1} << (random() % 64);
@@ -78,7 +80,7 @@ TEST(SafetensorsMutations, ValidOrRefused) {
     std::memcpy(file.data(), &size, 8);
     file += header + std::string(kData + (random() % 16 == 0 ? random() % 9 : 0), 'x');
     try {
-      const auto parsed = parse_safetensors(std::as_bytes(std::span(file)), "f");
+      const auto parsed = parse_safetensors(std::as_bytes(std::span(file)), file.size(), "f");
       ++valid;
       uint64_t end = 0;
       for (const auto& entry : parsed.entries) {
@@ -91,8 +93,8 @@ TEST(SafetensorsMutations, ValidOrRefused) {
     }
   }
   // Changed names and white space do no harm; most changes do.
-  EXPECT_GT(valid, 300);
-  EXPECT_LT(valid, 10'000);
+  EXPECT_GT(valid, mutants / 100);
+  EXPECT_LT(valid, mutants / 3);
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 // Small checkpoints for tests.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +34,37 @@ inline std::string save(const std::string& dir, int64_t step, int seed = 0) {
     manifest.merge(shard_manifest(step, file, write_shard(folder, file, slices, seed), slices));
   }
   manifest.state["seed"] = std::to_string(seed);
+  return commit_checkpoint(dir, manifest);
+}
+
+// Tensors of 4-byte types, whose i-th element (row-major, in the whole tensor) is `first` + i.
+inline FileRecord write_numbers(const std::string& folder, const std::string& file,
+                                const std::vector<ShardSlice>& slices, int32_t first = 0) {
+  auto writer = open_shard(folder, file, slices);
+  for (const auto& entry : writer.entries()) {
+    for (const auto& slice : slices) {
+      if (slice.name != entry.name) continue;
+      std::vector<int32_t> values(static_cast<size_t>(slice.box.numel()));
+      const auto fill = [&](const layout::Run& run) {
+        const auto begin = values.begin() + run.to;
+        std::iota(begin, begin + run.size, first + static_cast<int32_t>(run.from));
+      };
+      layout::for_each_run(slice.box, layout::Box::whole(slice.shape), slice.box, fill);
+      writer.write(entry.name, std::as_bytes(std::span(values)));
+    }
+  }
+  return writer.finish();
+}
+
+// A file for each list of slices.
+inline std::string save_numbers(const std::string& dir, int64_t step,
+                                const std::vector<std::vector<ShardSlice>>& files) {
+  const auto folder = begin_checkpoint(dir, step);
+  Manifest manifest{.step = step};
+  for (size_t i = 0; i < files.size(); ++i) {
+    const auto file = shard_file_name(static_cast<int>(i) + 1);
+    manifest.merge(shard_manifest(step, file, write_numbers(folder, file, files[i]), files[i]));
+  }
   return commit_checkpoint(dir, manifest);
 }
 

@@ -1,0 +1,92 @@
+#include "lockstep/formats/checked_file.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/formats/crc32c.h"
+
+namespace lockstep::formats {
+namespace {
+
+// Of a long read at a time: few calls, and most of it is still in the cache for the checksums. The
+// system reads ahead meanwhile.
+constexpr uint64_t kStride = 4 * kBlockBytes;
+
+}  // namespace
+
+CheckedFile::CheckedFile(std::string path, const FileRecord& record, bool verify)
+    : file_(std::move(path)), record_(record), verify_(verify) {
+  if (file_.size() != record_.bytes) {
+    throw CheckpointError(format("{}: has {} bytes, its manifest says {}", file_.path(),
+                                 file_.size(), record_.bytes));
+  }
+}
+
+void CheckedFile::read(uint64_t offset, std::span<std::byte> out) {
+  check(offset <= record_.bytes && out.size() <= record_.bytes - offset, "reads lie in the file");
+  while (!out.empty()) {
+    const uint64_t block = offset / kBlockBytes;
+    const uint64_t skipped = offset % kBlockBytes;
+    // Up to the last end of a block, if any.
+    uint64_t end = offset + out.size();
+    if (end != record_.bytes) end -= end % kBlockBytes;
+    size_t count = 0;
+    if (skipped == 0 && end > offset) {
+      count = end - offset;
+      read_blocks(block, out.first(count));
+    } else {
+      const auto bytes = kept(block).subspan(skipped);
+      count = std::min(bytes.size(), out.size());
+      std::copy_n(bytes.begin(), count, out.begin());
+    }
+    out = out.subspan(count);
+    offset += count;
+  }
+}
+
+SafetensorsHeader CheckedFile::header() {
+  std::vector<std::byte> head(std::min<uint64_t>(8, record_.bytes));
+  read(0, head);
+  head.resize(safetensors_data_begin(head, record_.bytes, path()));
+  read(0, head);
+  return parse_safetensors(head, record_.bytes, path());
+}
+
+void CheckedFile::read_blocks(uint64_t block, std::span<std::byte> out) {
+  while (!out.empty()) {
+    const auto bytes = out.first(std::min<size_t>(kStride, out.size()));
+    file_.read(block * kBlockBytes, bytes);
+    bytes_read_ += bytes.size();
+    compare(block, bytes);
+    out = out.subspan(bytes.size());
+    block += kStride / kBlockBytes;
+  }
+}
+
+void CheckedFile::compare(uint64_t block, std::span<const std::byte> bytes) const {
+  for (; verify_ && !bytes.empty(); ++block) {
+    const auto part = bytes.first(std::min<size_t>(kBlockBytes, bytes.size()));
+    if (const uint32_t crc = crc32c(part); crc != record_.blocks[block]) {
+      throw CheckpointError(format(
+          "{}: is damaged: bytes {} to {} have CRC32C {:08x}, the manifest says {:08x}", path(),
+          block * kBlockBytes, block * kBlockBytes + part.size(), crc, record_.blocks[block]));
+    }
+    bytes = bytes.subspan(part.size());
+  }
+}
+
+std::span<const std::byte> CheckedFile::kept(uint64_t block) {
+  if (kept_.empty() || kept_block_ != block) {
+    // Nothing is kept if this fails.
+    auto bytes = std::exchange(kept_, {});
+    bytes.resize(std::min(kBlockBytes, record_.bytes - block * kBlockBytes));
+    read_blocks(block, bytes);
+    kept_ = std::move(bytes);
+    kept_block_ = block;
+  }
+  return kept_;
+}
+
+}  // namespace lockstep::formats

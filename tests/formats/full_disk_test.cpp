@@ -1,0 +1,141 @@
+// Disks that are full and folders that cannot be written, as the system has them: a save fails with
+// the path and the reason, gives its space back, and leaves what was complete.
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "tests/formats/save.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::formats {
+namespace {
+
+namespace fs = std::filesystem;
+using layout::Box;
+using test_support::save_numbers;
+
+constexpr rlim_t kSpace = rlim_t{1} << 20;
+
+// Limits of a process stay with it, so each test has its own. It ends with what it has to say about
+// a failure, or with nothing.
+std::string in_a_process(const std::function<std::string()>& work) {
+  int ends[2];
+  if (pipe(ends) != 0) return "no pipe";
+  const pid_t child = fork();
+  if (child == 0) {
+    std::string said;
+    try {
+      said = work();
+    } catch (const std::exception& failure) {
+      said = failure.what();
+    }
+    _exit(write(ends[1], said.data(), said.size()) == static_cast<ssize_t>(said.size()) ? 0 : 1);
+  }
+  close(ends[1]);
+  std::string said(4000, '\0');
+  said.resize(static_cast<size_t>(std::max<ssize_t>(0, read(ends[0], said.data(), said.size()))));
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status == 0 ? said : said + "; the process ended with " + std::to_string(status);
+}
+
+std::vector<std::vector<ShardSlice>> tensor_of(int64_t kilobytes) {
+  return {{{"w", "I32", {kilobytes, 256}, Box::whole({kilobytes, 256})}}};
+}
+
+// Saves what fits, then what does not, in a folder with room for kSpace.
+std::string save_too_much(const std::string& dir, int expected) {
+  save_numbers(dir, 1, tensor_of(200));
+  try {
+    save_numbers(dir, 2, tensor_of(1800));
+    return "a full disk was not noticed";
+  } catch (const SystemError& failure) {
+    const std::string text = failure.what();
+    if (failure.error_number() != expected) return text;
+    if (text.find(dir + "/step-00000002.tmp/shard-") == std::string::npos) return text;
+  }
+  abandon_checkpoint(dir, 2);
+  if (fs::exists(dir + "/step-00000002.tmp")) return "what was written is still there";
+  if (verify(newest(dir)->path).step != 1) return "the one before is gone";
+  // There is room again.
+  save_numbers(dir, 2, tensor_of(600));
+  if (verify(newest(dir)->path).step != 2) return "the next is not the newest";
+  return "";
+}
+
+// Writes fail in the middle of a file, whatever the disk.
+TEST(FullDisk, LimitOfFileSize) {
+  const test::TempDir temp;
+  EXPECT_EQ(in_a_process([&]() -> std::string {
+              signal(SIGXFSZ, SIG_IGN);
+              const rlimit limit{kSpace, kSpace};
+              if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
+              return save_too_much(temp.path() + "/checkpoints", EFBIG);
+            }),
+            "");
+}
+
+// A file system of kSpace, where this process may mount one; a limit of its files' size elsewhere.
+TEST(FullDisk, SmallFileSystem) {
+  const test::TempDir temp;
+  EXPECT_EQ(in_a_process([&]() -> std::string {
+              if ((unshare(CLONE_NEWNS) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0) &&
+                  mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+                  mount("none", temp.path().c_str(), "tmpfs", 0, "size=1m") == 0) {
+                return save_too_much(temp.path() + "/checkpoints", ENOSPC);
+              }
+              std::puts("no file system could be mounted");
+              signal(SIGXFSZ, SIG_IGN);
+              const rlimit limit{kSpace / 2, kSpace / 2};
+              if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
+              return save_too_much(temp.path() + "/checkpoints", EFBIG);
+            }),
+            "");
+}
+
+TEST(FullDisk, FolderThatCannotBeWritten) {
+  const test::TempDir temp;
+  const auto dir = temp.path() + "/checkpoints";
+  save_numbers(dir, 1, tensor_of(1));
+  ASSERT_EQ(chmod(temp.path().c_str(), 0755), 0);
+  ASSERT_EQ(chmod(dir.c_str(), 0555), 0);
+  EXPECT_EQ(in_a_process([&]() -> std::string {
+              // To root everything can be written.
+              if (geteuid() == 0 && setuid(65534) != 0) return "setuid";
+              try {
+                save_numbers(dir, 2, tensor_of(1));
+                return "was written";
+              } catch (const SystemError& failure) {
+                if (failure.error_number() != EACCES) return failure.what();
+              }
+              try {
+                check_writable(dir);
+                return "could be written";
+              } catch (const ConfigError& failure) {
+                const std::string text = failure.what();
+                if (text.find("checkpoint folder " + dir) == std::string::npos) return text;
+              }
+              if (verify(newest(dir)->path).step != 1) return "the one before is gone";
+              return "";
+            }),
+            "");
+  ASSERT_EQ(chmod(dir.c_str(), 0755), 0);
+}
+
+}  // namespace
+}  // namespace lockstep::formats
