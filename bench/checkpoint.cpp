@@ -24,11 +24,12 @@ namespace {
 
 constexpr int64_t kTensor = 64 << 20;
 
-std::vector<checkpoint::NamedSlice> state(int64_t megabytes, c10::Device device) {
+// Random bits: disks may be faster with what repeats itself.
+std::vector<checkpoint::NamedSlice> state(int64_t megabytes, c10::Device device, bool random) {
   std::vector<checkpoint::NamedSlice> slices;
   for (int64_t i = 0; i < std::max<int64_t>(1, (megabytes << 20) / kTensor); ++i) {
-    const at::Tensor tensor =
-        at::full({1024, kTensor / 4096}, static_cast<double>(i), at::TensorOptions(device));
+    at::Tensor tensor = at::ones({1024, kTensor / 4096}, at::TensorOptions(device));
+    if (random) tensor.view(at::kLong).random_();
     slices.push_back(
         {layout::Placement::whole("t" + std::to_string(i), tensor.sizes().vec()), tensor});
   }
@@ -69,7 +70,7 @@ int main(int argc, char** argv) try {
     throw ConfigError("usage: bench_checkpoint save|load|async FOLDER [MEGABYTES] [DEVICE]");
   const std::string what = argv[1], folder = argv[2];
   const int64_t megabytes = argc > 3 ? std::atoll(argv[3]) : 2048;
-  const auto slices = state(megabytes, c10::Device(argc > 4 ? argv[4] : "cpu"));
+  const auto slices = state(megabytes, c10::Device(argc > 4 ? argv[4] : "cpu"), what != "load");
   const auto start = Clock::now();
   if (what == "async") {
     time_background(folder, slices);

@@ -2,8 +2,9 @@
 
     python3 bench/checkpoint.py BIN_DIR FOLDER [MEGABYTES] [ROUNDS] [DEVICE]      FOLDER lies on the disk in question
 
-dd writes as many zeros with bs=1M conv=fsync, and reads them with bs=1M. Before each reading the files' pages are dropped from memory. Lockstep's times
-contain checksums, the manifest, renames and syncs of folders; starting the programs is in neither. Ratios are of medians.
+dd writes as many zeros with bs=1M conv=fsync, and reads the checkpoint's file with bs=1M. Its pages are dropped from memory before; what
+reads it again may find it in the memory of a virtual disk's host, so who is first changes from round to round, and the two are told apart. Warm: from this
+machine's memory. Lockstep's times contain checksums, the manifest, renames and syncs of folders; starting the programs is in neither. Ratios are of medians.
 """
 import json
 import os
@@ -38,29 +39,39 @@ def main():
         words = [bin_dir / "bench_checkpoint", what, folder / "checkpoints", str(megabytes), device]
         return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
-    times = {name: [] for name in ("dd write", "save", "dd read", "load", "dd read warm", "load warm")}
+    times = {name: [] for name in ("dd write", "save", "dd read", "load", "dd read again", "load again", "dd read warm", "load warm")}
     folder.mkdir(parents=True)
     try:
-        zeros = folder / "zeros"
-        for _ in range(rounds):
+        zeros, checkpoints = folder / "zeros", folder / "checkpoints"
+
+        def write_zeros():
+            return dd(["if=/dev/zero", f"of={zeros}", f"count={megabytes}", "conv=fsync"])
+
+        def read_file():
+            (file,) = checkpoints.glob("step-*/*.safetensors")
+            return dd([f"if={file}", "of=/dev/null"])
+
+        for round in range(rounds):
+            turn = 1 if round % 2 == 0 else -1
             zeros.unlink(missing_ok=True)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            os.sync()
-            times["dd write"].append(dd(["if=/dev/zero", f"of={zeros}", f"count={megabytes}", "conv=fsync"]))
-            times["save"].append(lockstep("save")["seconds"])
-            drop_from_memory(folder)
-            times["dd read"].append(dd([f"if={zeros}", "of=/dev/null"]))
-            times["load"].append(lockstep("load")["seconds"])
-            times["dd read warm"].append(dd([f"if={zeros}", "of=/dev/null"]))
-            times["load warm"].append(lockstep("load")["seconds"])
+            shutil.rmtree(checkpoints, ignore_errors=True)
+            for name, function in (("dd write", write_zeros), ("save", lambda: lockstep("save")["seconds"]))[::turn]:
+                os.sync()
+                times[name].append(function())
+            reads = (("dd read", read_file), ("load", lambda: lockstep("load")["seconds"]))[::turn]
+            for (name, function), when in zip(reads, ("", " again")):
+                drop_from_memory(folder)
+                times[name + when].append(function())
+            for name, function in reads:
+                times[f"{name} warm"].append(function())
         background = lockstep("async")
     finally:
         shutil.rmtree(folder)
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, values in times.items():
         rates = ", ".join(f"{megabytes / 953.674 / value:.2f}" for value in values)
-        print(f"{name:13} {megabytes / 953.674 / medians[name]:6.2f} GB/s  ({rates})")
-    for ours, theirs in (("save", "dd write"), ("load", "dd read"), ("load warm", "dd read warm")):
+        print(f"{name:14} {megabytes / 953.674 / medians[name]:6.2f} GB/s  ({rates})")
+    for ours, theirs in (("save", "dd write"), ("load", "dd read"), ("load again", "dd read again"), ("load warm", "dd read warm")):
         print(f"{ours} / {theirs}: {medians[theirs] / medians[ours]:.2f}")
     print(f"in the background: training waits {background['stall_s'] * 1e3:.0f} ms of {background['save_s'] * 1e3:.0f}; "
           f"a plain copy takes {background['copy_s'] * 1e3:.0f} ms: {background['stall_s'] / background['copy_s']:.2f}x")

@@ -3,11 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <vector>
 
 #include "lockstep/checkpoint/slices.h"
 #include "lockstep/checkpoint/write.h"
+#include "lockstep/layout/box.h"
 
 namespace lockstep::checkpoint::detail {
 
@@ -23,7 +23,7 @@ class HostCopy {
 
  private:
   std::vector<at::Tensor> blocks_;
-  std::vector<int64_t> begins_ = {0};  // of each slice, and the end of the last
+  std::vector<layout::Range> places_;  // of each slice, counted over all blocks
 };
 
 }  // namespace lockstep::checkpoint::detail

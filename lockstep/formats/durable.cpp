@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -41,7 +42,7 @@ DurableFile::DurableFile(std::string path, uint64_t size) : path_(std::move(path
 void DurableFile::write(std::span<const std::byte> bytes) {
   if (!buffer_.empty()) {
     const auto part = bytes.first(std::min<size_t>(bytes.size(), kBlockBytes - buffer_.size()));
-    buffer_.insert(buffer_.end(), part.begin(), part.end());
+    keep(part);
     bytes = bytes.subspan(part.size());
     if (buffer_.size() < kBlockBytes) return;
     write_block(buffer_);
@@ -51,7 +52,14 @@ void DurableFile::write(std::span<const std::byte> bytes) {
     write_block(bytes.first(kBlockBytes));
     bytes = bytes.subspan(kBlockBytes);
   }
-  buffer_.assign(bytes.begin(), bytes.end());
+  keep(bytes);
+}
+
+void DurableFile::keep(std::span<const std::byte> bytes) {
+  if (bytes.empty()) return;
+  const size_t held = buffer_.size();
+  buffer_.resize(held + bytes.size());
+  std::memcpy(buffer_.data() + held, bytes.data(), bytes.size());
 }
 
 void DurableFile::write_block(std::span<const std::byte> bytes) {

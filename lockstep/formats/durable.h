@@ -26,6 +26,7 @@ class DurableFile {
   const std::string& path() const { return path_; }
 
  private:
+  void keep(std::span<const std::byte> bytes);
   void write_block(std::span<const std::byte> bytes);
 
   std::string path_;

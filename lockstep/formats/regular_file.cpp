@@ -28,8 +28,6 @@ RegularFile::RegularFile(std::string path) : path_(std::move(path)) {
   }
   require_regular(path_, status.st_mode);
   size_ = static_cast<uint64_t>(status.st_size);
-  // The system reads further ahead: the disk works while checksums are taken.
-  posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
 }
 
 void RegularFile::read(uint64_t offset, std::span<std::byte> out) const {

@@ -169,7 +169,7 @@ def whole_tensors(folder):
         filled = numpy.zeros(tensor["shape"], numpy.int64)
         for piece in tensor["slices"]:
             with safe_open(str(folder / piece["file"]), framework="np") as file:
-                part = file.get_tensor(piece.get("key", name))
+                part = file.get_tensor(name)
             box = tuple(slice(begin, begin + size) for begin, size in zip(piece["offsets"], piece["shape"]))
             assert part.dtype == whole.dtype and list(part.shape) == piece["shape"], (name, piece)
             whole[box] = part
@@ -190,21 +190,6 @@ def sharded_save_read_by_dcp(lockstep, work, name, layout, text):
     optimizer = sum(key.startswith("optim.") for key in expected)
     print(f"torch {torch.__version__} loads {name}, {layout}: {len(expected)} tensors in {slices} slices, {optimizer} of them of "
           "the optimizer", flush=True)
-    consolidated(folder, work / "consolidated", expected, f"{name}, {layout}")
-
-
-def consolidated(folder, out, expected, what):
-    """PyTorch's own way from slices to whole tensors."""
-    try:
-        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-    except ImportError:
-        print(f"torch {torch.__version__} has no consolidate_safetensors_files", flush=True)
-        return
-    out.mkdir()
-    names = sorted(expected)
-    consolidate_safetensors_files(str(folder), str(out), {key: 1 + i % 2 for i, key in enumerate(names)})
-    require_equal(tensors_in(out), expected, what)
-    print(f"torch {torch.__version__} consolidates {what}: {len(names)} tensors", flush=True)
 
 
 def in_folder(step, *arguments):
