@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <unordered_set>
 
 #include "lockstep/comm/tensor.h"
@@ -25,6 +26,14 @@ void for_each_part(layout::Range bytes, const Function& function) {
   }
 }
 
+// Not from torch's allocator, unless it must be pinned: memory.max_per_device is for training.
+at::Tensor new_block(int64_t size, bool pinned) {
+  if (pinned) return at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true));
+  auto* memory = new std::byte[static_cast<size_t>(size)];
+  return at::from_blob(
+      memory, {size}, [](void* block) { delete[] static_cast<std::byte*>(block); }, at::kByte);
+}
+
 }  // namespace
 
 void HostCopy::take(const std::vector<NamedSlice>& slices) {
@@ -40,12 +49,11 @@ void HostCopy::take(const std::vector<NamedSlice>& slices) {
   }
   std::vector<at::Tensor> before;
   before.swap(blocks_);
-  const auto options = at::TensorOptions(at::kByte).pinned_memory(!devices.empty());
   for (int64_t begin = 0; begin < total; begin += kBlock) {
     const int64_t size = std::min(kBlock, total - begin);
     const size_t index = blocks_.size();
     const bool fits = index < before.size() && before[index].numel() >= size;
-    blocks_.push_back(fits ? before[index] : at::empty({size}, options));
+    blocks_.push_back(fits ? before[index] : new_block(size, !devices.empty()));
   }
   for (size_t i = 0; i < slices.size(); ++i) {
     // In the tensor's own type: torch copies bytes at less than half the speed.
