@@ -1,6 +1,6 @@
 // How fast checkpoints are written and read, and how long a save in the background holds training
-// up. build/bin/bench_checkpoint save|load|async FOLDER [MEGABYTES] [DEVICE] bench/checkpoint.py
-// runs it beside dd
+// up; bench/checkpoint.py runs it beside dd.
+// build/bin/bench_checkpoint save|load|async FOLDER [MEGABYTES] [DEVICE]
 //
 // One JSON line. save: a checkpoint of tensors of 64 MiB, on disk when the time ends. load: the
 // newest of the folder, checksums compared. async: the time until Saver::save() returns, the second

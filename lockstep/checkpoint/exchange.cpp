@@ -61,12 +61,13 @@ std::vector<std::string> together(const char* what, const comm::Group& group,
   std::vector<std::string> texts = exchange_texts(text, group);
   if (failure) std::rethrow_exception(failure);
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    const std::string problem =
-        format("[{}] rank {} failed: {}", what, rank, texts[rank].substr(1));
-    // The same class on all ranks: what they do about it, they do together.
-    if (texts[rank].front() == kBadCheckpoint) throw CheckpointError(problem);
-    if (texts[rank].front() == kFailed) throw Error(problem);
+    const char kind = texts[rank].front();
     texts[rank].erase(0, 1);
+    if (kind == kGood) continue;
+    const std::string problem = format("[{}] rank {} failed: {}", what, rank, texts[rank]);
+    // The same class on all ranks: what they do about it, they do together.
+    if (kind == kBadCheckpoint) throw CheckpointError(problem);
+    throw Error(problem);
   }
   return texts;
 }

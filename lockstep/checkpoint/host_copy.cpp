@@ -36,16 +36,15 @@ at::Tensor new_block(int64_t size, bool pinned) {
 
 }  // namespace
 
-void HostCopy::take(const std::vector<NamedSlice>& slices) {
-  const at::NoGradGuard no_grad;
+void HostCopy::find_places(const std::vector<NamedSlice>& slices) {
   places_.clear();
   int64_t total = 0;
-  std::unordered_set<c10::Device> devices;
+  bool pinned = false;
   for (const NamedSlice& slice : slices) {
     const auto size = static_cast<int64_t>(slice.tensor.nbytes());
     places_.push_back({total, total + size});
     total += (size + kAlignment - 1) / kAlignment * kAlignment;
-    if (!slice.tensor.device().is_cpu()) devices.insert(slice.tensor.device());
+    pinned = pinned || !slice.tensor.device().is_cpu();
   }
   std::vector<at::Tensor> before;
   before.swap(blocks_);
@@ -53,10 +52,22 @@ void HostCopy::take(const std::vector<NamedSlice>& slices) {
     const int64_t size = std::min(kBlock, total - begin);
     const size_t index = blocks_.size();
     const bool fits = index < before.size() && before[index].numel() >= size;
-    blocks_.push_back(fits ? before[index] : new_block(size, !devices.empty()));
+    blocks_.push_back(fits ? before[index] : new_block(size, pinned));
   }
+}
+
+void HostCopy::reserve(const std::vector<NamedSlice>& slices) {
+  find_places(slices);
+  for (const at::Tensor& block : blocks_) block.zero_();
+}
+
+void HostCopy::take(const std::vector<NamedSlice>& slices) {
+  const at::NoGradGuard no_grad;
+  find_places(slices);
+  std::unordered_set<c10::Device> devices;
   for (size_t i = 0; i < slices.size(); ++i) {
     // In the tensor's own type: torch copies bytes at less than half the speed.
+    if (!slices[i].tensor.device().is_cpu()) devices.insert(slices[i].tensor.device());
     const at::Tensor source = slices[i].tensor.detach().contiguous().view({-1});
     const auto width = static_cast<int64_t>(source.element_size());
     int64_t first = 0;

@@ -15,6 +15,8 @@ namespace lockstep::checkpoint::detail {
 // rounds sizes up to powers of two, which these are. They are kept for the next copy.
 class HostCopy {
  public:
+  // Memory for such slices, touched.
+  void reserve(const std::vector<NamedSlice>& slices);
   // Returns when all bytes are here.
   void take(const std::vector<NamedSlice>& slices);
 
@@ -22,6 +24,8 @@ class HostCopy {
   void bytes(size_t slice, const Sink& sink) const;
 
  private:
+  void find_places(const std::vector<NamedSlice>& slices);
+
   std::vector<at::Tensor> blocks_;
   std::vector<layout::Range> places_;  // of each slice, counted over all blocks
 };

@@ -2,12 +2,13 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
+#include <set>
 #include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
+#include "lockstep/checkpoint/write.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -21,14 +22,15 @@ namespace {
 // Of what cannot be read straight into its place: another type, device or order in memory.
 constexpr int64_t kBuffer = int64_t{16} << 20;
 
-// Names and shapes of what any rank asks for. Collective: the same on all.
-std::map<std::string, std::string> wanted_by_all(const std::vector<NamedSlice>& slices,
-                                                 const comm::Group& group) {
+// Names, with shapes, of what any rank asks for. Collective: the same on all.
+using Wanted = std::set<std::pair<std::string, std::string>>;
+
+Wanted wanted_by_all(const std::vector<NamedSlice>& slices, const comm::Group& group) {
   std::string mine;
   for (const NamedSlice& slice : slices) {
     mine += slice.placement.name + '\n' + layout::describe(slice.placement.global_shape) + '\n';
   }
-  std::map<std::string, std::string> wanted;
+  Wanted wanted;
   for (const std::string& text : detail::exchange_texts(mine, group)) {
     std::istringstream lines(text);
     for (std::string name, shape; std::getline(lines, name) && std::getline(lines, shape);) {
@@ -40,7 +42,19 @@ std::map<std::string, std::string> wanted_by_all(const std::vector<NamedSlice>& 
 
 struct Differences {
   std::vector<std::string> missing, misshapen, extra;
+  std::set<std::string> unfit = {};
+  // Parameters of which some of the optimizer's state, or they themselves, cannot be loaded. Then
+  // none of their state is: moments say nothing without their count, nor it without them.
+  std::set<std::string> stateless = {};
 
+  bool fits(const std::string& name) const {
+    const std::string parameter = detail::parameter_of(name);
+    return !unfit.contains(name) && (parameter == name || !stateless.contains(parameter));
+  }
+  void leave_out(const std::string& name) {
+    unfit.insert(name);
+    stateless.insert(detail::parameter_of(name));
+  }
   bool none() const { return missing.empty() && misshapen.empty() && extra.empty(); }
   // Of each kind at most so many.
   std::string describe(size_t most) const {
@@ -59,20 +73,24 @@ struct Differences {
   }
 };
 
-Differences compare(const formats::Manifest& manifest,
-                    const std::map<std::string, std::string>& wanted, const LoadOptions& options) {
+Differences compare(const formats::Manifest& manifest, const Wanted& wanted,
+                    const LoadOptions& options) {
   Differences found;
+  std::set<std::string> names;
   for (const auto& [name, shape] : wanted) {
+    names.insert(name);
     const auto record = manifest.tensors.find(name);
     if (record == manifest.tensors.end()) {
       found.missing.push_back(name);
+      found.leave_out(name);
     } else if (const auto there = layout::describe(record->second.shape); there != shape) {
       found.misshapen.push_back(format("{} is {} there, {} here", name, there, shape));
+      found.leave_out(name);
     }
   }
   for (const auto& [name, record] : manifest.tensors) {
     const auto ignored = [&](const std::string& prefix) { return name.starts_with(prefix); };
-    if (!wanted.contains(name) && std::ranges::none_of(options.may_ignore, ignored)) {
+    if (!names.contains(name) && std::ranges::none_of(options.may_ignore, ignored)) {
       found.extra.push_back(name);
     }
   }
@@ -146,25 +164,23 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
   const at::NoGradGuard no_grad;
   std::unique_ptr<formats::CheckpointReader> reader;
   const auto wanted = wanted_by_all(slices, group);
+  Differences differences;
   detail::together("load", group, [&]() -> std::string {
+    for (const NamedSlice& slice : slices) detail::check_slice(slice);
     reader = std::make_unique<formats::CheckpointReader>(path, options.verify);
-    report(compare(reader->manifest(), wanted, options), path, options.partial, group.rank() == 0);
+    differences = compare(reader->manifest(), wanted, options);
+    report(differences, path, options.partial, group.rank() == 0);
     return "";
   });
-  const auto& tensors = reader->manifest().tensors;
-  const auto is_there = [&](const NamedSlice& slice) {
-    const auto found = tensors.find(slice.placement.name);
-    return found != tensors.end() && found->second.shape == slice.placement.global_shape;
-  };
   detail::together("load", group, [&]() -> std::string {
     Filler filler(*reader);
     for (const NamedSlice& slice : slices) {
-      if (is_there(slice) && !slice.placement.is_empty()) filler.fill(slice);
+      if (differences.fits(slice.placement.name) && !slice.placement.is_empty()) filler.fill(slice);
     }
     return "";
   });
   for (const NamedSlice& slice : slices) {
-    if (slice.loaded && is_there(slice)) slice.loaded();
+    if (slice.loaded && differences.fits(slice.placement.name)) slice.loaded();
   }
   return reader->manifest();
 }

@@ -51,34 +51,52 @@ formats::Manifest write_files(const std::string& folder, const Contents& content
 }
 
 // Older ones that stay for want of a permission do no harm.
-void prune(const std::string& dir, int keep) {
+void prune(const std::string& dir, const Contents& contents) {
+  if (contents.keep == 0) return;
   try {
-    if (keep > 0) formats::prune(dir, keep);
-  } catch (const Error& failure) {
+    // Where another run left newer ones, this one would count as old, and go.
+    const int64_t newest = formats::list_complete(dir).back().step;
+    if (newest == contents.step) {
+      formats::prune(dir, contents.keep);
+    } else {
+      log::warn(format("{} has a checkpoint of step {}, newer than {}: none is removed", dir,
+                       newest, contents.step));
+    }
+  } catch (const std::exception& failure) {
     log::warn(format("older checkpoints in {} could not be removed: {}", dir, failure.what()));
   }
 }
 
-std::string write_all(const std::string& dir, const Contents& contents, const Bytes& bytes,
-                      const comm::Group& group) {
+// After a failure, when all ranks have come to an end: a full disk gets its space back.
+void abandon(const std::string& dir, int64_t step) {
+  try {
+    formats::abandon_checkpoint(dir, step);
+  } catch (const std::exception& failure) {
+    log::warn(format("a part of a checkpoint stays in {}: {}", dir, failure.what()));
+  }
+}
+
+std::string fill(const std::string& folder, const std::string& dir, const Contents& contents,
+                 const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
-  const auto folders = together("save", group, [&]() -> std::string {
-    return leads ? formats::begin_checkpoint(dir, contents.step) : "";
-  });
   const auto parts = together("save", group, [&]() -> std::string {
     if (contents.slices.empty()) return "";
-    return write_files(folders[0], contents, bytes, group.rank()).to_json();
+    return write_files(folder, contents, bytes, group.rank()).to_json();
   });
   const auto paths = together("save", group, [&]() -> std::string {
     if (!leads) return "";
     formats::Manifest manifest{
         .step = contents.step, .state = contents.state, .config = contents.config};
     for (const std::string& part : parts) {
-      if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folders[0]));
+      if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folder));
     }
     return formats::commit_checkpoint(dir, manifest);
   });
-  if (leads) prune(dir, contents.keep);
+  // The others wait: deleting may take long.
+  together("save", group, [&]() -> std::string {
+    if (leads) prune(dir, contents);
+    return "";
+  });
   return paths[0];
 }
 
@@ -91,17 +109,18 @@ void give_bytes(const at::Tensor& tensor, const Sink& sink) {
 
 std::string write(const std::string& dir, const Contents& contents, const Bytes& bytes,
                   const comm::Group& group) {
+  const std::string folder = together("save", group, [&]() -> std::string {
+    return group.rank() == 0 ? formats::begin_checkpoint(dir, contents.step) : "";
+  })[0];
   try {
-    return write_all(dir, contents, bytes, group);
+    return fill(folder, dir, contents, bytes, group);
   } catch (const CommError&) {
     throw;  // others may still be writing; the next save of this step will clear it away
-  } catch (const Error&) {
-    // All ranks have come to an end. A full disk gets its space back.
-    try {
-      if (group.rank() == 0) formats::abandon_checkpoint(dir, contents.step);
-    } catch (const Error& failure) {
-      log::warn(format("a part of a checkpoint stays in {}: {}", dir, failure.what()));
-    }
+  } catch (const std::exception&) {
+    together("save", group, [&]() -> std::string {
+      if (group.rank() == 0) abandon(dir, contents.step);
+      return "";
+    });
     throw;
   }
 }
@@ -109,8 +128,7 @@ std::string write(const std::string& dir, const Contents& contents, const Bytes&
 }  // namespace detail
 
 std::string save(const std::string& dir, const Contents& contents, const comm::Group& group) {
-  Contents mine = contents;
-  mine.slices = detail::share_of(contents.slices, group);
+  const Contents mine = detail::share_of(contents, group);
   return detail::write(
       dir, mine,
       [&](size_t slice, const detail::Sink& sink) {

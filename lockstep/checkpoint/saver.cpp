@@ -10,6 +10,7 @@
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/host_copy.h"
 #include "lockstep/checkpoint/write.h"
+#include "lockstep/comm/work.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -32,27 +33,39 @@ class Saver::Writer {
     const auto start = Clock::now();
     if (when_busy == WhenBusy::skip && any_busy()) return false;
     join();
-    Contents mine = contents;
-    mine.slices = detail::share_of(contents.slices, group_);
+    Contents mine = detail::share_of(contents, group_);
     if (!options_.background) {
       write(mine, start, [&](size_t slice, const detail::Sink& sink) {
         detail::give_bytes(mine.slices[slice].tensor, sink);
       });
       return true;
     }
-    {
+    detail::together("save", group_, [&]() -> std::string {
       const trace::Span span("checkpoint", "copy to host");
       copy_.take(mine.slices);
-    }
+      return "";
+    });
     // Of the tensors only the types are needed from here on.
     for (NamedSlice& slice : mine.slices) {
       slice = {slice.placement, at::empty({0}, slice.tensor.scalar_type())};
     }
     waited_ = seconds_since(start);
     running_ = std::async(std::launch::async, [this, start, mine = std::move(mine)] {
+      const comm::Uncounted uncounted;  // no training waits here
+      trace::name_thread(group_.rank(), "checkpoint");
       write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
     });
     return true;
+  }
+
+  void reserve(const std::vector<NamedSlice>& slices) {
+    if (!options_.background) return;
+    join();
+    const Contents mine = detail::share_of({.slices = slices}, group_);
+    detail::together("reserve", group_, [&]() -> std::string {
+      copy_.reserve(mine.slices);
+      return "";
+    });
   }
 
   void wait() {
@@ -92,6 +105,7 @@ class Saver::Writer {
       saved.error = error.what();
       if (group_.rank() == 0)
         log::warn(format("step {} was not saved: {}", mine.step, saved.error));
+      if (!options_.background && dynamic_cast<const CommError*>(&error) != nullptr) throw;
     }
     saved.seconds = seconds_since(start);
     saved.waited = options_.background ? waited_ : saved.seconds;
@@ -119,6 +133,8 @@ Saver::~Saver() = default;
 bool Saver::save(const Contents& contents, WhenBusy when_busy) {
   return writer_->save(contents, when_busy);
 }
+
+void Saver::reserve(const std::vector<NamedSlice>& slices) { writer_->reserve(slices); }
 
 void Saver::wait() { writer_->wait(); }
 

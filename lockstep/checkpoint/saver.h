@@ -33,8 +33,9 @@ struct Saved {
 
 // Copies what this rank will write to memory of the host, and writes it in a thread of its own,
 // over a group of its own. There is one such copy, which is kept for the next save: its size is the
-// bound of what this takes. A save that fails leaves nothing behind, is logged by one rank, and
-// does not keep later ones from being tried. Not for several threads at a time.
+// bound of what this takes, beside a temporary for a slice that is not contiguous. A save that
+// fails leaves nothing behind, is logged by one rank, and does not keep later ones from being
+// tried. Not for several threads at a time.
 class Saver {
  public:
   // Collective.
@@ -43,6 +44,9 @@ class Saver {
   ~Saver();
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
+
+  // Collective. Makes the memory for saves of such slices now, not in the first of them.
+  void reserve(const std::vector<NamedSlice>& slices);
 
   // Collective. Returns when the slices may be changed again: true. With WhenBusy::skip it returns
   // false, at once, where the last save is not complete yet. Throws what is wrong with `contents`

@@ -5,8 +5,10 @@
 
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/write.h"
+#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/formats/checkpoint_folder.h"
 
 namespace lockstep::checkpoint::detail {
 namespace {
@@ -14,14 +16,6 @@ namespace {
 // What tells two slices apart; the same text on every rank that holds the slice.
 std::string identity(const NamedSlice& slice) {
   return slice.placement.name + " " + slice.placement.slice.describe();
-}
-
-void check_slice(const NamedSlice& slice) {
-  slice.placement.validate();
-  if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
-  throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
-                           slice.placement.describe(), join(slice.tensor.sizes()),
-                           join(slice.placement.local_shape())));
 }
 
 // Nothing of a tensor that others hold; a tensor without elements is whole, and kept.
@@ -64,24 +58,45 @@ std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lis
   return writers;
 }
 
+// What of them is not slices.
+void check_rest(const Contents& contents) {
+  formats::step_folder_name(contents.step);
+  formats::Manifest{.step = contents.step, .state = contents.state, .config = contents.config}
+      .to_json();
+  if (contents.keep < 0)
+    throw ConfigError(format("[checkpoint] keep is {}, must be at least 0", contents.keep));
+}
+
 }  // namespace
 
-std::vector<NamedSlice> share_of(const std::vector<NamedSlice>& slices, const comm::Group& group) {
+void check_slice(const NamedSlice& slice) {
+  slice.placement.validate();
+  comm::detail::dtype_of(slice.tensor, slice.placement.name);
+  if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
+  throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
+                           slice.placement.describe(), join(slice.tensor.sizes()),
+                           join(slice.placement.local_shape())));
+}
+
+Contents share_of(const Contents& contents, const comm::Group& group) {
   const auto lists = together("save", group, [&] {
+    check_rest(contents);
     std::string list;
-    for (const NamedSlice& slice : slices) {
+    for (const NamedSlice& slice : contents.slices) {
       check_slice(slice);
       if (is_nothing(slice)) continue;
+      if (slice.saving) slice.saving();
       list += std::to_string(slice.tensor.nbytes()) + " " + identity(slice) + '\0';
     }
     return list;
   });
   auto writers = choose_writers(lists);
-  std::vector<NamedSlice> mine;
-  for (const NamedSlice& slice : slices) {
+  Contents mine = contents;
+  mine.slices.clear();
+  for (const NamedSlice& slice : contents.slices) {
     const auto found = writers.find(identity(slice));
     if (found == writers.end() || static_cast<int>(found->second) != group.rank()) continue;
-    mine.push_back(slice);
+    mine.slices.push_back(slice);
     writers.erase(found);  // a rank that lists a slice twice writes it once
   }
   return mine;

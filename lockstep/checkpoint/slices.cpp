@@ -9,6 +9,7 @@
 #include <string>
 
 #include "lockstep/checkpoint/torch_optimizer.h"
+#include "lockstep/checkpoint/write.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -18,12 +19,6 @@ NamedSlice whole(const std::string& name, const at::Tensor& tensor) {
 }
 
 constexpr std::string_view kOptimizer = "optim.";
-
-// "layer.weight" of "optim.layer.weight.exp_avg"; of a parameter's name, itself.
-std::string parameter_of(const std::string& slice) {
-  if (!slice.starts_with(kOptimizer)) return slice;
-  return slice.substr(kOptimizer.size(), slice.rfind('.') - kOptimizer.size());
-}
 
 using detail::StateTensor;
 
@@ -37,6 +32,7 @@ std::vector<NamedSlice> whole_state(const std::vector<StateTensor>& state) {
   std::vector<NamedSlice> slices;
   for (const StateTensor& entry : state) {
     slices.push_back(whole(std::string(kOptimizer) + entry.name, entry.tensor));
+    slices.back().saving = entry.saving;
     slices.back().loaded = entry.loaded;
   }
   return slices;
@@ -49,7 +45,7 @@ void add_parts(const parallel::ShardedModel& model, const StateTensor& entry,
   for (auto& [placement, part] : model.parts_of(entry.name.substr(0, dot), entry.tensor)) {
     if (placement.is_empty()) continue;
     placement.name = std::string(kOptimizer) + placement.name + entry.name.substr(dot);
-    slices.push_back({placement, part, entry.loaded});
+    slices.push_back({placement, part, entry.saving, entry.loaded});
   }
 }
 
@@ -77,6 +73,11 @@ std::vector<NamedSlice> pipelined_state(const parallel::Pipeline& pipeline,
 }
 
 }  // namespace
+
+std::string detail::parameter_of(const std::string& slice) {
+  if (!slice.starts_with(kOptimizer)) return slice;
+  return slice.substr(kOptimizer.size(), slice.rfind('.') - kOptimizer.size());
+}
 
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model) {
   std::vector<NamedSlice> slices;
@@ -148,7 +149,8 @@ std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
   std::vector<NamedSlice> all;
   for (const NamedSlice& slice : slices) {
     const layout::Placement& held = slice.placement;
-    const layout::TensorSplit split = tensor.split(parameter_of(held.name), held.global_shape);
+    const layout::TensorSplit split =
+        tensor.split(detail::parameter_of(held.name), held.global_shape);
     // What belongs to the parameter, but is not like it (a count of steps), is the same everywhere.
     if (split.is_whole() || held.global_shape != split.local_shape()) {
       all.push_back(slice);

@@ -20,7 +20,9 @@ namespace lockstep::checkpoint {
 struct NamedSlice {
   layout::Placement placement;
   at::Tensor tensor;
-  std::function<void()> loaded = {};  // called when load() has filled the tensor
+  // For what is not a tensor where it is used: called before the tensor is saved, and when load()
+  // has filled it.
+  std::function<void()> saving = {}, loaded = {};
 };
 
 // Parameters and buffers, under their names in the module; a shared one under the first of its
@@ -29,7 +31,8 @@ std::vector<NamedSlice> slices_of(const torch::nn::Module& model);
 // The optimizer's state, as "optim." and the names that it gives it. Of torch's own optimizers
 // Adam, AdamW, SGD, RMSprop and Adagrad can be saved, over parameters of the model, and have the
 // same names; those of PyTorch's state_dict. Slices refer to the optimizer, which must live as
-// long.
+// long, and hold for all its later steps. What its first step would make is made now; where torch's
+// SGD dampens, the first gradient after that is dampened too.
 std::vector<NamedSlice> slices_of(optim::Optimizer& optimizer);
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model,
                                   torch::optim::Optimizer& optimizer);

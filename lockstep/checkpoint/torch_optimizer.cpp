@@ -47,9 +47,9 @@ class Entries {
   }
   // A number of the optimizer's, through a tensor.
   void add(const char* name, int64_t& number) {
-    const at::Tensor tensor = at::full({}, number, at::kLong);
-    all_.push_back(
-        {parameter_ + "." + name, tensor, [&number, tensor] { number = tensor.item<int64_t>(); }});
+    const at::Tensor tensor = at::zeros({}, at::kLong);
+    all_.push_back({parameter_ + "." + name, tensor, [&number, tensor] { tensor.fill_(number); },
+                    [&number, tensor] { number = tensor.item<int64_t>(); }});
   }
 
  private:
@@ -119,15 +119,14 @@ void add_states(Optimizer& optimizer, const std::map<const c10::TensorImpl*, std
             format("[checkpoint] the optimizer has a parameter of ({}) that the model has not",
                    join(parameter.sizes())));
       }
-      std::unique_ptr<torch::optim::OptimizerParamState>& state =
-          optimizer.state()[key_of<States::key_type>(parameter)];
-      if (!state) {
+      const auto key = key_of<States::key_type>(parameter);
+      if (optimizer.state().find(key) == optimizer.state().end()) {
         auto made = std::make_unique<State>();
         fill(*made, options, at::zeros_like(parameter, at::MemoryFormat::Preserve));
-        state = std::move(made);
+        optimizer.state()[key] = std::move(made);
       }
       Entries entries(name->second, all);
-      list(static_cast<State&>(*state), entries);
+      list(static_cast<State&>(*optimizer.state()[key]), entries);
     }
   }
 }

@@ -16,12 +16,12 @@ namespace lockstep::checkpoint::detail {
 struct StateTensor {
   std::string name;  // "layer.weight.exp_avg"
   at::Tensor tensor;
-  std::function<void()> loaded = {};  // to be called when the tensor has got another value
+  std::function<void()> saving = {}, loaded = {};  // as in NamedSlice
 };
 
 // Of Adam, AdamW, SGD, RMSprop and Adagrad; ConfigError for others, and for parameters of the
 // optimizer's that have no name. What does not exist before the first step is made, as the first
-// step would; where SGD dampens, that step's gradient will be dampened too.
+// step would.
 std::vector<StateTensor> state_of(torch::optim::Optimizer& optimizer,
                                   std::span<const optim::NamedParameter> names);
 

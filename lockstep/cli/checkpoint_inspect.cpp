@@ -107,7 +107,7 @@ Summary summarize(const std::string& dir) {
     if (row.record->slices.size() == 1) ++summary.uncut;
   }
   for (const auto& [name, record] : summary.manifest.files) {
-    summary.files.emplace_back(name, static_cast<int64_t>(fs::file_size(path + "/" + name)));
+    summary.files.emplace_back(name, static_cast<int64_t>(record.bytes));
   }
   try {
     summary.config = config::saved_config(summary.manifest, path);

@@ -140,13 +140,21 @@ class Conversion {
   int64_t overflowed_ = 0;
 };
 
+// Whatever else a configuration names is not copied into a folder that will be given away.
+bool is_tokenizer(const std::string& path) {
+  const MappedFile file(path);
+  const auto* const text = reinterpret_cast<const char*>(file.bytes().data());
+  const Json json = Json::parse(text, text + file.size(), nullptr, /*allow_exceptions=*/false);
+  return json.is_object() && json.contains("model");
+}
+
 // The tokenizer.json that the configuration names, if it is there.
 std::string tokenizer_file(const TrainConfig& config) {
   const std::string& name = config.data.tokenizer;
   if (name == "bytes" || name == "auto") return {};
   std::error_code error;
   const std::string file = fs::is_directory(name, error) ? name + "/tokenizer.json" : name;
-  return fs::is_regular_file(file, error) ? file : std::string();
+  return fs::is_regular_file(file, error) && is_tokenizer(file) ? file : std::string();
 }
 
 void copy_file(const std::string& from, const formats::StagedFolder& folder,

@@ -119,6 +119,7 @@ void validate_checkpoints(const CheckpointConfig& checkpoint) {
           "checkpoint.when_busy is skip, but checkpoint.async is false: none is written beside the "
           "training");
   if (!checkpoint.dir.empty()) return;
+  require(!checkpoint.async, "checkpoint.async is true, but checkpoint.dir is empty");
   require(checkpoint.every == 0,
           format("checkpoint.every is {}, but checkpoint.dir is empty", checkpoint.every));
   require(checkpoint.resume != "auto", "checkpoint.resume is auto, but checkpoint.dir is empty");

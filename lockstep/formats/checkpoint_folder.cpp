@@ -39,8 +39,13 @@ std::string path_of(const std::string& dir, int64_t step, std::string_view end =
 
 // Whatever it is: what does not read is reported, and is nothing to be cleared away.
 bool has_manifest(const std::string& path) {
+  const auto file = format("{}/{}", path, kManifest);
   std::error_code error;
-  return fs::exists(fs::symlink_status(format("{}/{}", path, kManifest), error));
+  const auto status = fs::symlink_status(file, error);
+  // A disk that cannot say is not one that says no.
+  if (status.type() == fs::file_type::none)
+    throw SystemError("cannot look at " + file, error.value());
+  return fs::exists(status);
 }
 
 std::map<int64_t, Remains> scan(const std::string& dir) {

@@ -120,6 +120,8 @@ void make_folders(const std::string& path) {
 void remove_tree(const std::string& path) {
   std::error_code error;
   const auto status = fs::symlink_status(path, error);
+  if (status.type() == fs::file_type::none)
+    throw SystemError("cannot look at " + path, error.value());
   if (!fs::exists(status)) return;
   if (!fs::is_directory(status)) {
     if (io::remove_file(path) != 0) throw SystemError("cannot remove " + path, errno);

@@ -68,6 +68,7 @@ StagedFolder::StagedFolder(const std::string& path, const StagedFolderOptions& o
     : path_(plain_path(path)),
       temporary_(path_ + ".lockstep-tmp"),
       aside_(path_ + ".lockstep-old"),
+      options_(options),
       parent_(fs::path(path_).parent_path().string()) {
   // A replacement that was cut off between its two renames.
   std::error_code error;
@@ -94,10 +95,16 @@ void StagedFolder::write(const std::string& name, std::string_view text) const {
 
 void StagedFolder::commit() {
   sync_folder(temporary_);
+  require_replaceable(path_, options_);  // again: writing took its time
   std::error_code error;
   const bool replaces = fs::exists(path_, error) && !fs::is_empty(path_, error);
   if (replaces) rename_path(path_, aside_);
-  rename_path(temporary_, path_);  // over an empty folder too
+  try {
+    rename_path(temporary_, path_);  // over an empty folder too
+  } catch (const Error&) {
+    if (replaces) rename_path(aside_, path_);
+    throw;
+  }
   committed_ = true;
   parent_.keep();
   sync_folder(fs::path(path_).parent_path().string());

@@ -44,6 +44,7 @@ class StagedFolder {
 
  private:
   std::string path_, temporary_, aside_;
+  StagedFolderOptions options_;
   MadeFolders parent_;
   bool committed_ = false;
 };

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/config/inputs.h"
@@ -175,6 +176,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
   if (!config.checkpoint.dir.empty()) {
     saver.emplace(config.checkpoint.dir, world,
                   checkpoint::SaverOptions{.background = config.checkpoint.async});
+    saver->reserve(model.slices(*optimizer));
   }
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
@@ -182,14 +184,16 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 }
 
 void Trainer::State::resume() {
-  const auto path = config::find_checkpoint(config.checkpoint);
-  if (!path) return;
+  // One rank looks: a network disk may show others something older.
+  const std::string found = checkpoint::detail::exchange_texts(
+      world.rank() == 0 ? config::find_checkpoint(config.checkpoint).value_or("") : "", world)[0];
+  if (found.empty()) return;
   const bool goes_on = config.checkpoint.load == config::LoadWhat::all;
   const auto manifest = checkpoint::load(
-      *path, goes_on ? model.slices(*optimizer) : model.slices(), world,
+      found, goes_on ? model.slices(*optimizer) : model.slices(), world,
       {.may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
        .partial = config.checkpoint.partial});
-  resumed_from = *path;
+  resumed_from = found;
   if (!goes_on) return;
   done = manifest.step;
   const auto position = manifest.state.find("samples");
@@ -197,7 +201,7 @@ void Trainer::State::resume() {
     throw CheckpointError(
         format("{} was not written by lockstep train: it does not say how much of "
                "the data was seen",
-               *path));
+               found));
   }
   samples = std::stoll(position->second);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
@@ -232,7 +236,9 @@ void Trainer::State::say_what_is_trained() {
              format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
                                   static_cast<double>(reader->samples()))));
   if (!resumed_from.empty()) {
-    progress->line(format("resume {} at step {}", resumed_from, done));
+    progress->line(config.checkpoint.load == config::LoadWhat::all
+                       ? format("resume {} at step {}", resumed_from, done)
+                       : format("weights of {}", resumed_from));
   }
 }
 

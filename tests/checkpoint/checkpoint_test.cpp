@@ -192,6 +192,60 @@ TEST(Checkpoint, LoadsWhatFits) {
   EXPECT_TRUE(at::equal(d.tensor, at::zeros({1})));
 }
 
+// Moments of a parameter that does not fit would be lost, but not its count of steps.
+TEST(Checkpoint, LoadsNoPartOfAStateThatDoesNotFit) {
+  const test::TempDir folder;
+  const auto slices = [](int64_t size, double value) {
+    const auto slice = [&](const std::string& name, const layout::Shape& shape) {
+      return NamedSlice{layout::Placement::whole(name, shape), at::full(shape, value)};
+    };
+    return std::vector<NamedSlice>{slice("w", {size}), slice("optim.w.exp_avg", {size}),
+                                   slice("optim.w.step", {}), slice("v", {2}),
+                                   slice("optim.v.step", {})};
+  };
+  const std::string path = save(folder.path(), {.step = 1, .slices = slices(2, 1)});
+  const auto targets = slices(3, 0);
+  load(path, targets, {}, {.partial = true});
+  for (const size_t i : {0, 1, 2}) EXPECT_EQ(targets[i].tensor.sum().item<float>(), 0) << i;
+  EXPECT_EQ(targets[3].tensor.sum().item<float>(), 2);
+  EXPECT_EQ(targets[4].tensor.item<float>(), 1);
+  // Weights without any state are weights all the same.
+  const std::string bare = save(folder.path(), {.step = 2, .slices = {slices(2, 3)[0]}});
+  const auto others = slices(2, 0);
+  load(bare, others, {}, {.partial = true});
+  EXPECT_EQ(others[0].tensor.sum().item<float>(), 6);
+  EXPECT_EQ(others[2].tensor.item<float>(), 0);
+}
+
+TEST(Checkpoint, WrongSlicesAreRefusedBeforeAnythingIsLoaded) {
+  const test::TempDir folder;
+  const NamedSlice x{layout::Placement::whole("x", {2, 3}), at::ones({2, 3})};
+  const std::string path = save(folder.path(), {.step = 1, .slices = {x}});
+  EXPECT_THROW(load(path, {{x.placement, at::zeros({3, 2})}}), ConfigError);
+  EXPECT_THROW(load(path, {{x.placement, at::zeros({4, 3}, at::kDouble)}}), ConfigError);
+  // Ranks that do not agree on a shape.
+  std::atomic<int> caught = 0;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const layout::Shape shape{2, group.rank() == 0 ? 3 : 4};
+    try {
+      load(path, {{layout::Placement::whole("x", shape), at::zeros(shape)}}, group);
+    } catch (const CheckpointError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("x is (2, 3) there, (2, 4) here"));
+      ++caught;
+    }
+  });
+  EXPECT_EQ(caught, 2);
+}
+
+TEST(Checkpoint, KeepDoesNotRemoveWhatWasJustSaved) {
+  const test::TempDir folder;
+  const NamedSlice x{layout::Placement::whole("x", {2}), at::ones({2})};
+  for (const int64_t step : {200, 300}) save(folder.path(), {.step = step, .slices = {x}});
+  const std::string path = save(folder.path(), {.step = 150, .slices = {x}, .keep = 1});
+  EXPECT_NO_THROW(formats::verify(path));
+  EXPECT_EQ(formats::list_complete(folder.path()).size(), 3U);
+}
+
 // Columns of another type, which come through the buffer, in several pieces.
 TEST(Checkpoint, LoadsIntoPartsThatAreNotContiguous) {
   const test::TempDir folder;

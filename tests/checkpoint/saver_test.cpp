@@ -33,13 +33,23 @@ at::Tensor loaded(const std::string& path, const std::string& name, const at::Te
   return target;
 }
 
-TEST(Saver, SavesWhatWasThereAtTheCall) {
+class Snapshot : public testing::TestWithParam<bool> {};
+
+INSTANTIATE_TEST_SUITE_P(All, Snapshot, testing::Bool(),
+                         [](const auto& info) { return info.param ? "Reserved" : "NotReserved"; });
+
+TEST_P(Snapshot, IsOfTheCall) {
   const test::TempDir folder;
   // More than a block of the copy, not contiguous, and a block that both share.
   const at::Tensor a = at::rand({20000, 1000}), b = at::rand({300, 7}).t(), c = at::tensor(3);
-  const at::Tensor a_before = a.clone(), b_before = b.clone();
+  const at::Tensor flags = at::rand({13}) > 0.5, nothing = at::empty({0, 4}, at::kLong);
+  const at::Tensor a_before = a.clone(), b_before = b.clone(), flags_before = flags.clone();
+  const std::vector<NamedSlice> slices = {named("flags", flags), named("a", a), named("b", b),
+                                          named("c", c), named("nothing", nothing)};
   Saver saver(folder.path());
-  EXPECT_TRUE(saver.save({.step = 1, .slices = {named("a", a), named("b", b), named("c", c)}}));
+  if (GetParam()) saver.reserve(slices);
+  EXPECT_TRUE(saver.save({.step = 1, .slices = slices}));
+  flags.zero_();
   a.zero_();
   b.zero_();
   c.zero_();
@@ -53,6 +63,7 @@ TEST(Saver, SavesWhatWasThereAtTheCall) {
   EXPECT_TRUE(at::equal(loaded(saved[0].path, "a", a), a_before));
   EXPECT_TRUE(at::equal(loaded(saved[0].path, "b", b), b_before));
   EXPECT_EQ(loaded(saved[0].path, "c", c).item<int>(), 3);
+  EXPECT_TRUE(at::equal(loaded(saved[0].path, "flags", flags), flags_before));
   // The copy's memory is used again, for more and for less.
   for (const int64_t rows : {30000, 10}) {
     const at::Tensor other = at::rand({rows, 1000}), before = other.clone();
@@ -119,6 +130,12 @@ INSTANTIATE_TEST_SUITE_P(All, SaverFailure, testing::Bool(),
 TEST(Saver, WrongContentsThrowAtOnce) {
   const test::TempDir folder;
   Saver saver(folder.path());
+  const NamedSlice right = named("x", at::ones({2}));
+  EXPECT_THROW(saver.save({.step = -1, .slices = {right}}), ConfigError);
+  EXPECT_THROW(saver.save({.step = 1, .slices = {right}, .state = {{"a", "no JSON"}}}),
+               ConfigError);
+  EXPECT_THROW(saver.save({.step = 1, .slices = {named("x", at::ones({2}, at::kShort))}}),
+               ConfigError);
   EXPECT_THROW(
       saver.save({.step = 1, .slices = {{layout::Placement::whole("x", {3}), at::ones({2})}}}),
       ConfigError);
@@ -140,20 +157,24 @@ TEST(Saver, SurvivesKills) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      comm::run_threads(2, [&](const comm::Group& group) {
-        Saver saver(folder.path(), group);
-        for (int64_t step = first + 1;; ++step) {
-          const at::Tensor mine = at::full({1000}, step, at::kLong);
-          const auto part = layout::Placement::whole("part", {2, 1000})
-                                .narrow(0, {group.rank(), group.rank() + 1}, "dp");
-          saver.save({.step = step,
-                      .slices = {{part, mine.view({1, 1000})}, named("both", mine.clone())},
-                      .keep = 2});
-          mine.fill_(-1);
-          // The one before has ended.
-          if (group.rank() == 0) shared->complete = std::max(first, step - 1);
-        }
-      });
+      try {
+        comm::run_threads(2, [&](const comm::Group& group) {
+          Saver saver(folder.path(), group);
+          for (int64_t step = first + 1;; ++step) {
+            const at::Tensor mine = at::full({1000}, step, at::kLong);
+            const auto part = layout::Placement::whole("part", {2, 1000})
+                                  .narrow(0, {group.rank(), group.rank() + 1}, "dp");
+            saver.save({.step = step,
+                        .slices = {{part, mine.view({1, 1000})}, named("both", mine.clone())},
+                        .keep = 2});
+            mine.fill_(-1);
+            // The one before has ended.
+            if (group.rank() == 0) shared->complete = std::max(first, step - 1);
+          }
+        });
+      } catch (const std::exception&) {
+      }
+      _exit(1);
     }
     // Half of them after a save that was complete, so that the series gets on.
     if (kill_number % 2 == 0) {
@@ -162,7 +183,9 @@ TEST(Saver, SurvivesKills) {
     std::this_thread::sleep_for(
         std::chrono::microseconds(std::uniform_int_distribution<int>(0, 40000)(random)));
     kill(child, SIGKILL);
-    ASSERT_EQ(waitpid(child, nullptr, 0), child);
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status)) << "it ended by itself";
     const auto found = formats::newest(folder.path());
     ASSERT_GE(found ? found->step : 0, shared->complete);
     for (const auto& checkpoint : formats::list_complete(folder.path()))

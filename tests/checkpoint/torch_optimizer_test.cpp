@@ -67,9 +67,9 @@ TEST_P(TorchOptimizer, GoesOn) {
   };
   auto model = make_model(), other = make_model();
   const auto optimizer = GetParam().make(model->parameters());
+  const auto slices = slices_of(*model) + slices_of(*model, *optimizer);  // once, for all saves
   train(model, *optimizer, 0, 5);
-  const std::string path =
-      save(folder.path(), {.step = 5, .slices = slices_of(*model) + slices_of(*model, *optimizer)});
+  const std::string path = save(folder.path(), {.step = 5, .slices = slices});
   train(model, *optimizer, 5, 10);
   const auto fresh = GetParam().make(other->parameters());
   load(path, slices_of(*other) + slices_of(*other, *fresh));
