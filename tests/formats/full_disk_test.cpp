@@ -101,7 +101,7 @@ TEST(FullDisk, SmallFileSystem) {
               }
               std::puts("no file system could be mounted");
               signal(SIGXFSZ, SIG_IGN);
-              const rlimit limit{kSpace / 2, kSpace / 2};
+              const rlimit limit{kSpace, kSpace};
               if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
               return save_too_much(temp.path() + "/checkpoints", EFBIG);
             }),
