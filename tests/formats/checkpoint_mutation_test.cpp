@@ -13,6 +13,7 @@
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/crc32c.h"
 #include "tests/formats/memory_dir.h"
+#include "tests/formats/mutate.h"
 #include "tests/formats/save.h"
 #include "tests/support/subprocess.h"
 
@@ -51,45 +52,6 @@ const char* const kPieces[] = {"{",
                                "\\u0000",
                                "\xff",
                                "[[[[[[[["};
-
-std::string mutate(std::string bytes, std::mt19937& random) {
-  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
-  for (size_t rounds = 1 + below(3); rounds > 0; --rounds) {
-    const auto at = below(bytes.size() + 1);
-    const auto count = std::min(below(12), bytes.size() - at);
-    switch (below(9)) {
-      case 0:
-        if (at < bytes.size()) bytes[at] = static_cast<char>(bytes[at] ^ (1 << below(8)));
-        break;
-      case 1:
-        bytes.erase(at, count);
-        break;
-      case 2:
-        bytes.insert(at, kPieces[below(std::size(kPieces))]);
-        break;
-      case 3:
-        bytes.replace(at, count, kPieces[below(std::size(kPieces))]);
-        break;
-      case 4:
-        bytes.resize(at);
-        break;
-      case 5:
-        bytes.insert(at, " ");
-        break;
-      case 6:  // the next digit becomes another
-        if (const auto digit = bytes.find_first_of("0123456789", at); digit != std::string::npos) {
-          bytes[digit] = static_cast<char>('0' + below(10));
-        }
-        break;
-      case 7:
-        for (size_t i = at; i < at + count; ++i) bytes[i] = static_cast<char>(random());
-        break;
-      default:
-        bytes.insert(below(bytes.size() + 1), bytes.substr(at, count * 4));
-    }
-  }
-  return bytes;
-}
 
 // With a right checksum, so that what is behind it is reached.
 std::string seal(const std::string& manifest) {
@@ -139,7 +101,8 @@ TEST(CheckpointMutations, RightOrRefused) {
   for (int i = 0; i < mutants; ++i) {
     const auto& [name, bytes] = *any();
     const bool sealed = name == "manifest.json" && random() % 4 != 0;
-    std::string changed = random() % 16 == 0 ? any()->second : mutate(bytes, random);
+    std::string changed =
+        random() % 16 == 0 ? any()->second : test_support::mutate(bytes, random, kPieces);
     if (sealed) changed = seal(changed);
     test::write_file(path + "/" + name, changed);
     try {

@@ -9,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/safetensors_header.h"
+#include "tests/formats/mutate.h"
 
 namespace lockstep::formats {
 namespace {
@@ -43,37 +44,12 @@ const char* const kPieces[] = {"{",
                                " ",
                                "[[[[[[[["};
 
-std::string mutate(std::string header, std::mt19937& random) {
-  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
-  for (size_t rounds = 1 + below(3); rounds > 0; --rounds) {
-    const auto at = below(header.size() + 1);
-    const auto count = std::min(below(12), header.size() - at);
-    switch (below(5)) {
-      case 0:
-        if (at < header.size()) header[at] = static_cast<char>(header[at] ^ (1 << below(8)));
-        break;
-      case 1:
-        header.erase(at, count);
-        break;
-      case 2:
-        header.insert(at, kPieces[below(std::size(kPieces))]);
-        break;
-      case 3:
-        header.replace(at, count, kPieces[below(std::size(kPieces))]);
-        break;
-      default:
-        header.insert(below(header.size() + 1), header.substr(at, count * 4));
-    }
-  }
-  return header;
-}
-
 TEST(SafetensorsMutations, ValidOrRefused) {
   std::mt19937 random(1);
   int valid = 0;
   const int mutants = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1'000'000 : 30'000;
   for (int i = 0; i < mutants; ++i) {
-    const auto header = mutate(kHeader, random);
+    const auto header = test_support::mutate(kHeader, random, kPieces);
     uint64_t size = header.size();
     if (random() % 16 == 0) size ^= uint64_t{1} << (random() % 64);
     std::string file(8, '\0');
