@@ -141,6 +141,27 @@ TEST(Saver, WrongContentsThrowAtOnce) {
       ConfigError);
 }
 
+TEST(Saver, ACopyThatFailsOnOneRankFailsOnAll) {
+  const test::TempDir folder;
+  std::atomic<int> failed = 0;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    Saver saver(folder.path(), group);
+    const auto part =
+        layout::Placement::whole("x", {2, 4}).narrow(0, {group.rank(), group.rank() + 1}, "dp");
+    // Of a tensor without memory there is nothing to copy.
+    const auto device = at::TensorOptions(group.rank() == 1 ? at::kMeta : at::kCPU);
+    try {
+      saver.save({.step = 1, .slices = {{part, at::ones({1, 4}, device)}}});
+    } catch (const std::exception&) {
+      ++failed;
+    }
+    saver.save({.step = 2, .slices = {{part, at::ones({1, 4})}}});
+    saver.wait();
+  });
+  EXPECT_EQ(failed, 2);
+  EXPECT_EQ(formats::newest(folder.path())->step, 2);
+}
+
 // Ranks that save all the time, killed at a random instant: the newest checkpoint is whole.
 TEST(Saver, SurvivesKills) {
   struct Shared {
