@@ -8,7 +8,7 @@
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
-#include "lockstep/checkpoint/write.h"
+#include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -110,16 +110,6 @@ void report(const Differences& found, const std::string& path, bool partial, boo
   throw CheckpointError(format("[load] {} is not a checkpoint of this model: {}", path, brief));
 }
 
-// A view of the part of `tensor`, which holds `held`, that `box` is.
-at::Tensor part_of(at::Tensor tensor, const layout::Box& held, const layout::Box& box) {
-  if (tensor.dim() == 0) return tensor;
-  for (size_t dim = 0; dim < box.ranges.size(); ++dim) {
-    tensor = tensor.narrow(static_cast<int64_t>(dim),
-                           box.ranges[dim].begin - held.ranges[dim].begin, box.ranges[dim].size());
-  }
-  return tensor;
-}
-
 class Filler {
  public:
   explicit Filler(formats::CheckpointReader& reader) : reader_(reader) {}
@@ -135,7 +125,7 @@ class Filler {
     }
     const auto width = static_cast<int64_t>(c10::elementSize(dtype));
     for (const layout::Box& piece : layout::pieces(held, kBuffer / width)) {
-      const at::Tensor part = part_of(slice.tensor, held, piece);
+      const at::Tensor part = detail::part_of(slice.tensor, held, piece);
       if (!buffer_.defined()) buffer_ = at::empty({kBuffer}, at::kByte);
       const at::Tensor values =
           buffer_.narrow(0, 0, piece.numel() * width).view(dtype).view(part.sizes());

@@ -4,8 +4,8 @@
 #include <tuple>
 
 #include "lockstep/checkpoint/exchange.h"
+#include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/write.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/checkpoint_folder.h"
@@ -68,15 +68,6 @@ void check_rest(const Contents& contents) {
 }
 
 }  // namespace
-
-void check_slice(const NamedSlice& slice) {
-  slice.placement.validate();
-  comm::detail::dtype_of(slice.tensor, slice.placement.name);
-  if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
-  throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
-                           slice.placement.describe(), join(slice.tensor.sizes()),
-                           join(slice.placement.local_shape())));
-}
 
 Contents share_of(const Contents& contents, const comm::Group& group) {
   const auto lists = together("save", group, [&] {

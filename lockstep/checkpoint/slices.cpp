@@ -8,8 +8,8 @@
 #include <span>
 #include <string>
 
+#include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
-#include "lockstep/checkpoint/write.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -73,11 +73,6 @@ std::vector<NamedSlice> pipelined_state(const parallel::Pipeline& pipeline,
 }
 
 }  // namespace
-
-std::string detail::parameter_of(const std::string& slice) {
-  if (!slice.starts_with(kOptimizer)) return slice;
-  return slice.substr(kOptimizer.size(), slice.rfind('.') - kOptimizer.size());
-}
 
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model) {
   std::vector<NamedSlice> slices;
@@ -160,11 +155,7 @@ std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
       NamedSlice piece = slice;
       piece.placement.global_shape = split.global_shape;
       piece.placement.slice = global;
-      for (size_t dim = 0; dim < local.ranges.size(); ++dim) {
-        piece.tensor = piece.tensor.narrow(static_cast<int64_t>(dim),
-                                           local.ranges[dim].begin - held.slice.ranges[dim].begin,
-                                           local.ranges[dim].size());
-      }
+      piece.tensor = detail::part_of(slice.tensor, held.slice, local);
       all.push_back(std::move(piece));
     }
   }

@@ -12,11 +12,6 @@
 
 namespace lockstep::checkpoint::detail {
 
-// ConfigError unless the tensor has the shape that its placement says, and a type that travels.
-void check_slice(const NamedSlice& slice);
-// "layer.weight" of "optim.layer.weight.exp_avg"; of a parameter's name, itself.
-std::string parameter_of(const std::string& slice);
-
 // Collective. The contents with those of the slices that this rank writes, so that every one is
 // written once. Throws what is wrong with them.
 Contents share_of(const Contents& contents, const comm::Group& group);

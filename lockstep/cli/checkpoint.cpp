@@ -37,9 +37,9 @@ constexpr Verb kVerbs[] = {{"inspect", checkpoint_inspect},
 
 int checkpoint(const Words& arguments) {
   const std::string name = arguments.empty() ? "" : arguments[0];
-  if (name == "--help" || name == "-h") {
-    std::cout << kHelp;
-    return 0;
+  if (arguments.empty() || name == "--help" || name == "-h") {
+    (arguments.empty() ? std::cerr : std::cout) << kHelp;
+    return arguments.empty() ? 2 : 0;
   }
   Words known;
   for (const Verb& verb : kVerbs) {

@@ -8,7 +8,6 @@
 #include <charconv>
 #include <filesystem>
 #include <map>
-#include <span>
 #include <string_view>
 #include <system_error>
 
@@ -142,9 +141,7 @@ void check_writable(const std::string& dir) {
   try {
     make_folders(dir);
     const auto path = format("{}/.write-test-{}", dir, getpid());
-    DurableFile file(path);
-    file.write(std::as_bytes(std::span("test")));
-    file.finish();
+    write_text(path, "test");
     remove_tree(path);
   } catch (const SystemError& failure) {
     throw ConfigError(format("checkpoint folder {} cannot be written: {}", dir, failure.what()));
@@ -167,10 +164,7 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) 
   settle(dir, manifest.step, scan(dir)[manifest.step]);
   manifest.validate(temporary);
   require_sizes(manifest, temporary);
-  const auto text = manifest.to_json();
-  DurableFile file(format("{}/{}", temporary, kManifest));
-  file.write(std::as_bytes(std::span(text)));
-  file.finish();
+  write_text(format("{}/{}", temporary, kManifest), manifest.to_json());
   sync_folder(temporary);
   const bool replaces = has_manifest(final);
   if (replaces) {

@@ -89,6 +89,12 @@ FileRecord DurableFile::finish() {
   return record_;
 }
 
+void write_text(const std::string& path, std::string_view text) {
+  DurableFile file(path);
+  file.write(std::as_bytes(std::span(text)));
+  file.finish();
+}
+
 void sync_folder(const std::string& path) {
   const Fd fd(io::open_folder(path));
   // Some network file systems cannot sync a folder, and say EINVAL: their renames are durable.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lockstep/core/fd.h"
@@ -36,6 +37,8 @@ class DurableFile {
   uint64_t started_ = 0;           // bytes that the disk was told to write
 };
 
+// A new file with this text.
+void write_text(const std::string& path, std::string_view text);
 void sync_folder(const std::string& path);
 void rename_path(const std::string& from, const std::string& to);
 // Makes missing parents too. A folder that is already there is fine.

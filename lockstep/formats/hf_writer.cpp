@@ -36,12 +36,6 @@ std::vector<std::vector<SafetensorsTensor>> into_files(
   return files;
 }
 
-void write_text(const std::string& path, const std::string& text) {
-  DurableFile file(path);
-  file.write(std::as_bytes(std::span(text)));
-  file.finish();
-}
-
 }  // namespace
 
 HfFiles write_hf_model(const std::string& folder, const std::vector<SafetensorsTensor>& tensors,

@@ -1,7 +1,6 @@
 #include "lockstep/formats/staged_folder.h"
 
 #include <filesystem>
-#include <span>
 #include <string>
 #include <system_error>
 
@@ -88,9 +87,7 @@ StagedFolder::~StagedFolder() {
 }
 
 void StagedFolder::write(const std::string& name, std::string_view text) const {
-  DurableFile file(temporary_ + "/" + name);
-  file.write(std::as_bytes(std::span(text)));
-  file.finish();
+  write_text(temporary_ + "/" + name, text);
 }
 
 void StagedFolder::commit() {
