@@ -1,9 +1,9 @@
-"""PyTorch's side of trainer.py: a Llama-style model on one GPU, bf16, AdamW (fused), random tokens.
+"""PyTorch's side of trainer.py and offload.py: a Llama-style model on one GPU, bf16, AdamW (fused), random tokens.
 
-    torch_llama.py MODEL MODE STEPS      MODEL: 162M or 1.2B
+    torch_llama.py MODEL MODE STEPS      MODEL: one of llama_sizes.py
 
 MODE: plain (float32 weights under autocast), eager (fully_shard over one rank: bf16 weights, float32 masters), compile (the same with
-compiled blocks). No positions, no clipping: less work than Lockstep's model and trainer do. Prints one JSON line with the best step.
+compiled blocks), offload (fully_shard with CPUOffloadPolicy: all but the computation is on the host). No positions, no clipping: less work than Lockstep's model and trainer do. Prints one JSON line with the best step.
 """
 import json
 import os
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from llama_sizes import SIZES
+from llama_sizes import LARGE, SIZES
 
 
 class RmsNorm(nn.Module):
@@ -52,8 +53,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, recompute):
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(size["vocab"], size["hidden"])
         self.blocks = nn.ModuleList([Block(size) for _ in range(size["layers"])])
         self.norm = RmsNorm(size["hidden"])
@@ -62,22 +64,23 @@ class Model(nn.Module):
     def forward(self, tokens, targets):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
 def main(name, mode, steps):
-    size = SIZES[name]
-    plain = mode == "plain"
+    size = {**SIZES, **LARGE}[name]
+    plain, offload = mode == "plain", mode == "offload"
     torch.manual_seed(0)
     with torch.device("cuda" if plain else "meta"):
-        model = Model(size)
+        model = Model(size, name in LARGE)
     if not plain:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        options = dict(mp_policy=policy, **({"offload_policy": CPUOffloadPolicy()} if offload else {}))
         for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        model.to_empty(device="cuda")
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        model.to_empty(device="cpu" if offload else "cuda")
     for parameter in model.parameters():
         getattr(parameter, "_local_tensor", parameter.data).normal_(0, 0.02)
     if mode == "compile":

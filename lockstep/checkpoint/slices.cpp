@@ -24,7 +24,10 @@ using detail::StateTensor;
 
 std::vector<StateTensor> state_of(optim::Optimizer& optimizer) {
   std::vector<StateTensor> all;
-  for (const auto& [name, tensor] : optimizer.state()) all.push_back({name, tensor});
+  for (const auto& [name, tensor] : optimizer.lazy_state()) {
+    all.push_back({name, tensor, [&optimizer, name = name] { optimizer.refresh(name); },
+                   [&optimizer, name = name] { optimizer.adopt(name); }});
+  }
   return all;
 }
 

@@ -15,9 +15,9 @@
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/short_size.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/plan/report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -124,7 +124,7 @@ std::string table(const std::vector<Row>& rows) {
   std::vector<Line> lines{{"tensor", "dtype", "shape", "size", "slices", "files"}};
   for (const Row& row : rows) {
     lines.push_back({row.name, row.record->dtype, layout::describe(row.record->shape),
-                     plan::short_size(row.bytes), std::to_string(row.record->slices.size()),
+                     short_size(row.bytes), std::to_string(row.record->slices.size()),
                      std::to_string(row.files)});
   }
   std::array<size_t, 6> widths{};
@@ -149,7 +149,7 @@ std::string line(const char* name, const std::string& text) {
 
 std::string line(const char* name, const Total& total) {
   return line(name, format("{}, {} elements, {}", counted(total.tensors, "tensor"), total.elements,
-                           plan::short_size(total.bytes)));
+                           short_size(total.bytes)));
 }
 
 std::string layout_text(const Summary& summary) {
@@ -167,9 +167,8 @@ std::string layout_text(const Summary& summary) {
 std::string to_text(const Summary& summary) {
   std::string text;
   for (const Listed& one : summary.listed) {
-    text +=
-        format("{}  step {}  {}{}\n", one.checkpoint.path, one.checkpoint.step,
-               plan::short_size(one.bytes), one.damage.empty() ? "" : "  damaged: " + one.damage);
+    text += format("{}  step {}  {}{}\n", one.checkpoint.path, one.checkpoint.step,
+                   short_size(one.bytes), one.damage.empty() ? "" : "  damaged: " + one.damage);
   }
   if (!text.empty()) text += '\n';
   text += table(summary.rows) + "\n";
@@ -182,7 +181,7 @@ std::string to_text(const Summary& summary) {
   for (const auto& [name, value] : summary.manifest.state)
     text += line("state", format("{} {}", name, value));
   for (const auto& [name, bytes] : summary.files)
-    text += line("file", format("{}  {}", name, plan::short_size(bytes)));
+    text += line("file", format("{}  {}", name, short_size(bytes)));
   return text;
 }
 

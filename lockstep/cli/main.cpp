@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/cli/bench.h"
 #include "lockstep/cli/checkpoint.h"
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor.h"
@@ -35,11 +36,11 @@ const std::vector<Subcommand>& subcommands() {
       {"checkpoint", "look at, compare, check and convert checkpoints", lockstep::cli::checkpoint},
       {"data", "turn text into files of token ids", lockstep::cli::data},
       {"schedule", "show a pipeline schedule, its time and its memory", lockstep::cli::schedule},
-      {"plan", "say how much memory a training run will take", lockstep::cli::plan},
+      {"plan", "say what a training run will take", lockstep::cli::plan},
       {"run", "start the ranks of a program and end them together", lockstep::cli::run},
       {"selftest", "check what the communication layer promises, on this machine",
        lockstep::cli::selftest},
-      {"bench", "time the collectives on this machine", lockstep::cli::bench},
+      {"bench", "time the collectives and the codecs on this machine", lockstep::cli::bench},
       {"doctor", "say what this machine offers a training run, and what will hurt it",
        lockstep::cli::doctor},
       {lockstep::launch::Guard::kCommand, nullptr,

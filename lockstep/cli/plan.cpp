@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iostream>
+#include <optional>
 
 #include "lockstep/config/inputs.h"
 #include "lockstep/config/pipeline.h"
@@ -9,6 +10,9 @@
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/short_size.h"
+#include "lockstep/plan/inventory.h"
+#include "lockstep/plan/offload.h"
 #include "lockstep/plan/report.h"
 
 namespace lockstep::cli {
@@ -18,12 +22,15 @@ using config::TrainConfig;
 using Words = std::vector<std::string>;
 
 constexpr const char* kHelp =
-    "Says how much memory each rank of a training run will take at the peak of a step, and "
-    "whether\n"
-    "that fits memory.max_per_device. Starts nothing, and needs no data.\n"
+    "Says what a training run will take. Starts nothing, and needs no data.\n"
     "Usage: lockstep plan memory [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
-    "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n"
-    "The exit status is 0 if it fits or nothing limits it, 1 if it does not.\n";
+    "       lockstep plan inventory [--list] [-n N] [--config FILE] [--section.key VALUE ...]\n"
+    "memory: what each rank takes at the peak of a step, and whether that fits\n"
+    "memory.max_per_device. The exit status is 0 if it fits or nothing limits it, 1 if it does "
+    "not.\n"
+    "inventory: the model's tensors by kind, with statistics; with --list each of them, and which\n"
+    "rank owns it where they are dealt out; and where what is offloaded will rest.\n"
+    "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n";
 
 // The data need not be there; the vocabulary must.
 config::ModelSpec model_of(const TrainConfig& config) {
@@ -47,11 +54,18 @@ std::string describe(const TrainConfig& config, const config::ModelSpec& model, 
                        layout::name_of(config.recompute()));
 }
 
-int plan_memory(const Words& arguments) {
+struct Request {
+  TrainConfig config;
+  config::ModelSpec model;
+  int world;
+};
+
+// None where only help was asked for.
+std::optional<Request> read_request(const Words& arguments) {
   const auto parsed = config::parse_train_arguments(arguments);
   if (parsed.help) {
     std::cout << kHelp;
-    return 0;
+    return std::nullopt;
   }
   TrainConfig config = parsed.config;
   if (config.data.path.empty()) config.data.path = "any";  // a run must have some
@@ -63,20 +77,41 @@ int plan_memory(const Words& arguments) {
   config.validate(world);
   const config::ModelSpec model = model_of(config);
   config::validate_tensor(config, model);
+  return Request{config, model, world};
+}
+
+int plan_memory(const Words& arguments) {
+  const auto request = read_request(arguments);
+  if (!request) return 0;
+  const auto& [config, model, world] = *request;
   const std::vector<plan::Memory> ranks = plan::memory_per_rank(config, model, world);
   std::cout << plan::to_table(ranks) << describe(config, model, world) << "\n";
+  if (config.offload.any()) std::cout << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
   const size_t rank = plan::largest_total(ranks);
-  const std::string most =
-      format("rank {} takes most, {}", rank, plan::short_size(ranks[rank].total()));
+  const std::string most = format("rank {} takes most, {}", rank, short_size(ranks[rank].total()));
   if (limit == 0) {
     std::cout << most << "; memory.max_per_device sets no limit\n";
     return 0;
   }
   const bool fits = ranks[rank].total() <= limit;
   std::cout << format("{}: {}, memory.max_per_device is {}\n", fits ? "fits" : "does not fit", most,
-                      plan::short_size(limit));
+                      short_size(limit));
   return fits ? 0 : 1;
+}
+
+int plan_inventory(Words arguments) {
+  const bool list = std::erase(arguments, "--list") > 0;
+  const auto request = read_request(arguments);
+  if (!request) return 0;
+  const auto& [config, model, world] = *request;
+  const int64_t element = config.train.dtype == config::Precision::bfloat16 ? 2 : 4;
+  const auto tensors = model.tensors();
+  if (list) std::cout << plan::tensor_list(tensors, element, world);
+  std::cout << plan::inventory_table(tensors, element) << describe(config, model, world) << "\n";
+  if (config.offload.any())
+    std::cout << "rank 0:\n" << plan::to_text(plan::plan_offload(config, model, world, 0));
+  return 0;
 }
 
 }  // namespace
@@ -86,9 +121,10 @@ int plan(const Words& arguments) {
     (arguments.empty() ? std::cerr : std::cout) << kHelp;
     return arguments.empty() ? 2 : 0;
   }
-  if (arguments[0] != "memory")
-    throw ConfigError(format("plan: '{}' is no plan; the only one is memory", arguments[0]));
-  return plan_memory({arguments.begin() + 1, arguments.end()});
+  const Words rest(arguments.begin() + 1, arguments.end());
+  if (arguments[0] == "memory") return plan_memory(rest);
+  if (arguments[0] == "inventory") return plan_inventory(rest);
+  throw ConfigError(format("plan: '{}' is no plan, must be memory or inventory", arguments[0]));
 }
 
 }  // namespace lockstep::cli

@@ -103,16 +103,7 @@ int selftest(const Words& arguments) {
   return run_program(start_ranks(backend, ranks, command));
 }
 
-int bench(const Words& arguments) {
-  const std::string usage =
-      "Times the collectives of one or more backends on this machine.\nUsage: lockstep bench "
-      "collectives [OPTIONS]\n";
-  if (arguments.empty() || arguments[0] != "collectives") {
-    if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h"))
-      return std::cout << usage, 0;
-    throw ConfigError(format("bench: '{}' is not known; there is: lockstep bench collectives",
-                             arguments.empty() ? "" : arguments[0]));
-  }
+int bench_collectives(const Words& arguments) {
   int ranks = 2;
   Words backends{"shm"}, ops{"all_reduce"};
   std::vector<int64_t> sizes{4096, 65536, 4194304, 67108864};
@@ -135,9 +126,10 @@ int bench(const Words& arguments) {
       ->capture_default_str();
   app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
   app.add_flag("--json", json, "Print one JSON array");
-  if (const auto status =
-          parse(app, "bench collectives", usage, Words(arguments.begin() + 1, arguments.end())))
-    return *status;
+  const std::string usage =
+      "Times the collectives of one or more backends on this machine.\nUsage: lockstep bench "
+      "collectives [OPTIONS]\n";
+  if (const auto status = parse(app, "bench collectives", usage, arguments)) return *status;
   check_ranks("bench collectives", ranks);
 
   nlohmann::ordered_json results = nlohmann::ordered_json::array();

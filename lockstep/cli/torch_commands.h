@@ -1,5 +1,5 @@
-// The commands whose ranks run in lockstep-torch: selftest and bench. Here is the half that starts
-// those ranks.
+// The commands whose ranks run in lockstep-torch: selftest and bench collectives. Here is the half
+// that starts those ranks.
 #pragma once
 
 #include <string>
@@ -8,6 +8,6 @@
 namespace lockstep::cli {
 
 int selftest(const std::vector<std::string>& arguments);
-int bench(const std::vector<std::string>& arguments);
+int bench_collectives(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

@@ -106,22 +106,25 @@ void check_metrics_file(const std::string& path) {
   }
 }
 
-void check_activation_folder(const MemoryConfig& memory) {
-  if (memory.strategy != layout::MemoryStrategy::extreme) return;
-  const std::string folder = activation_folder(memory);
+void check_folder(const char* key, const std::string& folder, const char* what) {
   if (!fs::is_directory(folder) || access(folder.c_str(), W_OK | X_OK) != 0) {
     throw ConfigError(
-        format("memory.disk: {} is not a folder that can be written; name one, for "
-               "the activations of memory.strategy extreme",
-               folder));
+        format("{}: {} is not a folder that can be written; name one, for {}", key, folder, what));
   }
   struct statfs system = {};
   if (statfs(folder.c_str(), &system) == 0 && system.f_type == TMPFS_MAGIC) {
-    log::warn(
-        format("memory.disk: {} is a file system in memory (tmpfs): activations there do not "
-               "leave memory",
-               folder));
+    log::warn(format("{}: {} is a file system in memory (tmpfs): {} there do not leave memory", key,
+                     folder, what));
   }
+}
+
+void check_disks(const TrainConfig& config) {
+  if (config.memory.strategy == layout::MemoryStrategy::extreme) {
+    check_folder("memory.disk", activation_folder(config.memory),
+                 "the activations of memory.strategy extreme");
+  }
+  if (!config.offload.disk.empty())
+    check_folder("offload.disk", config.offload.disk, "the states of the optimizer");
 }
 
 }  // namespace
@@ -196,7 +199,7 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   validate_tensor(config, model);
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_metrics_file(config.metrics.file);
-  check_activation_folder(config.memory);
+  check_disks(config);
   const std::string& dir = config.checkpoint.dir;
   if (!dir.empty()) formats::check_writable(dir);
   int64_t begin = -1;

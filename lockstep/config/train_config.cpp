@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "lockstep/config/offload.h"
 #include "lockstep/config/pipeline.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
@@ -156,6 +157,7 @@ void TrainConfig::validate(int world) const {
   if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);
+  validate_offload(*this);
   validate_checkpoints(checkpoint);
 }
 

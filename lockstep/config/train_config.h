@@ -11,6 +11,7 @@
 #include "lockstep/config/model_spec.h"
 #include "lockstep/config/schema.h"
 #include "lockstep/core/clock.h"
+#include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/layout/parallel_dims.h"
 
@@ -131,6 +132,7 @@ struct TrainConfig {
   OptimConfig optim = {};
   LayoutConfig parallel = {};
   MemoryConfig memory = {};
+  layout::OffloadOptions offload = {.params = false, .grads = false, .optimizer = false};
   CommConfig comm = {};
   CheckpointConfig checkpoint = {};
   MetricsConfig metrics = {};

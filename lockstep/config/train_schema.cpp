@@ -201,6 +201,65 @@ void add_layout(Schema& schema, TrainConfig& config) {
              {.min = 0, .max = 604800});
 }
 
+// One codec for all state, or one for each kind of it.
+Option codec_option(layout::StateCodecs& codecs) {
+  Option option{
+      .type = OptionType::text,
+      .help =
+          "How optimizer state is kept: none, fp16 (second moment bf16), bf16, int8 (second "
+          "moment quantization), quantization (8 bits, close together near zero) or "
+          "lossless (LZ4, outside the device); or each kind by itself, as "
+          "exp_avg=bf16,exp_avg_sq=quantization."};
+  option.get = [&codecs]() -> Value { return layout::name_of(codecs); };
+  option.put = [&codecs](const Value& value) {
+    try {
+      codecs = layout::parse_state_codecs(std::get<std::string>(value));
+    } catch (const ConfigError& failure) {
+      throw ConfigError(format("offload.codec: {}", failure.what()));
+    }
+  };
+  return option;
+}
+
+void add_offload(Schema& schema, layout::OffloadOptions& offload) {
+  schema.section("offload", "What leaves the device between its uses");
+  schema.add("params", offload.params, "Parameters may rest in host memory.");
+  schema.add("grads", offload.grads, "Gradients may.");
+  schema.add("optimizer", offload.optimizer, "Optimizer state may (adamw only).");
+  schema.add_bytes("param_budget", offload.param_budget,
+                   "Most that parameters take on the device, gathered ones included. 0: 2GB, or "
+                   "what the device or device_limit has, if that is less.");
+  schema.add_bytes("host_budget", offload.host_budget,
+                   "Most that a rank offloads to host memory. 0: 32GB, or what the host or "
+                   "host_limit has, if that is less.");
+  schema.add_bytes("device_limit", offload.device_limit,
+                   "What pressure on the device is measured against: parameters, gradients, "
+                   "optimizer state and what is on its way. 0: 8GB, or what the device has, if "
+                   "that is less.");
+  schema.add_bytes("host_limit", offload.host_limit,
+                   "The same for host memory. 0: 64GB, or what the host has, if that is less.");
+  schema.add("prefetch", offload.prefetch, "Parameters that are fetched ahead of their use.",
+             kFromOne);
+  schema.add("async_prefetch", offload.async_prefetch, "Fetch ahead beside the computation.");
+  schema.add("pin", offload.pin,
+             "Host memory that devices copy from without a detour. auto: where there is such a "
+             "device.");
+  schema.add("overlap", offload.overlap, "Transfers and updates run beside the computation.");
+  schema.add_option("codec", codec_option(offload.codec));
+  schema.add_choice("strategy", offload.strategy,
+                    {"conservative", "balanced", "aggressive", "extreme"},
+                    "How early what may leave does, and how much of it: beyond 0.9, 0.75, 0.6, 0.4 "
+                    "of device_limit a fifth, half, four fifths, all of that is freed.");
+  schema.add("disk", offload.disk,
+             "Folder for optimizer state that the host budget does not hold; empty: none.");
+  schema.add_choice("update_site", offload.update_site, {"auto", "cpu", "device"},
+                    "Where the optimizer computes. auto: where a short measurement finds it "
+                    "faster.");
+  schema.add_choice("clip_mode", offload.clip_mode, {"exact", "none"},
+                    "exact: gradients are clipped by the norm of all of them. none: not at all, "
+                    "and each parameter is updated as soon as it has its gradient (optim.clip 0).");
+}
+
 void add_output(Schema& schema, TrainConfig& config) {
   schema.section("checkpoint", "Checkpoints");
   schema.add("dir", config.checkpoint.dir, "Folder for them; empty: none is written.");
@@ -240,6 +299,7 @@ Schema train_schema(TrainConfig& config) {
   add_train(schema, config.train);
   add_optim(schema, config.optim);
   add_layout(schema, config);
+  add_offload(schema, config.offload);
   add_output(schema, config);
   return schema;
 }

@@ -76,7 +76,9 @@ std::optional<int64_t> parse_bytes(std::string_view text) {
   if (text.ends_with('i')) text.remove_suffix(1);
   double scale = 1;
   if (!text.empty()) {
-    if (const size_t unit = kUnits.find(text.back()); unit != std::string_view::npos) {
+    // As sizes are written in messages.
+    const char prefix = text.back() == 'k' ? 'K' : text.back();
+    if (const size_t unit = kUnits.find(prefix); unit != std::string_view::npos) {
       scale = std::ldexp(1.0, static_cast<int>(10 * (unit + 1)));
       text.remove_suffix(1);
     }

@@ -1,14 +1,9 @@
 #include "lockstep/memory/disk_store.h"
 
-#include <fcntl.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -17,31 +12,14 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/memory/disk_file.h"
 #include "lockstep/memory/file_space.h"
 #include "lockstep/memory/read_buffers.h"
 
 namespace lockstep::memory {
 namespace {
-
-Fd open_unnamed(const std::string& folder) {
-  Fd file(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
-  // File systems that have no files without a name, and kernels that do not know of them.
-  if (!file.valid() && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
-    std::string name = folder + "/lockstep-XXXXXX";
-    file = Fd(mkostemp(name.data(), O_CLOEXEC));
-    if (file.valid()) unlink(name.c_str());
-  }
-  if (!file.valid()) {
-    throw ConfigError(
-        format("[disk store] cannot make a file in {}: {}; name a folder that can be "
-               "written",
-               folder, std::strerror(errno)));
-  }
-  return file;
-}
 
 // On this thread a limit on the size of files is an error of the call, like a full disk.
 void block_size_signal() {
@@ -72,11 +50,10 @@ struct DiskStore::Shared {
   using Entries = std::deque<std::shared_ptr<Entry>>;
   using Lock = std::unique_lock<std::mutex>;
 
-  Shared(std::string given_folder, const DiskStoreOptions& given)
-      : folder(std::move(given_folder)),
-        max_waiting(std::max<size_t>(given.max_waiting, 1)),
+  Shared(const std::string& folder, const DiskStoreOptions& given)
+      : max_waiting(std::max<size_t>(given.max_waiting, 1)),
         max_ahead(given.max_ahead),
-        file(open_unnamed(folder)) {}
+        file(folder) {}
 
   // Changes an entry, and counts what that means for memory.
   template <class Change>
@@ -94,12 +71,11 @@ struct DiskStore::Shared {
   void run(const std::stop_token& stop);
   void run_write(Lock& lock);
   void run_read(Lock& lock);
-  void write_file(const Entry& entry) const;
-  void read_file(const Entry& entry, std::span<std::byte> bytes) const;
+  void write_file(const Entry& entry);
+  void read_file(const Entry& entry, std::span<std::byte> bytes);
 
-  const std::string folder;
   const size_t max_waiting, max_ahead;
-  const Fd file;
+  detail::DiskFile file;
 
   std::mutex mutex;
   std::condition_variable_any work;  // for the thread
@@ -114,37 +90,16 @@ struct DiskStore::Shared {
   std::exception_ptr failure;
 };
 
-void DiskStore::Shared::write_file(const Entry& entry) const {
-  const std::span<const std::byte> bytes = entry.bytes;
+void DiskStore::Shared::write_file(const Entry& entry) {
   const trace::Span span("disk", "disk write",
-                         trace::enabled() ? format("\"bytes\":{}", bytes.size()) : "");
-  for (size_t written = 0; written < bytes.size();) {
-    const ssize_t count = pwrite(file.get(), bytes.data() + written, bytes.size() - written,
-                                 static_cast<off_t>(entry.offset + written));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      throw SystemError(format("[disk store] cannot write {} bytes to a file in {}, which has {}",
-                               bytes.size(), folder, entry.offset + written),
-                        count < 0 ? errno : EIO);
-    }
-    written += static_cast<size_t>(count);
-  }
+                         trace::enabled() ? format("\"bytes\":{}", entry.bytes.size()) : "");
+  file.write(entry.bytes, entry.offset);
 }
 
-void DiskStore::Shared::read_file(const Entry& entry, std::span<std::byte> bytes) const {
+void DiskStore::Shared::read_file(const Entry& entry, std::span<std::byte> bytes) {
   const trace::Span span("disk", "disk read",
                          trace::enabled() ? format("\"bytes\":{}", bytes.size()) : "");
-  for (size_t have = 0; have < bytes.size();) {
-    const ssize_t count = pread(file.get(), bytes.data() + have, bytes.size() - have,
-                                static_cast<off_t>(entry.offset + have));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      throw SystemError(format("[disk store] cannot read {} bytes at {} of a file in {}",
-                               bytes.size(), entry.offset, folder),
-                        count < 0 ? errno : EIO);
-    }
-    have += static_cast<size_t>(count);
-  }
+  file.read(bytes, entry.offset);
 }
 
 void DiskStore::Shared::run_write(Lock& lock) {
@@ -173,7 +128,7 @@ void DiskStore::Shared::run_read(Lock& lock) {
   entry->read = Entry::Read::runs;
   lock.unlock();
   const size_t size = entry->bytes.size();
-  std::shared_ptr<std::byte> buffer = buffers->take(size);
+  std::shared_ptr<std::byte> buffer = buffers->take(detail::DiskFile::rounded(size));
   read_file(*entry, {buffer.get(), size});
   lock.lock();
   stats.bytes_read += size;
@@ -201,6 +156,7 @@ void DiskStore::Shared::run(const std::stop_token& stop) {
       if (!failure) failure = std::current_exception();
       reads.clear();
       writes.clear();
+      file.discard();  // nobody will ask for it
     }
     done.notify_all();
   }
@@ -320,7 +276,9 @@ std::shared_ptr<const std::byte> DiskStore::get(const Block& block) {
 
 DiskStoreStats DiskStore::stats() const {
   const Shared::Lock lock(shared_->mutex);
-  return shared_->stats;
+  DiskStoreStats stats = shared_->stats;
+  stats.direct = shared_->file.direct();
+  return stats;
 }
 
 DiskStore::Block& DiskStore::Block::operator=(Block&& other) noexcept {

@@ -30,11 +30,13 @@ struct DiskStoreStats {
   size_t file_size = 0;    // bytes of the file that were in use, at most
   // Gets of blocks that were asked for before, that had not been, and that were not written yet.
   size_t ahead = 0, late = 0, from_memory = 0;
+  bool direct = false;  // past the page cache, where the file system can do that
 };
 
 // One file, which has no name and so is gone with the process, however that ends. Its space is used
-// again. Reads and writes are made by one thread; their errors are thrown by put() and get(), and
-// after the first one the store is of no more use. Thread safe.
+// again. Reads and writes are made by one thread, and fastest of bytes at the beginning of a page;
+// their errors are thrown by put() and get(), and after the first one the store is of no more use
+// and the disk has its space back. Thread safe.
 class DiskStore {
  public:
   // What was put, until it is destroyed. May outlive the store.

@@ -5,13 +5,15 @@
 #include <cstddef>
 #include <map>
 
+#include "lockstep/memory/disk_file.h"
+
 namespace lockstep::memory::detail {
 
-// A block goes where the first gap is large enough, at a page's beginning.
+// A block goes where the first gap is large enough, as direct reads and writes need it.
 class FileSpace {
  public:
   size_t take(size_t bytes) {
-    const size_t place = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+    const size_t place = DiskFile::rounded(std::max<size_t>(bytes, 1));
     size_t begin = 0;
     for (const auto& [taken_begin, taken_end] : taken_) {
       if (taken_begin - begin >= place) break;
@@ -24,7 +26,6 @@ class FileSpace {
   size_t end() const { return taken_.empty() ? 0 : taken_.rbegin()->second; }
 
  private:
-  static constexpr size_t kPage = 4096;
   std::map<size_t, size_t> taken_;  // begin -> end
 };
 

@@ -8,6 +8,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/optim/adamw_cuda.h"
+#include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/memory.h"
 
 namespace lockstep::optim {
@@ -18,24 +19,33 @@ void require(bool holds, const char* what, double value, const char* rule) {
 }
 
 detail::AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
-  const auto step = static_cast<double>(update.step);
-  return {.decay = 1 - update.lr * update.weight_decay,
-          .beta1 = options.beta1,
-          .beta2 = options.beta2,
-          .eps = options.eps,
-          .step_size = update.lr / (1 - std::pow(options.beta1, step)),
-          .root_scale = 1 / std::sqrt(1 - std::pow(options.beta2, step))};
+  return detail::adamw_factors(
+      options, {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
 }
 
 }  // namespace
+
+detail::AdamWFactors detail::adamw_factors(const AdamWOptions& options, const AdamWStep& now) {
+  const auto step = static_cast<double>(now.step);
+  return {.decay = 1 - now.lr * now.weight_decay,
+          .beta1 = options.beta1,
+          .beta2 = options.beta2,
+          .eps = options.eps,
+          .step_size = now.lr / (1 - std::pow(options.beta1, step)),
+          .root_scale = 1 / std::sqrt(1 - std::pow(options.beta2, step))};
+}
+
+void detail::validate(const AdamWOptions& options) {
+  require(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
+  require(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
+  require(options.eps >= 0, "eps", options.eps, "at least 0");
+}
 
 AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)
     : ElementwiseOptimizer("AdamW", {"exp_avg", "exp_avg_sq"}, std::move(groups), options.lr,
                            options.weight_decay),
       options_(options) {
-  require(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
-  require(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
-  require(options.eps >= 0, "eps", options.eps, "at least 0");
+  detail::validate(options);
 }
 
 AdamW::AdamW(std::vector<NamedParameter> parameters, AdamWOptions options)

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "lockstep/optim/parameters.h"
@@ -27,6 +28,12 @@ class Optimizer {
   // All that a step reads besides parameters and gradients, as "layer.weight.exp_avg". The tensors
   // are the optimizer's own, not copies; what does not exist before the first step is made.
   virtual std::vector<NamedTensor> state() = 0;
+  // Where state is kept in another form than state() shows: the same tensors, which hold what they
+  // should once refresh() was called for a name, and what was written into them is taken over by
+  // adopt().
+  virtual std::vector<NamedTensor> lazy_state() { return state(); }
+  virtual void refresh(const std::string& /*name*/) {}
+  virtual void adopt(const std::string& /*name*/) {}
   // Copies into the state, after checking that `entries` are what state() would give, in any order.
   virtual void load_state(std::span<const NamedTensor> entries) = 0;
 

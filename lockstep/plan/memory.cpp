@@ -4,6 +4,7 @@
 
 #include "lockstep/config/pipeline.h"
 #include "lockstep/layout/rank_map.h"
+#include "lockstep/plan/offload.h"
 #include "lockstep/plan/steps.h"
 #include "lockstep/schedule/schedule.h"
 
@@ -30,7 +31,7 @@ struct Part {
 std::vector<Part> parts_of(const TrainConfig& config, const ModelSpec& model, int world) {
   if (!config::is_pipelined(config.parallel)) {
     // The second micro-batch finds gradients there; the others are like it.
-    Part all{.chunks = {{.blocks = model.layers}}};
+    Part all{.chunks = stages_of(config, model)};
     for (int i = 0; i < std::min(2, config.accumulation(world)); ++i) {
       all.actions.push_back({Op::forward, i, 0});
       all.actions.push_back({Op::backward, i, 0});
@@ -38,15 +39,7 @@ std::vector<Part> parts_of(const TrainConfig& config, const ModelSpec& model, in
     return {all};
   }
   const auto schedule = schedule::generate(config::schedule_options(config, world));
-  std::vector<Stage> stages;
-  int64_t first = 0;  // layer
-  for (const int layers : config::layers_per_stage(config.parallel, model.layers)) {
-    const int64_t end = first + layers;
-    Stage stage{.embedding = first == 0, .head = end == model.layers + 2};
-    stage.blocks = layers - (stage.embedding ? 1 : 0) - (stage.head ? 1 : 0);
-    stages.push_back(stage);
-    first = end;
-  }
+  const std::vector<Stage> stages = stages_of(config, model);
   std::vector<Part> parts;
   for (int rank = 0; rank < schedule.ranks; ++rank) {
     Part part{.actions = schedule.actions[static_cast<size_t>(rank)]};
@@ -64,6 +57,21 @@ void add(State& sum, const State& state) {
   sum.optimizer += state.optimizer;
   sum.buffers += state.buffers;
   sum.made_in_backward += state.made_in_backward;
+}
+
+// Leaves what rests on the device.
+void offload(Memory& memory, const TrainConfig& config, const ModelSpec& model, int world,
+             int rank) {
+  const OffloadPlan plan = plan_offload(config, model, world, rank);
+  if (config.offload.params) memory.parameters = plan.resting.params;
+  if (config.offload.grads) memory.gradients = plan.resting.grads;
+  if (config.offload.optimizer) memory.optimizer = plan.resting.states;
+  memory.on_host = plan.places.on_host;
+  memory.on_disk = plan.places.on_disk;
+  if (memory.on_host + memory.on_disk == 0) return;
+  // Shares are gathered and reduced in the same lines, wherever they rest.
+  const bool shared = shares_of(config, world) > 1;
+  memory.buffers += plan.working.states + (shared ? 0 : plan.working.params + plan.working.grads);
 }
 
 }  // namespace
@@ -92,18 +100,23 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
         for (size_t dp = 0; dp < states.size(); ++dp) add(states[dp], of_chunk[dp]);
       }
       if (tp == 0) {
-        facts.keeps_gradients = states[0].made_in_backward > 0;
+        // Gradients that may leave do so one unit after the other.
+        facts.keeps_gradients = states[0].made_in_backward > 0 && !config.offload.grads;
         peaks.push_back(peak_of_step(part.chunks, part.actions, facts));
       }
       for (size_t dp = 0; dp < states.size(); ++dp) {
         const State& state = states[dp];
-        all[static_cast<size_t>(
-            map.rank_at({.dp = static_cast<int>(dp), .tp = tp, .pp = static_cast<int>(pp)}))] = {
+        const int64_t made = config.offload.grads ? 0 : state.made_in_backward;
+        const int rank =
+            map.rank_at({.dp = static_cast<int>(dp), .tp = tp, .pp = static_cast<int>(pp)});
+        Memory& memory = all[static_cast<size_t>(rank)];
+        memory = {
             .parameters = state.parameters,
             .gradients = state.gradients,
             .optimizer = state.optimizer,
-            .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
+            .activations = std::max<int64_t>(0, peaks[pp] - made),
             .buffers = state.buffers + (part.messages + under_way) * sizes.stream() + workspace};
+        if (config.offload.any()) offload(memory, config, model, world, rank);
       }
     }
   }

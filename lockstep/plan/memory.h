@@ -13,6 +13,9 @@ struct Memory {
   int64_t parameters = 0, gradients = 0, optimizer = 0;
   int64_t activations = 0;  // what the peak of a step has beyond the other four
   int64_t buffers = 0;      // gathered parameters, gradients and activations on their way
+  // Of what is offloaded, in no sum of these. Without CUDA the device is a stretch of the same
+  // memory, and what is on the host comes on top.
+  int64_t on_host = 0, on_disk = 0;
 
   // What is there from step to step.
   int64_t state() const { return parameters + gradients + optimizer; }

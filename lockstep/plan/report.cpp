@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/short_size.h"
 
 namespace lockstep::plan {
 namespace {
@@ -60,18 +61,6 @@ std::vector<Row> rows_of(std::span<const Memory> all) {
 
 }  // namespace
 
-std::string short_size(int64_t bytes) {
-  constexpr std::array<const char*, 5> kUnits{"B", "kB", "MB", "GB", "TB"};
-  auto value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (value >= 1000 && unit + 1 < kUnits.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  const int digits = unit == 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
-  return format("{:.{}f} {}", value, digits, kUnits[unit]);
-}
-
 std::string to_table(std::span<const Memory> ranks) {
   std::vector<std::array<std::string, 7>> lines{
       {"ranks", "parameters", "gradients", "optimizer", "activations", "buffers", "total"}};
@@ -92,6 +81,15 @@ std::string to_table(std::span<const Memory> ranks) {
     text += '\n';
   }
   return text;
+}
+
+std::string offload_line(std::span<const Memory> ranks) {
+  const auto away = [](const Memory& memory) { return memory.on_host + memory.on_disk; };
+  const auto most = std::ranges::max_element(ranks, {}, away);
+  const bool alike = away(*std::ranges::min_element(ranks, {}, away)) == away(*most);
+  return format("offload: {} on the host, {} on the disk{}", short_size(most->on_host),
+                short_size(most->on_disk),
+                alike ? "" : format(" (rank {}, the most)", most - ranks.begin()));
 }
 
 size_t largest_total(std::span<const Memory> ranks) {

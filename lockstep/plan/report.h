@@ -10,12 +10,13 @@
 
 namespace lockstep::plan {
 
-// "512 B", "1.50 kB", "12.3 MB": powers of 1024, three digits.
-std::string short_size(int64_t bytes);
-
 // A line for each kind of rank: those whose numbers differ by less than a hundredth share one, as
 // "0-3, 8", which has the largest of each.
 std::string to_table(std::span<const Memory> ranks);
+
+// "offload: 1.2 GB on the host, 0 B on the disk", of the rank that has most there, which is named
+// where ranks differ.
+std::string offload_line(std::span<const Memory> ranks);
 
 // The rank that takes most, by total or by state.
 size_t largest_total(std::span<const Memory> ranks);

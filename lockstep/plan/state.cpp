@@ -78,6 +78,7 @@ class Accounts {
         pipelined_(config::is_pipelined(config.parallel)),
         micro_batches_(config.accumulation(world)),
         ranks_(config.dp(world)),
+        shares_(shares_of(config, world)),
         states_(static_cast<size_t>(ranks_)) {
     const bool adamw = config.optim.name == config::OptimizerKind::adamw;
     const int64_t moments = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
@@ -87,13 +88,7 @@ class Accounts {
     leaf_copies_ = tree_buffers(pipelined_ ? micro_batches_ : micro_batches_ - 1);
   }
 
-  // Ranks that share parameters out among them. Those of a host, where no number is given: all.
-  int shares() const {
-    const Shard shard = config_.parallel.shard;
-    const int size = config_.parallel.shard_size;
-    if (shard == Shard::none) return 1;
-    return shard == Shard::hybrid && size > 0 ? size : ranks_;
-  }
+  int shares() const { return shares_; }
 
   std::vector<State> whole(const std::vector<Unit>& units) {
     const bool buckets = ranks_ > 1 || config_.train.reproducible;
@@ -215,7 +210,7 @@ class Accounts {
   int64_t element_, state_element_ = 0;
   bool pipelined_;
   int64_t micro_batches_;
-  int ranks_;
+  int ranks_, shares_;
   int64_t leaf_copies_ = 0;
   std::vector<State> states_;
 };
@@ -235,6 +230,28 @@ LocalTensors local_tensors(const config::ModelSpec& model, int tp, int rank) {
     list.push_back(config::tensor_split(model, tensor, tp, rank).local_shape());
   }
   return tensors;
+}
+
+std::vector<Stage> stages_of(const TrainConfig& config, const config::ModelSpec& model) {
+  if (!config::is_pipelined(config.parallel)) return {{.blocks = model.layers}};
+  std::vector<Stage> stages;
+  int64_t first = 0;  // layer
+  for (const int layers : config::layers_per_stage(config.parallel, model.layers)) {
+    const int64_t end = first + layers;
+    Stage stage{.embedding = first == 0, .head = end == model.layers + 2};
+    stage.blocks = layers - (stage.embedding ? 1 : 0) - (stage.head ? 1 : 0);
+    stage.first_block = std::max<int64_t>(0, first - 1);
+    stages.push_back(stage);
+    first = end;
+  }
+  return stages;
+}
+
+int shares_of(const TrainConfig& config, int world) {
+  const Shard shard = config.parallel.shard;
+  const int size = config.parallel.shard_size;
+  if (shard == Shard::none) return 1;
+  return shard == Shard::hybrid && size > 0 ? size : config.dp(world);
 }
 
 std::vector<State> states_of(const TrainConfig& config, const config::ModelSpec& model,

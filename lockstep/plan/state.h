@@ -20,7 +20,14 @@ LocalTensors local_tensors(const config::ModelSpec& model, int tp, int rank);
 struct Stage {
   bool embedding = true, head = true;
   int64_t blocks = 0;
+  int64_t first_block = 0;
 };
+// All stages of the model, first to last; one where there is no pipeline.
+std::vector<Stage> stages_of(const config::TrainConfig& config, const config::ModelSpec& model);
+
+// Ranks of the data-parallel group that share parameters out among them. Those of a host, where no
+// number is given: all.
+int shares_of(const config::TrainConfig& config, int world);
 
 // In bytes. Of the sum of these, `made_in_backward` is there only from the first backward of a step
 // to its end: gradients that nobody has buckets for, or that wait to be laid into them.

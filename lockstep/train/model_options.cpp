@@ -2,7 +2,9 @@
 
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/short_size.h"
 #include "lockstep/model/hugging_face.h"
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/progress.h"
 
 namespace lockstep::train {
@@ -55,6 +57,15 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm:
                                       .units = parallel::ByPredicate(is_unit),
                                       .use_orig_params = true,
                                       .reproducible = config.train.reproducible};
+  if (config.offload.any()) {
+    options.offload = config.offload;
+    // Budgets are the rank's; a pipeline's rank may have several stages.
+    const int64_t stages = config.parallel.chunks;
+    for (int64_t* bytes : {&options.offload->param_budget, &options.offload->host_budget,
+                           &options.offload->device_limit, &options.offload->host_limit}) {
+      *bytes /= stages;
+    }
+  }
   if (options.strategy == ShardingStrategy::hybrid_shard) {
     options.hybrid_group_size =
         config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
@@ -92,6 +103,25 @@ std::string describe_shards(std::span<const parallel::ShardedModel> models) {
   return format("shard  {}: {} of {} parameters on this rank, in {} units",
                 parallel::name_of(models[0].options().strategy), short_number(mine),
                 short_number(all), units);
+}
+
+std::string describe_offload(std::span<const parallel::ShardedModel> models) {
+  int64_t device = 0, host = 0, disk = 0;
+  std::string site;
+  for (const parallel::ShardedModel& model : models) {
+    if (!model.options().offload) continue;
+    const parallel::OffloadStats stats = parallel::offload_stats(model);
+    device += stats.params_on_device + stats.state_on_device;
+    host += stats.params_on_host + stats.state_on_host;
+    disk += stats.state_on_disk;
+    site = layout::name_of(stats.site);
+  }
+  if (site.empty()) return "";
+  return format(
+      "offload {} of parameters and optimizer state on the device, {} on the host{}; updates on "
+      "the {}",
+      short_size(device), short_size(host),
+      disk > 0 ? format(", {} on disk", short_size(disk)) : "", site);
 }
 
 }  // namespace lockstep::train

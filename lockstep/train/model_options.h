@@ -27,4 +27,7 @@ int64_t arenas_of(std::span<const parallel::ShardedModel> models);
 // "shard  full: 1.2M of 4.8M parameters on this rank, in 14 units"
 std::string describe_shards(std::span<const parallel::ShardedModel> models);
 
+// "offload 1.2 GB of parameters and optimizer state on the device ..."; empty where none is.
+std::string describe_offload(std::span<const parallel::ShardedModel> models);
+
 }  // namespace lockstep::train

@@ -9,6 +9,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/schedule/simulate.h"
 #include "lockstep/train/eval_mode.h"
 #include "lockstep/train/model_options.h"
@@ -31,7 +32,8 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
       .sequence_parallel = config.parallel.sequence_parallel,
       .first_values = first_values(config, device),
       .device = device};
-  if (config.parallel.shard == config::Shard::none) {
+  if (config.offload.params) options.max_unsharded = 0;  // stages do not stay whole
+  if (config.parallel.shard == config::Shard::none && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible};
   } else {
     options.data = shard_options(config, mesh["dp"]);
@@ -51,6 +53,8 @@ TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device
                            const mesh::Mesh& mesh)
     : random_(random_context(config)),
       exact_norm_(config.train.reproducible),
+      updates_in_backward_(config.offload.any() &&
+                           config.offload.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
       pipeline_(model::language_model_layers(config.model,
                                              {.tensors = tensor_options(config, device),
@@ -103,7 +107,14 @@ int64_t TrainedModel::batches_at_once() const {
   return schedule.ranks == 1 ? 1 : 2 * schedule.stages();
 }
 
+std::unique_ptr<optim::Optimizer> TrainedModel::offloaded_adamw(
+    std::vector<optim::ParameterGroup> groups, const optim::AdamWOptions& options) const {
+  return std::make_unique<parallel::OffloadedAdamW>(pipeline_.sharded(), std::move(groups),
+                                                    options);
+}
+
 double TrainedModel::clip_grad_norm(double max_norm) {
+  if (updates_in_backward_) return pipeline_.sharded()[0].grad_norm();
   const optim::NormOptions options{.exact = exact_norm_};
   return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
 }
@@ -136,6 +147,8 @@ std::vector<std::string> TrainedModel::describe() const {
   }
   const std::string shards = describe_shards(pipeline_.sharded());
   if (!shards.empty()) lines.push_back(shards);
+  const std::string offload = describe_offload(pipeline_.sharded());
+  if (!offload.empty()) lines.push_back(offload);
   return lines;
 }
 

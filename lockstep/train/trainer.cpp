@@ -64,11 +64,10 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
     return std::make_unique<optim::SGD>(
         std::move(groups), optim::SGDOptions{.lr = options.lr, .momentum = options.momentum});
   }
-  return std::make_unique<optim::AdamW>(std::move(groups),
-                                        optim::AdamWOptions{.lr = options.lr,
-                                                            .beta1 = options.betas[0],
-                                                            .beta2 = options.betas[1],
-                                                            .eps = options.eps});
+  const optim::AdamWOptions adamw{
+      .lr = options.lr, .beta1 = options.betas[0], .beta2 = options.betas[1], .eps = options.eps};
+  if (config.offload.any()) return model.offloaded_adamw(std::move(groups), adamw);
+  return std::make_unique<optim::AdamW>(std::move(groups), adamw);
 }
 
 optim::LrSchedule make_schedule(const TrainConfig& config) {
@@ -271,6 +270,7 @@ StepMetrics Trainer::State::step() {
   const auto start = Clock::now();
   const auto blocked = world.blocked_time();
   const auto tokens = static_cast<double>(global_batch * config.train.seq_len);
+  optimizer->set_lr(schedule.lr(done));  // before backward, in which parameters may be updated
   // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
   const at::Tensor losses =
       model.step({.next = [&] { return to_tensors(reader->next(), config.train.seq_len, device); },
@@ -281,7 +281,6 @@ StepMetrics Trainer::State::step() {
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
-  optimizer->set_lr(result.lr);
   result.skipped = !guard.step(*optimizer, norm);
   skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
   optimizer->zero_grad();

@@ -54,6 +54,36 @@ TEST(Plan, SaysWhetherItFits) {
   EXPECT_THAT(result.out, AllOf(HasSubstr("\nfits: rank 0 takes most"), Not(HasSubstr("not fit"))));
 }
 
+TEST(Plan, SaysWhatIsOffloaded) {
+  Words options{"--model.hidden",      "512",    "--model.layers",         "8",
+                "--offload.optimizer", "true",   "--offload.device_limit", "300MB",
+                "--offload.strategy",  "extreme"};
+  Result result = plan(options);
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("\noffload: 194 MB on the host, 0 B on the disk\n"));
+  options[7] = "30GB";
+  result = plan(options);
+  EXPECT_THAT(result.out, HasSubstr("\noffload: 0 B on the host, 0 B on the disk\n"));
+  options[7] = "20MB";
+  result = plan(options);
+  EXPECT_NE(result.code, 0);
+  EXPECT_THAT(result.err, HasSubstr("offload.device_limit is 20 MB"));
+}
+
+TEST(Plan, CountsTheModelsTensors) {
+  Result result = lockstep_command({"plan", "inventory", "-n", "2", "--model.layers", "2"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, AllOf(HasSubstr("kind "), HasSubstr("\nblocks.mlp.up "),
+                                HasSubstr("\nnorms "), HasSubstr("\nall "), HasSubstr("on 2 ranks"),
+                                Not(HasSubstr("owner")), Not(HasSubstr("offload"))));
+  result = lockstep_command({"plan", "inventory", "-n", "2", "--list", "--model.layers", "2",
+                             "--offload.params", "true"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, AllOf(HasSubstr("owner\n"), HasSubstr("\npositions.weight "),
+                                HasSubstr("\nblocks.1.mlp.down.weight "), HasSubstr("\noffload "),
+                                HasSubstr("aggressive: the device has ")));
+}
+
 TEST(Plan, RefusesInOneLine) {
   const struct {
     Words options;

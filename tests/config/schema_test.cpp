@@ -324,6 +324,7 @@ TEST(Value, Bytes) {
   EXPECT_EQ(parse_bytes("8 GiB"), 8LL << 30);
   EXPECT_EQ(parse_bytes("8G"), 8LL << 30);
   EXPECT_EQ(parse_bytes("0.5KB"), 512);
+  EXPECT_EQ(parse_bytes("48 kB"), 48 << 10);
   EXPECT_EQ(parse_bytes("12"), 12);
   EXPECT_EQ(parse_bytes("12B"), 12);
   EXPECT_EQ(parse_bytes("9000000PB"), std::nullopt);

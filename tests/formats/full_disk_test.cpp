@@ -5,20 +5,18 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "tests/formats/save.h"
+#include "tests/support/child_process.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
@@ -26,33 +24,10 @@ namespace {
 
 namespace fs = std::filesystem;
 using layout::Box;
+using test::in_a_process;
 using test_support::save_numbers;
 
 constexpr rlim_t kSpace = rlim_t{1} << 20;
-
-// Limits of a process stay with it, so each test has its own. It ends with what it has to say about
-// a failure, or with nothing.
-std::string in_a_process(const std::function<std::string()>& work) {
-  int ends[2];
-  if (pipe(ends) != 0) return "no pipe";
-  const pid_t child = fork();
-  if (child == 0) {
-    std::string said;
-    try {
-      said = work();
-    } catch (const std::exception& failure) {
-      said = failure.what();
-    }
-    _exit(write(ends[1], said.data(), said.size()) == static_cast<ssize_t>(said.size()) ? 0 : 1);
-  }
-  close(ends[1]);
-  std::string said(4000, '\0');
-  said.resize(static_cast<size_t>(std::max<ssize_t>(0, read(ends[0], said.data(), said.size()))));
-  close(ends[0]);
-  int status = 0;
-  waitpid(child, &status, 0);
-  return status == 0 ? said : said + "; the process ended with " + std::to_string(status);
-}
 
 std::vector<std::vector<ShardSlice>> tensor_of(int64_t kilobytes) {
   return {{{"w", "I32", {kilobytes, 256}, Box::whole({kilobytes, 256})}}};

@@ -2,7 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
+#include <sys/statvfs.h>
 
 #include <atomic>
 #include <cerrno>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "tests/support/child_process.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::memory {
@@ -362,6 +366,47 @@ TEST_F(DiskStoreTest, AFullDiskIsAnErrorOfPutAndGet) {
   expect_error([&] { store.get(blocks[0]); });
   expect_error([&] { blocks.push_back(put(store, data_of(1, 1))); });
   store.prefetch(blocks[0]);  // says nothing, does nothing
+}
+
+size_t free_in(const std::string& folder) {
+  struct statvfs status {};
+  return statvfs(folder.c_str(), &status) == 0 ? status.f_bavail * status.f_frsize : 0;
+}
+
+// With room for a megabyte. The store is still there when the disk has its space back.
+std::string fill(const std::string& folder, const std::string& reason) {
+  const size_t before = free_in(folder);
+  DiskStore store(folder);
+  std::vector<Block> blocks;
+  try {
+    for (int i = 0; i < 12; ++i) blocks.push_back(put(store, data_of(100'000, i)));
+    wait_until_written(store);
+    return "a full disk was not noticed";
+  } catch (const SystemError& error) {
+    const std::string text = error.what();
+    for (const std::string& part : {std::string("[disk store] cannot write 100000 bytes"), folder,
+                                    std::string(" are free"), reason}) {
+      if (text.find(part) == std::string::npos) return text;
+    }
+  }
+  return free_in(folder) == before ? "" : "the space is still taken";
+}
+
+// A file system of a megabyte, where this process may mount one; a limit of its files' size
+// elsewhere.
+TEST_F(DiskStoreTest, AFullDiskIsNamedAndHasItsSpaceBack) {
+  EXPECT_EQ(test::in_a_process([&]() -> std::string {
+              if ((unshare(CLONE_NEWNS) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0) &&
+                  mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+                  mount("none", folder_.path().c_str(), "tmpfs", 0, "size=1m") == 0) {
+                return fill(folder_.path(), "No space left on device");
+              }
+              std::puts("no file system could be mounted");
+              const SizeLimit limit(1 << 20);
+              const std::string said = fill(folder_.path(), "File too large");
+              return said == "the space is still taken" ? "" : said;  // others write there too
+            }),
+            "");
 }
 
 TEST_F(DiskStoreTest, SomebodyWhoWaitsIsTold) {

@@ -29,8 +29,10 @@ COMMANDS = {
     "schedule.txt": ["schedule", "--help"],
     "plan.txt": ["plan", "--help"],
     "plan_memory.txt": ["plan", "memory", "--help"],
+    "plan_inventory.txt": ["plan", "inventory", "--help"],
     "bench.txt": ["bench", "--help"],
     "bench_collectives.txt": ["bench", "collectives", "--help"],
+    "bench_codecs.txt": ["bench", "codecs", "--help"],
 }
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 # A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
-WITHOUT_TORCH = ["core", "layout", "schedule", "formats", "config", "plan", "launch", "fabric"]
+WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "formats", "config", "plan", "launch", "fabric"]
 WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/short_size.h"
 #include "lockstep/plan/report.h"
 
 namespace lockstep::plan {
@@ -265,15 +266,6 @@ TEST(Memory, OfManyRanks) {
   const auto ranks = plan_for(config, 1024);
   ASSERT_EQ(ranks.size(), 1024u);
   EXPECT_EQ(ranks[1], ranks[17]);
-}
-
-TEST(Report, Sizes) {
-  EXPECT_EQ(short_size(0), "0 B");
-  EXPECT_EQ(short_size(999), "999 B");
-  EXPECT_EQ(short_size(1536), "1.50 kB");
-  EXPECT_EQ(short_size(12 << 20), "12.0 MB");
-  EXPECT_EQ(short_size(int64_t{300} << 30), "300 GB");
-  EXPECT_EQ(short_size(int64_t{5} << 50), "5120 TB");
 }
 
 TEST(Report, RanksWithEqualNumbersShareALine) {

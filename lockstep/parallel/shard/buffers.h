@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/memory/arena.h"
+#include "lockstep/parallel/offload/tiers.h"
 
 namespace lockstep::parallel::detail {
 
@@ -39,8 +40,15 @@ class GatherMemory {
 // the reductions under way need.
 class GradientMemory {
  public:
-  GradientMemory(comm::Group group, c10::Device device)
-      : group_(std::move(group)), device_(device) {}
+  // Where there are tiers, within their budgets.
+  GradientMemory(comm::Group group, c10::Device device, std::shared_ptr<OffloadTiers> tiers)
+      : group_(std::move(group)), device_(device), tiers_(std::move(tiers)) {}
+
+  // That are taken again and again: one that is filled while the other is reduced. Updates in
+  // backward may fall behind for a while.
+  static size_t num_blocks(const OffloadTiers* tiers) {
+    return tiers != nullptr && tiers->updates_in_backward() && tiers->device.is_cuda() ? 4 : 2;
+  }
 
   // The largest that will be taken again and again.
   void expect(size_t largest) { largest_ = largest; }
@@ -48,6 +56,8 @@ class GradientMemory {
   // A block of at least `bytes`, until the last copy of the tensor goes. `make_room` is called as
   // long as there is no free one: it ends a reduction under way, or says that there is none.
   at::Tensor take(size_t bytes, const std::function<bool()>& make_room);
+  // Whoever takes the block next comes after the event.
+  void busy_until(const at::Tensor& block, const memory::Event& event);
   // Lets go of free blocks beyond those that reductions under way need.
   void trim();
   // One that is kept for ever.
@@ -61,7 +71,15 @@ class GradientMemory {
 
   comm::Group group_;
   c10::Device device_;
-  std::vector<at::Tensor> blocks_;
+  std::shared_ptr<OffloadTiers> tiers_;
+  struct Block {
+    at::Tensor memory;
+    memory::Event busy = {};
+    size_t since = 0;  // the one that has been busy longest is taken first
+  };
+  std::vector<Block> blocks_;
+  size_t returns_ = 0;
+  std::vector<memory::Budget::Share> shares_;
   size_t largest_ = 0;
   size_t occupied_ = 0;
   size_t allocations_ = 0;

@@ -9,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/parallel/offload/arrange.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -25,7 +26,9 @@ ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options)
       options_(std::move(options)),
       copy_thread_(groups_.all.members()[static_cast<size_t>(groups_.all.rank())]) {}
 
-void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of) {
+void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of,
+                        std::shared_ptr<OffloadTiers> tiers) {
+  tiers_ = std::move(tiers);
   size_t capacity = 0;
   c10::Device device = at::kCPU;
   for (const FlatPlan& plan : plans) {
@@ -36,7 +39,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
     device = plan.device;
   }
   gather_memory_ = std::make_unique<GatherMemory>(capacity + 4096, device);
-  gradient_memory_ = std::make_unique<GradientMemory>(groups_.reduce, device);
+  gradient_memory_ = std::make_unique<GradientMemory>(groups_.reduce, device, tiers_);
   for (FlatPlan& plan : plans) {
     const size_t index = flats_.size();
     const std::string name = plan.unit;
@@ -45,7 +48,8 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
                                                         .engine = weak_from_this(),
                                                         .gather_memory = gather_memory_.get(),
                                                         .gradient_memory = gradient_memory_.get(),
-                                                        .copy_thread = &copy_thread_},
+                                                        .copy_thread = &copy_thread_,
+                                                        .is_last_round = &last_round_},
                                             index, value_of));
     Flat& flat = *flats_.back();
     one_sided_ = one_sided_ || flat.is_one_sided();
@@ -64,7 +68,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
     const FlatPlan& plan = flat->plan();
     if (!flat->is_plain() && !plan.resident)
       line_bytes = std::max(line_bytes, bytes(plan.compute_dtype));
-    if (flat->reduces_to_shards())
+    if (flat->reduces_to_shards() || plan.offload)
       gradient_bytes = std::max(gradient_bytes, bytes(plan.reduce_dtype));
   }
   gather_memory_->expect(line_bytes);
@@ -85,7 +89,14 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
 void ShardEngine::gather(Flat& flat) {
   const bool ahead = flat.state() == ParameterState::gathering;
   const bool communicates = flat.gather_communicates();
-  if (!flat.gather()) return;
+  bool gathered = false;
+  try {
+    gathered = flat.gather();
+  } catch (const memory::OverBudget&) {
+    release_all();  // what was fetched and is not used yet gives way
+    gathered = flat.gather();
+  }
+  if (!gathered) return;
   if (communicates) {
     ++counts_.all_gathers;
     if (ahead) ++counts_.fetched_ahead;
@@ -132,11 +143,27 @@ void ShardEngine::release_all() {
   }
 }
 
-void ShardEngine::fetch_ahead(const std::set<size_t>& wanted) {
-  for (const size_t unit : wanted) {
+void ShardEngine::fetch_ahead(std::span<const size_t> units) {
+  for (const size_t unit : units) {
     if (unit == current_) continue;
-    for (Flat* flat : units_[unit].flats) flat->prefetch();
+    for (Flat* flat : units_[unit].flats) {
+      flat->prefetch();
+      if (tiers_ && !tiers_->options.async_prefetch && flat->state() == ParameterState::gathering)
+        gather(*flat);
+    }
   }
+}
+
+std::vector<size_t> ShardEngine::ahead() const {
+  if (!tiers_) return order_.ahead(options_.prefetch_depth);
+  std::vector<size_t> units = order_.ahead(tiers_->options.prefetch), counts;
+  for (const size_t unit : units) {
+    size_t count = 0;
+    for (const Flat* flat : units_[unit].flats) count += flat->members().size();
+    counts.push_back(count);
+  }
+  units.resize(units_ahead(counts, tiers_->options.prefetch));
+  return units;
 }
 
 void ShardEngine::use(size_t index, const std::set<size_t>& held) {
@@ -145,10 +172,12 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   current_ = index;
   units_[index].used_in_backward = phase == Phase::backward;
   std::set<size_t> wanted{index};
+  std::vector<size_t> next;
   const Prefetch prefetch = prefetch_in(phase);
   if (begins) {
     if (prefetch != Prefetch::none) {
-      for (const size_t unit : order_.ahead(options_.prefetch_depth)) wanted.insert(unit);
+      next = ahead();
+      wanted.insert(next.begin(), next.end());
     }
     for (size_t other = 0; other < units_.size(); ++other) {
       Unit& unit = units_[other];
@@ -160,7 +189,7 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
     }
   }
   for (Flat* flat : units_[index].flats) gather(*flat);
-  if (begins && prefetch == Prefetch::pre) fetch_ahead(wanted);
+  if (begins && prefetch == Prefetch::pre) fetch_ahead(next);
 }
 
 void ShardEngine::before_operator(std::span<const size_t> flats) {
@@ -195,7 +224,7 @@ void ShardEngine::after_operator() {
   const auto ahead = order_.ahead(post ? options_.prefetch_depth : 1);
   Unit& unit = units_[current_];
   if (may_release(unit, phase) && !order_.stays()) release(unit);
-  if (post) fetch_ahead({ahead.begin(), ahead.end()});
+  if (post) fetch_ahead(ahead);
 }
 
 void ShardEngine::before_write(const Tag& tag, const at::Tensor& view) {
@@ -233,6 +262,7 @@ void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
 
 void ShardEngine::begin_update() {
   release_all();
+  if (tiers_ && tiers_->on_begin_update) tiers_->on_begin_update();
   if (groups_.shard.size() > 1) comm::barrier(groups_.shard, {.tag = "begin_update"}).wait();
   order_.end_pass();
   window_ = true;

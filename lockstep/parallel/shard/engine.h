@@ -59,7 +59,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   // Makes the flats of the plans and begins to listen; once, when a shared_ptr owns this.
   // Collective.
-  void start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of);
+  void start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of,
+             std::shared_ptr<OffloadTiers> tiers = nullptr);
 
   // ---- operators ----
   // Gathers what an operator uses. Called by the thread that computes, before it runs.
@@ -98,6 +99,10 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // Null for a name that no parameter has.
   const Flat* find(const std::string& name, const Member** member) const;
   const ShardCounts& counts() const { return counts_; }
+  // None where nothing is offloaded.
+  const std::shared_ptr<OffloadTiers>& tiers() const { return tiers_; }
+  // The shard is about to be read.
+  void before_read(const Tag& tag) const { flats_[tag.flat]->wait_updated(); }
   const GatherMemory& gather_memory() const { return *gather_memory_; }
   const GradientMemory& gradient_memory() const { return *gradient_memory_; }
   size_t current_bytes() const;
@@ -122,7 +127,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void begin_epoch();
   void use(size_t unit, const std::set<size_t>& held);
   void gather(Flat& flat);
-  void fetch_ahead(const std::set<size_t>& wanted);
+  void fetch_ahead(std::span<const size_t> units);  // the nearest first
+  std::vector<size_t> ahead() const;
   void release(Unit& unit);
   bool may_release(const Unit& unit, Phase phase) const;
   Prefetch prefetch_in(Phase phase) const;
@@ -143,6 +149,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   ShardGroups groups_;
   FullyShardOptions options_;
+  std::shared_ptr<OffloadTiers> tiers_;  // where something is offloaded
   std::unique_ptr<GatherMemory> gather_memory_;
   std::unique_ptr<GradientMemory> gradient_memory_;
   std::vector<std::unique_ptr<Flat>> flats_;
@@ -161,6 +168,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads
   int no_sync_ = 0;
+  bool last_round_ = true;              // the gradients of the step are complete with the round
   std::optional<int64_t> micro_batch_;  // whose gradients come; none: the next one's
   bool in_backward_ = false;            // the round is a backward, not reduce_now()
   bool in_round_ = false;
@@ -178,5 +186,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   size_t peak_bytes_ = 0;
   CopyThread copy_thread_;  // last: ends first
 };
+
+// Of the gradients that were updated with in backward since it was last asked for; collective.
+double consumed_norm(const ShardEngine& engine);
 
 }  // namespace lockstep::parallel::detail

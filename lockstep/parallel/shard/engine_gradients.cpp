@@ -81,6 +81,7 @@ bool ShardEngine::listens_to(const at::Tensor& parameter) {
 }
 
 ShardEngine::~ShardEngine() {
+  if (tiers_) tiers_->wait();  // for what is on its way into lines that go now
   for (const auto& flat_hooks : hooks_) {
     for (const Hooks& hooks : flat_hooks) hooks.accumulator->del_post_hook(hooks.arrival);
   }
@@ -94,6 +95,7 @@ void ShardEngine::open_round(bool in_backward) {
   in_round_ = true;
   in_backward_ = in_backward;
   round_syncs_ = !in_backward || syncs();
+  last_round_ = round_syncs_ && (!in_backward || no_sync_ == 0);
   num_launched_ = 0;
   late_ = false;
   arrival_order_.clear();
@@ -155,7 +157,8 @@ void ShardEngine::arrive(size_t index, size_t member) {
   note_bytes();
   if (!flat.is_complete()) return;
   arrival_order_.push_back(index);
-  if (round_syncs_) launch_complete();
+  if (!round_syncs_) return flat.put_aside();
+  launch_complete();
 }
 
 void ShardEngine::launch_complete() {
@@ -169,6 +172,8 @@ void ShardEngine::launch_complete() {
 void ShardEngine::launch(Flat& flat) {
   flat.launch([this] { return make_room(); }, {.index = micro_batch_, .is_new = in_backward_});
   under_way_.push_back(&flat);
+  // Nobody else has a part in it: what follows can begin.
+  if (flat.is_alone()) make_room();
   if (flat.reduces_to_shards()) {
     ++counts_.reduce_scatters;
   } else {
@@ -224,6 +229,7 @@ void ShardEngine::reduce_round() {
     flat->settle({total, count});
     total += count;
   }
+  for (const auto& flat : flats_) flat->wait_gradients();
   note_bytes();
   window_ = true;
   ++backwards_;

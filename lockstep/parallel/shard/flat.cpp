@@ -42,6 +42,13 @@ std::shared_ptr<void> keep(const at::Tensor& tensor) {
 
 }  // namespace
 
+layout::FlatLayout lay_out(const FlatPlan& plan) {
+  std::vector<layout::Shape> shapes;
+  for (const UnitParameter& parameter : plan.parameters)
+    shapes.push_back(parameter.tensor.sizes().vec());
+  return layout::lay_out(shapes, plan.shard.size(), alignment(plan));
+}
+
 layout::Shape Member::shard_shape() const {
   if (shape.empty()) return rows.empty() ? layout::Shape{0} : layout::Shape{};
   layout::Shape sizes = shape;
@@ -53,8 +60,10 @@ Flat::Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& valu
     : plan_(std::move(plan)), context_(std::move(context)), index_(index) {
   const at::NoGradGuard no_grad;
   make_members();
-  plain_ = plan_.shard.size() == 1 && plan_.rest_device == plan_.device &&
-           plan_.compute_dtype == plan_.dtype;
+  const bool as_is = plan_.shard.size() == 1 && plan_.rest_device == plan_.device &&
+                     plan_.compute_dtype == plan_.dtype;
+  plain_ = as_is && !plan_.offload;
+  in_place_ = as_is && plan_.offload && plan_.offload->params == layout::Tier::device;
   filled_.assign(members_.size(), false);
   versions_.resize(members_.size());
   if (plain_) {
@@ -70,15 +79,12 @@ Flat::Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& valu
 }
 
 void Flat::make_members() {
-  std::vector<layout::Shape> shapes;
-  for (const UnitParameter& parameter : plan_.parameters)
-    shapes.push_back(parameter.tensor.sizes().vec());
-  layout_ = layout::lay_out(shapes, plan_.shard.size(), alignment(plan_));
+  layout_ = lay_out(plan_);
   names_ = std::make_shared<FlatNames>();
-  for (size_t i = 0; i < shapes.size(); ++i) {
+  for (size_t i = 0; i < plan_.parameters.size(); ++i) {
     Member member{.name = plan_.parameters[i].name,
                   .tensor = plan_.parameters[i].tensor,
-                  .shape = shapes[i],
+                  .shape = plan_.parameters[i].tensor.sizes().vec(),
                   .offset = layout_.offsets[i]};
     if (!member.shape.empty() && member.shape[0] > 0)
       member.row_size = member.numel() / member.shape[0];
@@ -98,7 +104,16 @@ layout::Range Flat::block() const {
   return layout_.blocks[static_cast<size_t>(plan_.shard.rank())];
 }
 
-at::Tensor Flat::shared_memory(int64_t count, at::ScalarType dtype) const {
+at::Tensor Flat::shared_memory(int64_t count, at::ScalarType dtype) {
+  if (plan_.offload) {
+    const OffloadTiers& tiers = *plan_.offload->tiers;
+    if (plan_.shard.size() == 1)
+      return tiers.resting(plan_.offload->params, count, dtype, "parameters of " + plan_.name);
+    const size_t bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
+    const bool device = plan_.offload->params == layout::Tier::device;
+    shares_.push_back((device ? tiers.device_budget : tiers.host_budget)
+                          .take(bytes, "parameters of " + plan_.name));
+  }
   if (count == 0 || !plan_.rest_device.is_cpu() || plan_.shard.size() == 1)
     return at::empty({count}, options_of(dtype, plan_.rest_device));
   const std::array<int64_t, 1> bytes{count * static_cast<int64_t>(c10::elementSize(dtype))};
@@ -114,9 +129,9 @@ void Flat::make_shard(const ValueOf& value_of) {
   } else {
     sent_ = shared_memory(count, plan_.gather_dtype);
   }
-  shard_ = plan_.dtype == plan_.gather_dtype
-               ? sent_
-               : at::empty({count}, options_of(plan_.dtype, plan_.rest_device));
+  shard_ = plan_.dtype == plan_.gather_dtype ? sent_
+           : plan_.offload                   ? shared_memory(count, plan_.dtype)
+                           : at::empty({count}, options_of(plan_.dtype, plan_.rest_device));
   shard_.zero_();
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
@@ -201,6 +216,11 @@ void Flat::attach_parameters() {
     stand_ins_.push_back(
         tagged_tensor(gradient_storage, plan_.compute_dtype, member.shape, member.offset));
   }
+  if (!in_place_) return;
+  line_ = shard_;
+  point_to(line_);
+  state_ = ParameterState::gathered;
+  stale_ = false;
 }
 
 void Flat::check_members() const {
@@ -237,23 +257,30 @@ layout::Placement Flat::placement(const Member& member) const {
 
 at::Tensor Flat::shard_of(const Member& member) const {
   if (plain_) return member.tensor.detach();
+  wait_updated();
   return shard_.narrow(0, member.shard_offset, member.shard_numel()).view(member.shard_shape());
 }
 
 void Flat::make_stale() {
-  if (plain_) return;
+  if (plain_ || in_place_) return;
   kept_is_valid_ = false;
   stale_ = true;
   if (!plan_.resident) release();
 }
 
 void Flat::publish() {
-  if (plain_ || sent_.is_same(shard_)) return;
+  if (plain_) return;
+  const bool same = sent_.is_same(shard_);
+  if (plan_.shard.size() > 1 || !same) wait_updated();
+  if (same) return;
   const at::NoGradGuard no_grad;
   sent_.copy_(shard_);
 }
 
 at::Tensor Flat::buffer(at::ScalarType dtype, c10::Device device) const {
+  if (plan_.offload && device == plan_.device)
+    return plan_.offload->tiers->parameters_on_device(layout_.size, dtype, plan_.name,
+                                                      memory::Stay::short_time);
   const size_t bytes = static_cast<size_t>(layout_.size) * c10::elementSize(dtype);
   const std::shared_ptr<void> memory = context_.gather_memory->take(bytes, device);
   return at::from_blob(
@@ -300,6 +327,7 @@ void Flat::begin(bool beside_computation) {
   const OwnMode mode;
   const bool same = plan_.gather_dtype == plan_.compute_dtype && plan_.rest_device == plan_.device;
   const bool has_line = plan_.resident && line_.defined();
+  if (comes_from_host()) return fetch();
   if (kept_is_valid_ || plan_.shard.size() == 1) {
     if (!has_line) line_ = buffer(plan_.compute_dtype, plan_.device);
     state_ = ParameterState::gathering;
@@ -307,6 +335,8 @@ void Flat::begin(bool beside_computation) {
   }
   if (!plan_.resident) arriving_ = buffer(plan_.gather_dtype, plan_.rest_device);
   if (!has_line) line_ = same ? arriving_ : buffer(plan_.compute_dtype, plan_.device);
+  if (plan_.offload && plan_.offload->params == layout::Tier::host)
+    plan_.offload->tiers->traffic.to_device += static_cast<int64_t>(line_.nbytes());
   if (!peers_) {
     gathering_ = comm::all_gather(arriving_, sent_, plan_.shard,
                                   {.counts = layout_.counts(), .tag = plan_.name});
@@ -324,6 +354,7 @@ void Flat::begin(bool beside_computation) {
 void Flat::wait_gathered() {
   try {
     if (pulling_.valid()) finish_pulling(arriving_);
+    memory::compute_after(std::exchange(fetched_, {}), plan_.device);
     std::exchange(gathering_, {}).wait();
   } catch (...) {
     line_.reset();
@@ -336,19 +367,24 @@ void Flat::wait_gathered() {
 void Flat::prefetch() {
   const bool idle = plan_.resident ? stale_ && state_ != ParameterState::gathering
                                    : state_ == ParameterState::sharded;
-  if (!plain_ && idle) begin(true);
+  if (!plain_ && idle && has_room()) begin(true);
 }
 
 bool Flat::gather() {
+  if (in_place_) {
+    wait_updated();
+    return false;
+  }
   if (plain_ || (state_ == ParameterState::gathered && !stale_)) return false;
   const at::NoGradGuard no_grad;
   if (state_ != ParameterState::gathering) begin(false);
   wait_gathered();
   if (kept_is_valid_) {
     line_.copy_(kept_);
-  } else if (plan_.shard.size() == 1) {
+  } else if (plan_.shard.size() == 1 && !comes_from_host()) {
+    wait_updated();
     line_.copy_(shard_);
-  } else if (!arriving_.is_same(line_)) {
+  } else if (plan_.shard.size() > 1 && !arriving_.is_same(line_)) {
     line_.copy_(arriving_);
   }
   if (!plan_.resident) arriving_.reset();
@@ -367,7 +403,7 @@ void Flat::point_nowhere() {
 }
 
 void Flat::release() {
-  if (plain_ || plan_.resident || state_ == ParameterState::sharded) return;
+  if (plain_ || in_place_ || plan_.resident || state_ == ParameterState::sharded) return;
   // Nobody wants it any more, but it is being written.
   if (state_ == ParameterState::gathering) wait_gathered();
   const bool gathered = state_ == ParameterState::gathered;
@@ -388,6 +424,8 @@ void Flat::write_back() {
   if (plain_) return;
   const at::NoGradGuard no_grad;
   kept_is_valid_ = false;
+  wait_updated();
+  if (in_place_) return;
   const at::Tensor now = line_.narrow(0, block().begin, block().size()).to(shard_.device());
   if (plan_.gather_dtype == plan_.dtype) {
     shard_.copy_(now);
@@ -400,6 +438,7 @@ void Flat::write_back() {
 }
 
 at::Tensor Flat::gathered_shards() const {
+  wait_updated();
   if (plan_.shard.size() == 1) return shard_;
   const at::NoGradGuard no_grad;
   const at::Tensor line = at::empty({layout_.size}, shard_.options());

@@ -21,6 +21,7 @@
 #include "lockstep/layout/flat_layout.h"
 #include "lockstep/layout/placement.h"
 #include "lockstep/parallel/data/sum_tree.h"
+#include "lockstep/parallel/offload/flat_offload.h"
 #include "lockstep/parallel/shard/buffers.h"
 #include "lockstep/parallel/shard/copy_thread.h"
 #include "lockstep/parallel/shard/fully_shard.h"
@@ -63,10 +64,17 @@ struct FlatPlan {
   at::ScalarType reduce_dtype = at::kFloat;   // gradients travel
   c10::Device device = at::kCPU;              // the model's
   c10::Device rest_device = at::kCPU;         // the shard's
+  std::optional<FlatOffload> offload = std::nullopt;
 
   // The model's inputs have the type that its parameters had.
   bool casts_inputs() const { return compute_dtype != dtype; }
 };
+
+// The name of the unit of tensors that are too small to share out.
+inline constexpr const char* kWholeTensors = "whole tensors";
+
+// Where the plan's parameters lie in the line, and what each rank has of it.
+layout::FlatLayout lay_out(const FlatPlan& plan);
 
 // What all flats of an engine share.
 struct FlatContext {
@@ -75,6 +83,7 @@ struct FlatContext {
   GatherMemory* gather_memory;
   GradientMemory* gradient_memory;
   CopyThread* copy_thread;
+  const bool* is_last_round;  // of a step: its gradients are complete with it
 };
 
 class Flat {
@@ -110,6 +119,10 @@ class Flat {
   bool is_live() const { return plain_ || state_ == ParameterState::gathered; }
   // What was gathered is no longer what the shards hold.
   void make_stale();
+  // The shard is being written beside the computation, until the event.
+  void set_updating(memory::Event done) { updating_ = std::move(done); }
+  // Whoever reads or writes the shard from here on comes after that.
+  void wait_updated() const;
   // Shows what the optimizer has done to the shard to those who gather it.
   void publish();
   // Begins to gather, if that has not begun.
@@ -137,6 +150,8 @@ class Flat {
   };
   void launch(const std::function<bool()>& make_room, Leaf leaf);
   bool in_flight() const { return in_flight_; }
+  // An offloaded flat whose gradients are this rank's alone.
+  bool is_alone() const { return plan_.offload && gradient_group().size() == 1; }
   // Waits for that, and gives the line's memory back.
   void wait_reduced();
   // Leaves the gradients where the optimizer finds them: of those members for which some rank had
@@ -144,11 +159,31 @@ class Flat {
   void settle(std::span<const int64_t> num_ranks);
   // Ends a micro-batch that is not reduced.
   void keep_for_later(const std::function<bool()>& make_room, std::optional<int64_t> micro_batch);
+  // Every parameter has its gradient of a micro-batch that is not reduced: what is offloaded
+  // leaves.
+  void put_aside();
   void abandon();
   // What the shards have of a parameter's gradient becomes zero.
   void zero_gradient(size_t member);
   // Before the next gradient of a parameter is accumulated.
   void before_accumulation(const Member& member) const;
+
+  // What the optimizer needs of an offloaded flat.
+  struct OffloadedTensor {
+    std::string name;
+    at::Tensor optimized;  // as optimized() gives it
+    at::Tensor values;     // the same memory, 1-d, for whoever moves it
+    const StatePlan* state;
+  };
+  std::vector<OffloadedTensor> offloaded() const;
+  // Gathering would not go past a budget.
+  bool has_room() const;
+  // Gradients that were sent to the host are there.
+  void wait_gradients();
+  const memory::Event& gradients_moved() const { return gradients_moved_; }
+  bool is_on_host(const at::Tensor& gradient) const;
+  // Gradients go where an update that ends with the event has read them.
+  void let_go_of_gradients(const memory::Event& read);
 
   // Bytes that are always there.
   size_t parameter_bytes() const;
@@ -165,7 +200,9 @@ class Flat {
   void begin(bool beside_computation);
   void wait_gathered();
   at::Tensor buffer(at::ScalarType dtype, c10::Device device) const;
-  at::Tensor shared_memory(int64_t count, at::ScalarType dtype) const;
+  at::Tensor shared_memory(int64_t count, at::ScalarType dtype);
+  bool comes_from_host() const;
+  void fetch();
   // Of what peers have; small enough that two threads can share the work.
   struct Piece {
     int rank;
@@ -183,7 +220,11 @@ class Flat {
   const comm::Group& gradient_group() const;
   at::Tensor gradient_view(const Member& member) const;
   void open_gradients(const std::function<bool()>& make_room);
-  void close_gradients();
+  void close_gradients(const memory::Event& unused = {});
+  bool keeps_gradients() const;
+  bool consumes_gradients() const;
+  void bring_back();
+  void send_to_host(const at::Tensor& gradient, const at::Tensor& arrived, bool adds);
   void notice_zeroed();
   void fill_gaps();
   void show_unreduced();
@@ -201,6 +242,7 @@ class Flat {
   layout::FlatLayout layout_;
   std::shared_ptr<FlatNames> names_;
   bool plain_ = false;
+  bool in_place_ = false;  // what the model sees is the shard, which an optimizer may be updating
 
   at::Tensor shard_;  // 1-d, and untagged: for the engine's own use
   at::Tensor sent_;   // what peers read: the shard, or a copy of it in the type that travels
@@ -225,6 +267,12 @@ class Flat {
   bool kept_is_valid_ = false;
   comm::Work gathering_;
   CopyThread::Job pulling_;
+  memory::Event fetched_;           // from the host
+  mutable memory::Event updating_;  // the shard
+  memory::Event gradients_moved_;   // to the host
+  at::Tensor aside_;                // the line, on the host between micro-batches
+  std::vector<bool> aside_filled_;  // what it has; empty: nothing
+  std::vector<memory::Budget::Share> shares_;
 
   at::Tensor gradients_;       // the line, while there is one
   at::Tensor gradient_block_;  // the memory that it is in

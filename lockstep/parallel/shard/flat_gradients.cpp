@@ -35,10 +35,9 @@ void Flat::open_gradients(const std::function<bool()>& make_room) {
   if (gradients_.defined()) return;
   const auto bytes = layout_.size * static_cast<int64_t>(c10::elementSize(plan_.reduce_dtype));
   if (!gradient_block_.defined()) {
-    // Whole gradients are there to be looked at after backward, so they keep their memory.
     const auto size = static_cast<size_t>(bytes);
-    gradient_block_ = scatters() ? context_.gradient_memory->take(size, make_room)
-                                 : context_.gradient_memory->keep(size);
+    gradient_block_ = keeps_gradients() ? context_.gradient_memory->keep(size)
+                                        : context_.gradient_memory->take(size, make_room);
   }
   gradients_ = gradient_block_.narrow(0, 0, bytes).view(plan_.reduce_dtype);
   // What is between parameters goes through the optimizer too.
@@ -47,10 +46,20 @@ void Flat::open_gradients(const std::function<bool()>& make_room) {
     const int64_t next = &member == &members_.back() ? layout_.size : (&member + 1)->offset;
     if (next > end) gradients_.narrow(0, end, next - end).zero_();
   }
+  bring_back();
 }
 
-void Flat::close_gradients() {
-  if (!scatters()) return;
+// Whole gradients are there to be looked at after backward, so they keep their memory; unless they
+// leave it in the meantime.
+bool Flat::keeps_gradients() const {
+  if (scatters()) return false;
+  return !plan_.offload || (plan_.offload->grads == layout::Tier::device &&
+                            !plan_.offload->tiers->updates_in_backward());
+}
+
+void Flat::close_gradients(const memory::Event& unused) {
+  if (keeps_gradients()) return;
+  if (gradient_block_.defined()) context_.gradient_memory->busy_until(gradient_block_, unused);
   gradients_.reset();
   gradient_block_.reset();
 }
@@ -87,6 +96,9 @@ void Flat::notice_zeroed() {
 
 void Flat::begin_round() {
   notice_zeroed();
+  // What the optimizer sees is the line itself: it goes on from there.
+  const bool is_line = shard_gradient_.defined() && shard_gradient_.is_same(gradients_);
+  if (is_line && accumulates()) filled_.assign(members_.size(), true);
   arrived_.assign(members_.size(), false);
   num_arrived_ = 0;
 }
@@ -140,7 +152,19 @@ bool Flat::accumulates() const {
 
 void Flat::make_shard_gradient() {
   if (shard_gradient_.defined() || optimized_.empty()) return;
-  shard_gradient_ = at::empty({shard_.numel()}, shard_.options().dtype(gradient_dtype()));
+  if (!plan_.offload) {
+    shard_gradient_ = at::empty({shard_.numel()}, shard_.options().dtype(gradient_dtype()));
+    return;
+  }
+  const OffloadTiers& tiers = *plan_.offload->tiers;
+  if (keeps_gradients() && gradient_dtype() == plan_.reduce_dtype) {
+    shard_gradient_ = gradients_;  // a group of one: all of it is this rank's
+    return;
+  }
+  const std::string what = "gradients of " + plan_.name;
+  shard_gradient_ = plan_.offload->grads == layout::Tier::host
+                        ? tiers.on_host(shard_.numel(), gradient_dtype(), what)
+                        : tiers.on_device(shard_.numel(), gradient_dtype(), what);
 }
 
 void Flat::show_unreduced() {
@@ -174,8 +198,8 @@ void Flat::launch(const std::function<bool()>& make_room, Leaf leaf) {
                         : comm::all_reduce(gradients_, gradient_group(), average);
     return;
   }
-  make_shard_gradient();
-  const bool in_place = shard_gradient_.defined() && !accumulates() &&
+  if (!consumes_gradients()) make_shard_gradient();
+  const bool in_place = !consumes_gradients() && shard_gradient_.defined() && !accumulates() &&
                         shard_gradient_.scalar_type() == plan_.reduce_dtype &&
                         shard_gradient_.device() == gradients_.device();
   if (in_place) {
@@ -184,10 +208,15 @@ void Flat::launch(const std::function<bool()>& make_room, Leaf leaf) {
     reduced_ = at::empty({0}, gradients_.options());
   } else {
     const int64_t count = block().size();
-    const auto memory = context_.gather_memory->take(
-        static_cast<size_t>(count) * gradients_.element_size(), gradients_.device());
-    reduced_ = at::from_blob(
-        memory.get(), {count}, [memory](void*) {}, gradients_.options());
+    if (plan_.offload) {
+      reduced_ = plan_.offload->tiers->on_device(
+          count, gradients_.scalar_type(), "gradients of " + plan_.name, memory::Stay::short_time);
+    } else {
+      const auto memory = context_.gather_memory->take(
+          static_cast<size_t>(count) * gradients_.element_size(), gradients_.device());
+      reduced_ = at::from_blob(
+          memory.get(), {count}, [memory](void*) {}, gradients_.options());
+    }
   }
   const comm::ReduceScatterOptions scatter{
       .op = comm::ReduceOp::avg, .counts = layout_.counts(), .tag = plan_.name};
@@ -208,7 +237,7 @@ void Flat::wait_reduced() {
   }
   if (!plain_ && !scatters()) reduced_ = gradients_.narrow(0, block().begin, block().size());
   settled_ = false;
-  close_gradients();
+  if (scatters()) close_gradients();
   // Whether anybody used it need not be asked where this rank did.
   if (is_complete()) settle(std::vector<int64_t>(members_.size(), 1));
 }
@@ -220,8 +249,13 @@ void Flat::settle(std::span<const int64_t> num_ranks) {
   if (!plain_) settle_shards(num_ranks);
   if (plain_ || (plan_.whole_gradients && plan_.reduce_dtype == plan_.compute_dtype))
     settle_parameters(num_ranks);
-  reduced_.reset();
   filled_.assign(members_.size(), false);
+  if (consumes_gradients()) {
+    plan_.offload->tiers->on_gradients(index_);  // lets go of them
+  } else if (!scatters()) {
+    close_gradients(gradients_moved_);
+  }
+  reduced_.reset();
 }
 
 at::ScalarType Flat::gradient_dtype() const {
@@ -231,18 +265,32 @@ at::ScalarType Flat::gradient_dtype() const {
 
 void Flat::settle_shards(std::span<const int64_t> num_ranks) {
   if (optimized_.empty()) return;
-  make_shard_gradient();
+  const bool consumed = consumes_gradients() && !accumulates();
+  if (!consumed) make_shard_gradient();
   for (const Optimized& each : optimized_) {
     const auto used = num_ranks.subspan(each.first, each.end - each.first);
     if (std::all_of(used.begin(), used.end(), [](int64_t count) { return count == 0; })) continue;
     const at::Tensor arrived = reduced_.narrow(0, each.range.begin, each.range.size());
     at::Tensor& gradient = each.tensor.mutable_grad();
+    if (consumed || shard_gradient_.data_ptr() == reduced_.data_ptr()) {
+      gradient = arrived.to(gradient_dtype()).view(each.tensor.sizes()).detach();
+      continue;
+    }
+    if (plan_.offload && plan_.offload->grads == layout::Tier::host) {
+      const bool adds = gradient.defined();
+      if (!adds) {
+        gradient = shard_gradient_.narrow(0, each.range.begin, each.range.size())
+                       .view(each.tensor.sizes());
+      }
+      send_to_host(gradient, arrived, adds);
+      continue;
+    }
     if (gradient.defined()) {
       gradient.add_(arrived.view(gradient.sizes()));
       continue;
     }
     const at::Tensor place = shard_gradient_.narrow(0, each.range.begin, each.range.size());
-    if (!reduced_.is_same(shard_gradient_)) place.copy_(arrived);
+    place.copy_(arrived);
     gradient = place.view(each.tensor.sizes()).detach();
   }
 }
@@ -265,7 +313,7 @@ void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
 void Flat::keep_for_later(const std::function<bool()>& make_room,
                           std::optional<int64_t> micro_batch) {
   show_unreduced();
-  if (!context_.options->reproducible) return;
+  if (!context_.options->reproducible) return put_aside();
   const at::NoGradGuard no_grad;
   open_gradients(make_room);
   fill_gaps();
@@ -278,6 +326,7 @@ void Flat::keep_for_later(const std::function<bool()>& make_room,
 
 void Flat::abandon() {
   sum_ = {};
+  aside_filled_.clear();
   if (in_flight_) {
     in_flight_ = false;
     std::exchange(reducing_, {}).wait();

@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/same_model.h"
+#include "lockstep/parallel/offload/arrange.h"
 #include "lockstep/parallel/shard/dispatch.h"
 #include "lockstep/parallel/shard/precision.h"
 #include "lockstep/parallel/shard/recording.h"
@@ -88,7 +90,7 @@ class Plans {
 
   std::vector<FlatPlan> make(torch::nn::Module& model, c10::Device meta_device) {
     for (const UnitPlan& unit : plan_units(model, options_.units)) add(unit, meta_device);
-    if (!small_.empty()) add_flats("whole tensors", small_, true, meta_device);
+    if (!small_.empty()) add_flats(kWholeTensors, small_, true, meta_device);
     return std::move(plans_);
   }
 
@@ -156,6 +158,17 @@ void convert_buffers(torch::nn::Module& model, const FullyShardOptions& options)
   }
 }
 
+// Parameters of modules that look rows up.
+std::set<std::string> embeddings_of(const torch::nn::Module& model) {
+  std::set<std::string> names;
+  for (const auto& item : model.named_modules()) {
+    if (item.value()->name().find("Embedding") == std::string::npos) continue;
+    for (const auto& parameter : item.value()->named_parameters(/*recurse=*/false))
+      names.insert(item.key().empty() ? parameter.key() : item.key() + "." + parameter.key());
+  }
+  return names;
+}
+
 void check_not_sharded(const NamedTensors& parameters) {
   for (const auto& [name, tensor] : parameters) {
     if (tensor.key_set().has(kShardKey) || ShardEngine::listens_to(tensor)) {
@@ -176,7 +189,8 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   const NamedTensors parameters = list(model->named_parameters());
   check_not_sharded(parameters);
   const bool needs_engine = mesh.size() > 1 || options.reproducible || options.cpu_offload ||
-                            options.mixed_precision.param || options.mixed_precision.reduce;
+                            options.offload || options.mixed_precision.param ||
+                            options.mixed_precision.reduce;
   if (!needs_engine) {
     if (recording != nullptr) materialize(*model, *recording, first_values);
     convert_buffers(*model, options);
@@ -199,7 +213,14 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   install_fallback();
   engine = std::make_shared<ShardEngine>(groups, options);
-  engine->start(Plans(groups, options).make(*model, first_values.device), value_of);
+  auto plans = Plans(groups, options).make(*model, first_values.device);
+  std::shared_ptr<OffloadTiers> tiers;
+  if (options.offload) {
+    tiers = arrange_offload(
+        plans, options, groups.all.members()[static_cast<size_t>(groups.all.rank())],
+        [names = embeddings_of(*model)](const std::string& name) { return names.contains(name); });
+  }
+  engine->start(std::move(plans), value_of, std::move(tiers));
   convert_buffers(*model, options);
 }
 

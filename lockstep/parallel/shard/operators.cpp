@@ -174,8 +174,9 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
           }
           break;
         case Tag::Kind::shard:
-          if (is_write && !changes_no_values(schema.name())) {
-            if (const auto engine = tag->engine.lock()) engine->before_write(*tag, tensor);
+          if (const auto engine = tag->engine.lock(); engine && !views) {
+            engine->before_read(*tag);
+            if (is_write && !changes_no_values(schema.name())) engine->before_write(*tag, tensor);
           }
           break;
         case Tag::Kind::parameter:

@@ -87,6 +87,18 @@ void validate(const FullyShardOptions& options) {
     throw ConfigError(
         format("[fully_shard] prefetch_depth is {}, must be at least 0", options.prefetch_depth));
   }
+  if (options.offload && (options.strategy == ShardingStrategy::shard_grad_op ||
+                          options.strategy == ShardingStrategy::optimizer)) {
+    throw ConfigError(
+        format("[fully_shard] offload with the strategy {}; it is for full, hybrid and "
+               "none, where parameters need not stay gathered",
+               name_of(options.strategy)));
+  }
+  if (options.offload && (options.cpu_offload || options.offload_to_cpu)) {
+    throw ConfigError(
+        "[fully_shard] offload and cpu_offload or offload_to_cpu are both set; offload does what "
+        "they do, so give it alone");
+  }
   require_floating("param", options.mixed_precision.param);
   require_floating("reduce", options.mixed_precision.reduce);
   require_floating("buffer", options.mixed_precision.buffer);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/layout/offload.h"
 
 namespace lockstep::parallel {
 
@@ -76,7 +77,10 @@ struct FullyShardOptions {
   bool limit_all_gathers = true;
   // The optimizer sees a shard for each parameter, under its name, instead of one for each unit.
   bool use_orig_params = false;
-  bool cpu_offload = false;     // shards, their gradients and the optimizer stay in host memory
+  bool cpu_offload = false;  // shards, their gradients and the optimizer stay in host memory
+  // Parameters, gradients and optimizer state leave the device between their uses:
+  // parallel/offload/offload.h.
+  std::optional<layout::OffloadOptions> offload = std::nullopt;
   bool offload_to_cpu = false;  // what was gathered is kept in host memory until the next step
   NoSyncGradients no_sync = NoSyncGradients::unreduced;
   // Sum (rank, micro-batch) as one fixed binary tree, as DdpOptions::reproducible does.

@@ -58,6 +58,8 @@ double ShardedModel::grad_norm(optim::NormOptions options) const {
   if (!sharded_->engine) return optim::grad_norm(parameters(), options);
   const auto& groups = sharded_->engine->groups();
   options.group = groups.reduce;
+  if (const auto& tiers = sharded_->engine->tiers(); tiers && tiers->updates_in_backward())
+    return detail::consumed_norm(*sharded_->engine);
   options.exact = options.exact || sharded_->options.reproducible;
   return optim::grad_norm(optim::tensors_of(norm_parameters()), options);
 }
@@ -70,6 +72,17 @@ std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
     if (flat->plan().shard.size() == 1 && sharded_->engine->groups().reduce.rank() != 0) continue;
     for (const auto& [name, tensor] : flat->optimized()) mine.push_back({name, tensor});
   }
+  // As the model has them: norms are summed in this order, and without an engine in the model's.
+  std::map<std::string, size_t> place;
+  for (const auto& item : sharded_->model->named_parameters())
+    place.emplace(item.key(), place.size());
+  std::stable_sort(mine.begin(), mine.end(), [&](const auto& a, const auto& b) {
+    const auto of = [&](const std::string& name) {
+      const auto found = place.find(name);
+      return found == place.end() ? place.size() : found->second;
+    };
+    return of(a.name) < of(b.name);
+  });
   return mine;
 }
 

@@ -1,0 +1,94 @@
+"""`lockstep train` with offload on one GPU, beside itself without and beside PyTorch's fully_shard with CPUOffloadPolicy.
+
+    python3 bench/offload.py BIN_DIR MODEL [ROW...]     BIN_DIR holds lockstep; MODEL: one of LARGE in llama_sizes.py
+
+The same Llama in bfloat16 with AdamW (float32 moments and masters), blocks recomputed, 32k random tokens a step. Every row is a run of its own, one
+after the other. A run's figure is the mean of its steps after the second. Prints a line of JSON for each row, then a table.
+"""
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+
+from llama_sizes import LARGE
+
+STEPS = 7
+HERE = pathlib.Path(__file__).resolve().parent
+HOST = ["--offload.host_limit", "118GB", "--offload.host_budget", "116GB"]
+# Small enough that everything that may leave does; what is left of it is for the model's gradients and state on their way.
+LIMITS = {"3.1B": "90GB", "6.7B": "110GB"}
+UNCLIPPED = ["--optim.clip", 0, "--offload.clip_mode", "none"]
+STATES = ["--offload.optimizer", "true", "--offload.strategy", "extreme", *HOST]
+FILL = ["--offload.optimizer", "true", "--offload.strategy", "conservative", *HOST]
+PARAMETERS = [*STATES, "--offload.params", "true", "--offload.param_budget", "4GB"]
+ROWS = {
+    "resident": ([], STEPS),
+    "resident, unclipped": (["--optim.clip", 0], STEPS),
+    "states": (STATES, STEPS),
+    "states, unclipped": ([*STATES, *UNCLIPPED], STEPS),
+    "states on the CPU": ([*STATES, "--offload.update_site", "cpu"], STEPS),
+    "states, parameters": (PARAMETERS, STEPS),
+    "states, parameters, unclipped": ([*PARAMETERS, *UNCLIPPED], STEPS),
+    "all": ([*PARAMETERS, "--offload.grads", "true"], STEPS),
+    "states where they fit": (FILL, 4),
+    "8-bit states where they fit, unclipped": ([*FILL, "--offload.codec", "quantization", *UNCLIPPED], 4),
+}
+
+
+def torch_offload(name):
+    run = subprocess.run([sys.executable, HERE / "torch_llama.py", name, "offload", "3"], capture_output=True, text=True)
+    if run.returncode != 0:
+        return dict(failed=run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit {run.returncode}")
+    return dict(step_ms=json.loads(run.stdout.strip().splitlines()[-1])["median_ms"])
+
+
+def train(bin_dir, name, flags, steps, folder):
+    size = LARGE[name]
+    if flags and "--offload.optimizer" in flags:
+        flags = [*flags, "--offload.device_limit", LIMITS.get(name, "130GB")]
+    metrics = pathlib.Path(folder) / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    words = [bin_dir / "lockstep", "train", "--model.kind", "llama", "--train.dtype", "bfloat16", "--data.path", f"{folder}/random.bin",
+             "--data.validation", "0", "--checkpoint.dir", "", "--metrics.file", metrics, "--optim.warmup", "5", "--train.recompute", "full",
+             "--train.steps", steps, "--train.seq_len", size["length"], "--train.micro_batch", size["rows"], *flags]
+    for key in ("layers", "hidden", "heads", "ffn", "vocab"):
+        words += [f"--model.{key}", size[key]]
+    begun = time.time()
+    run = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if run.returncode != 0:
+        return dict(failed=run.stderr.strip()[-600:])
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps_ms = [line["step_ms"] for line in lines if "loss" in line]
+    counted = steps_ms[2:] if len(steps_ms) > 3 else steps_ms[1:]
+    notes = [line for line in (run.stdout + run.stderr).splitlines() if "offload" in line]
+    return dict(step_ms=sum(counted) / len(counted), losses=[line["loss"] for line in lines if "loss" in line],
+                norms=[line["grad_norm"] for line in lines if "loss" in line],
+                peak_gb=lines[-1]["peak_bytes"] / 1e9, begun_s=time.time() - begun - sum(steps_ms) / 1e3, notes=notes)
+
+
+def main():
+    bin_dir, name = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2]
+    size, wanted = LARGE[name], sys.argv[3:] or [*ROWS, "PyTorch offload"]
+    tokens, found = size["rows"] * size["length"], {}
+    with tempfile.TemporaryDirectory() as folder:
+        draw = random.Random(1)
+        data = b"".join(draw.randrange(size["vocab"]).to_bytes(2, "little") for _ in range(1 << 19))
+        (pathlib.Path(folder) / "random.bin").write_bytes(data)
+        for row in wanted:
+            found[row] = torch_offload(name) if row == "PyTorch offload" else train(bin_dir, name, *ROWS[row], folder)
+            print(json.dumps(dict(model=name, row=row, **found[row])), flush=True)
+    print(f"{name}, {size['rows']} x {size['length']} tokens a step")
+    for row, result in found.items():
+        if "failed" in result:
+            print(f"{row:<30} failed")
+            continue
+        base = found.get("resident, unclipped" if "unclipped" in row else "resident", {}).get("step_ms")
+        share = f"{100 * base / result['step_ms']:5.1f} % of resident" if base else ""
+        print(f"{row:<30} {result['step_ms']:9.1f} ms {tokens / result['step_ms'] * 1e3:9.0f} tokens/s  {share}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

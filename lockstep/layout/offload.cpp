@@ -1,0 +1,146 @@
+#include "lockstep/layout/offload.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/size_text.h"
+#include "lockstep/layout/enum_names.h"
+
+namespace lockstep::layout {
+namespace {
+
+using Name = std::string_view;
+constexpr std::array<Name, 4> kStrategies = {"conservative", "balanced", "aggressive", "extreme"};
+constexpr std::array<double, 4> kThresholds = {0.90, 0.75, 0.60, 0.40};
+constexpr std::array<double, 4> kAggressiveness = {0.2, 0.5, 0.8, 1.0};
+constexpr std::array<Name, 3> kSites = {"auto", "cpu", "device"};
+constexpr std::array<Name, 2> kClipModes = {"exact", "none"};
+constexpr std::array<Name, 2> kStateKinds = {"exp_avg", "exp_avg_sq"};
+
+constexpr int64_t kGigabyte = int64_t{1} << 30;
+constexpr int64_t kParamBudget = 2 * kGigabyte, kHostBudget = 32 * kGigabyte;
+constexpr int64_t kDeviceLimit = 8 * kGigabyte, kHostLimit = 64 * kGigabyte;
+
+// The smallest of those that are known.
+int64_t smallest(std::initializer_list<int64_t> numbers) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const int64_t number : numbers)
+    if (number > 0) least = std::min(least, number);
+  return least;
+}
+
+void require_within(const char* budget, int64_t bytes, const char* limit, int64_t most) {
+  if (bytes <= most) return;
+  const auto exact = [](int64_t number) { return format("{} B", number); };
+  const bool alike = size_text(bytes) == size_text(most);
+  throw ConfigError(format("offload.{} is {}, must be at most offload.{}, {}", budget,
+                           alike ? exact(bytes) : size_text(bytes), limit,
+                           alike ? exact(most) : size_text(most)));
+}
+
+}  // namespace
+
+Name name_of(OffloadStrategy strategy) { return detail::enum_name(kStrategies, strategy); }
+Name name_of(UpdateSite site) { return detail::enum_name(kSites, site); }
+Name name_of(ClipMode mode) { return detail::enum_name(kClipModes, mode); }
+
+OffloadStrategy parse_offload_strategy(Name name) {
+  return detail::parse_enum<OffloadStrategy>("offload strategy", kStrategies, name);
+}
+UpdateSite parse_update_site(Name name) {
+  return detail::parse_enum<UpdateSite>("update site", kSites, name);
+}
+ClipMode parse_clip_mode(Name name) {
+  return detail::parse_enum<ClipMode>("clip mode", kClipModes, name);
+}
+
+double threshold(OffloadStrategy strategy) { return kThresholds.at(static_cast<size_t>(strategy)); }
+double aggressiveness(OffloadStrategy strategy) {
+  return kAggressiveness.at(static_cast<size_t>(strategy));
+}
+
+std::string name_of(const StateCodecs& codecs) {
+  if (codecs == parse_state_codecs(codec::name_of(codecs.exp_avg)))
+    return std::string(codec::name_of(codecs.exp_avg));
+  std::vector<std::string> parts;
+  const auto add = [&](size_t kind, codec::Codec codec) {
+    if (codec != codec::Codec::none)
+      parts.push_back(format("{}={}", kStateKinds[kind], codec::name_of(codec)));
+  };
+  add(0, codecs.exp_avg);
+  add(1, codecs.exp_avg_sq);
+  return join(parts, ",");
+}
+
+StateCodecs parse_state_codecs(Name text) {
+  if (text.find('=') == Name::npos) {
+    const auto both = codec::parse_codec(text);
+    // The smallest second moments are zero in these, and what is divided by them is then lost.
+    if (both == codec::Codec::fp16) return {both, codec::Codec::bf16};
+    if (both == codec::Codec::int8) return {both, codec::Codec::quantization};
+    return {both, both};
+  }
+  StateCodecs codecs;
+  std::array<bool, kStateKinds.size()> seen{};
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const Name part = text.substr(begin, end - begin);
+    const size_t equals = part.find('=');
+    if (equals == Name::npos) {
+      throw ConfigError(
+          format("[state codecs] '{}' in '{}' must be KIND=CODEC, where KIND is one "
+                 "of {}",
+                 part, text, join(kStateKinds)));
+    }
+    const auto kind =
+        detail::parse_enum<size_t>("state codecs", kStateKinds, part.substr(0, equals));
+    if (seen[kind])
+      throw ConfigError(format("[state codecs] '{}': {} is given twice", text, kStateKinds[kind]));
+    seen[kind] = true;
+    (kind == 0 ? codecs.exp_avg : codecs.exp_avg_sq) = codec::parse_codec(part.substr(equals + 1));
+    begin = end + 1;
+  }
+  return codecs;
+}
+
+OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t host_bytes) {
+  const auto fill = [](int64_t& value, std::initializer_list<int64_t> bounds) {
+    if (value == 0) value = smallest(bounds);
+  };
+  fill(options.device_limit, {kDeviceLimit, device_bytes});
+  fill(options.host_limit, {kHostLimit, host_bytes});
+  fill(options.param_budget, {kParamBudget, options.device_limit, device_bytes});
+  fill(options.host_budget, {kHostBudget, options.host_limit, host_bytes});
+  return options;
+}
+
+void validate(const OffloadOptions& options) {
+  const auto require_positive = [](const char* name, int64_t bytes) {
+    if (bytes <= 0) {
+      throw ConfigError(format("offload.{} is {}, must be above 0", name, size_text(bytes)));
+    }
+  };
+  require_positive("param_budget", options.param_budget);
+  require_positive("host_budget", options.host_budget);
+  require_positive("device_limit", options.device_limit);
+  require_positive("host_limit", options.host_limit);
+  if (options.prefetch < 1)
+    throw ConfigError(format("offload.prefetch is {}, must be at least 1", options.prefetch));
+  require_within("param_budget", options.param_budget, "device_limit", options.device_limit);
+  require_within("host_budget", options.host_budget, "host_limit", options.host_limit);
+}
+
+int64_t effective_budget(int64_t budget, double ratio) {
+  check(ratio > 0, "an encoded size is above 0");
+  const double bytes = std::floor(static_cast<double>(budget) / ratio);
+  // The largest double below 2^63.
+  return bytes >= 0x1p63 ? std::numeric_limits<int64_t>::max() : static_cast<int64_t>(bytes);
+}
+
+}  // namespace lockstep::layout

@@ -1,0 +1,74 @@
+// What leaves the device between its uses, where it goes, and how much may be where.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "lockstep/codec/codec.h"
+
+namespace lockstep::layout {
+
+// Offloading starts where what is wanted on the device exceeds threshold x device_limit; then only
+// threshold x (1 - aggressiveness) x device_limit is filled with what could go.
+enum class OffloadStrategy { conservative, balanced, aggressive, extreme };
+std::string_view name_of(OffloadStrategy strategy);
+OffloadStrategy parse_offload_strategy(std::string_view name);
+double threshold(OffloadStrategy strategy);       // 0.90 0.75 0.60 0.40
+double aggressiveness(OffloadStrategy strategy);  // 0.2 0.5 0.8 1.0
+
+// Where the optimizer computes. automatic: where a short measurement finds it faster.
+enum class UpdateSite { automatic, cpu, device };
+// exact: gradients are clipped by the norm of all of them, as without offload. none: they are not
+// clipped, and each parameter is updated during backward, as soon as it has its gradient.
+enum class ClipMode { exact, none };
+std::string_view name_of(UpdateSite site);
+std::string_view name_of(ClipMode mode);
+UpdateSite parse_update_site(std::string_view name);
+ClipMode parse_clip_mode(std::string_view name);
+
+// How each kind of optimizer state is kept. "quantization" means both moments, "fp16" and "int8"
+// the first, with bf16 and quantization for the second, whose small values they would make zero;
+// "exp_avg=bf16,exp_avg_sq=quantization" is each by itself, what is not named as it is.
+struct StateCodecs {
+  codec::Codec exp_avg = codec::Codec::none;
+  codec::Codec exp_avg_sq = codec::Codec::none;
+  bool operator==(const StateCodecs&) const = default;
+};
+std::string name_of(const StateCodecs& codecs);
+StateCodecs parse_state_codecs(std::string_view text);
+
+struct OffloadOptions {
+  bool params = true, grads = true, optimizer = true;
+  // Bytes. 0: the smaller of a default (2 GB, 32 GB, 8 GB, 64 GB) and what the machine has.
+  int64_t param_budget = 0;  // parameters on the device
+  int64_t host_budget = 0;   // what is offloaded to host memory
+  int64_t device_limit = 0;  // everything of Lockstep's on the device
+  int64_t host_limit = 0;    // everything of Lockstep's in host memory
+  int prefetch = 16;         // parameters ahead
+  bool async_prefetch = true;
+  bool overlap = true;                     // transfers and updates run beside the computation
+  std::optional<bool> pin = std::nullopt;  // not set: where there is a device that copies
+  StateCodecs codec = {};
+  OffloadStrategy strategy = OffloadStrategy::aggressive;
+  std::string disk = {};  // a folder, for what exceeds the host budget; empty: none
+  UpdateSite update_site = UpdateSite::automatic;
+  ClipMode clip_mode = ClipMode::exact;
+
+  bool any() const { return params || grads || optimizer; }
+  bool operator==(const OffloadOptions&) const = default;
+};
+
+// The options with budgets and limits that were left open filled in: a limit with the smaller of
+// its default and what the machine has (`device_bytes`, `host_bytes`; 0: not known), a budget with
+// the smallest of its default, that and its limit.
+OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t host_bytes);
+// ConfigError, with both numbers, for the first rule that is broken: budgets, limits and prefetch
+// above 0, budgets within the limits. For options that resolved() has filled in.
+void validate(const OffloadOptions& options);
+
+// How many bytes of state the host budget holds, once encoded to `ratio` of their size.
+int64_t effective_budget(int64_t budget, double ratio);
+
+}  // namespace lockstep::layout

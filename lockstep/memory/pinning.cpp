@@ -1,0 +1,48 @@
+#include "lockstep/memory/pinning.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <fstream>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/short_size.h"
+
+namespace lockstep::memory::detail {
+namespace {
+
+// As the kernel counts it against the limit.
+int64_t locked_by_this_process() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmLck:")) return std::stoll(line.substr(6)) * 1024;
+  }
+  return 0;
+}
+
+std::string limit_text() {
+  rlimit limit{};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited"
+                                         : short_size(static_cast<int64_t>(limit.rlim_cur));
+}
+
+}  // namespace
+
+void lock_pages(std::span<std::byte> pages, std::string_view what) {
+  // On fault: the limit is checked now, and pages can be brought in by several threads.
+  if (mlock2(pages.data(), pages.size(), MLOCK_ONFAULT) == 0) return;
+  const int reason = errno;
+  throw SystemError(
+      format("[host memory] cannot pin {} for {}: {} are pinned already and the limit is {}; raise "
+             "it (ulimit -l) or set offload.pin to false",
+             short_size(static_cast<int64_t>(pages.size())), what,
+             short_size(locked_by_this_process()), limit_text()),
+      reason);
+}
+
+}  // namespace lockstep::memory::detail

@@ -1,0 +1,10 @@
+#include "lockstep/core/error.h"
+#include "lockstep/optim/packed_adamw.h"
+
+namespace lockstep::optim::detail::cuda {
+
+void launch_packed_adamw(const PackedFormat&, const PackedSlice&, const AdamWFactors&, void*) {
+  check(false, "this build has no CUDA kernels");
+}
+
+}  // namespace lockstep::optim::detail::cuda

@@ -1,0 +1,347 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/optim/adamw_factors.h"
+#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/named_state.h"
+#include "lockstep/parallel/offload/later_event.h"
+#include "lockstep/parallel/offload/offload.h"
+#include "lockstep/parallel/offload/state.h"
+#include "lockstep/parallel/offload/update_ring.h"
+#include "lockstep/parallel/shard/sharded.h"
+
+namespace lockstep::parallel {
+
+using detail::Flat;
+using detail::OffloadedState;
+using detail::OffloadTiers;
+using detail::UpdateInput;
+using detail::UpdateRing;
+using layout::Tier;
+
+namespace {
+
+std::vector<optim::NamedParameter> parameters_of(const ShardedModel& model) {
+  return model.named_parameters();
+}
+
+const std::shared_ptr<OffloadTiers>& tiers_of(const ShardedModel& model) {
+  const auto& engine = model.shared()->engine;
+  if (!engine || !engine->tiers())
+    throw ConfigError("[OffloadedAdamW] the model is not offloaded: give fully_shard an offload");
+  return engine->tiers();
+}
+
+}  // namespace
+
+struct OffloadedAdamW::State {
+  // A tensor that is updated.
+  struct Tensor {
+    optim::NamedParameter parameter;
+    size_t group;
+    std::unique_ptr<OffloadedState> state;
+    at::Tensor step = at::zeros({}, at::kLong);
+    bool updated = false;                                   // in this step already
+    at::Tensor exp_avg = {}, exp_avg_sq = {}, master = {};  // shown to others
+  };
+  struct OffloadedFlat {
+    Flat* flat;
+    std::vector<size_t> tensors;  // in `tensors`
+  };
+  struct Model {
+    ShardedModel model;
+    std::shared_ptr<OffloadTiers> tiers;
+    std::shared_ptr<UpdateRing> ring;
+    std::map<size_t, OffloadedFlat> flats = {};
+    memory::Event last = {};  // everything that was queued
+  };
+
+  State(std::vector<ShardedModel> given, std::vector<optim::ParameterGroup> groups,
+        optim::AdamWOptions options);
+  void add(const ShardedModel& model);
+  void update(Model& model, size_t flat);
+  void hold_values(Model& model);
+  std::vector<optim::NamedTensor> shown(Tensor& tensor);
+  void make_shown(Tensor& tensor);
+  Tensor& find(const std::string& name);
+  void wait();
+
+  std::vector<optim::ParameterGroup> groups;
+  optim::AdamWOptions options;
+  std::vector<Tensor> tensors;
+  std::vector<std::unique_ptr<Model>> models;
+};
+
+OffloadedAdamW::State::State(std::vector<ShardedModel> given,
+                             std::vector<optim::ParameterGroup> given_groups,
+                             optim::AdamWOptions given_options)
+    : groups(std::move(given_groups)), options(given_options) {
+  optim::detail::validate(options);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    optim::ParameterGroup& group = groups[g];
+    group.weight_decay = group.weight_decay.value_or(options.weight_decay);
+    for (const auto& parameter : group.parameters)
+      tensors.push_back({.parameter = parameter, .group = g, .state = nullptr});
+  }
+  for (const ShardedModel& model : given) add(model);
+  for (const Tensor& tensor : tensors) {
+    if (!tensor.state) {
+      throw ConfigError(
+          format("[OffloadedAdamW] parameter '{}' is not one of the offloaded model's",
+                 tensor.parameter.name));
+    }
+  }
+}
+
+void OffloadedAdamW::State::add(const ShardedModel& sharded) {
+  const auto& tiers = tiers_of(sharded);
+  auto& engine = *sharded.shared()->engine;
+  models.push_back(
+      std::make_unique<Model>(Model{.model = sharded, .tiers = tiers, .ring = nullptr}));
+  Model& model = *models.back();
+  std::unordered_map<const c10::TensorImpl*, size_t> place;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    place[tensors[i].parameter.tensor.unsafeGetTensorImpl()] = i;
+  for (size_t f = 0; f < engine.flats().size(); ++f) {
+    Flat& flat = *engine.flats()[f];
+    OffloadedFlat offloaded{.flat = &flat, .tensors = {}};
+    for (const auto& each : flat.offloaded()) {
+      const auto found = place.find(each.optimized.unsafeGetTensorImpl());
+      if (found == place.end()) continue;
+      tensors[found->second].state = std::make_unique<OffloadedState>(
+          each.name, *each.state, each.values, flat.plan().offload->params, tiers);
+      offloaded.tensors.push_back(found->second);
+    }
+    model.flats.emplace(f, std::move(offloaded));
+  }
+  model.ring = std::make_shared<UpdateRing>(tiers, tiers->site, tiers->ring);
+  if (tiers->updates_in_backward())
+    tiers->on_gradients = [this, &model](size_t flat) { update(model, flat); };
+  tiers->on_begin_update = [this, &model] { hold_values(model); };
+}
+
+void OffloadedAdamW::State::hold_values(Model& model) {
+  wait();
+  for (const auto& [index, flat] : model.flats) {
+    for (const size_t i : flat.tensors) tensors[i].state->hold_values();
+  }
+}
+
+// Hands the flat's gradients to the driver.
+void OffloadedAdamW::State::update(Model& model, size_t index) {
+  OffloadedFlat& offloaded = model.flats.at(index);
+  OffloadTiers& tiers = *model.tiers;
+  struct Job {
+    OffloadedState* state;
+    UpdateInput input;
+  };
+  std::vector<Job> jobs;
+  const memory::Event ready = memory::computed(tiers.device);
+  for (const size_t i : offloaded.tensors) {
+    Tensor& tensor = tensors[i];
+    const at::Tensor& gradient = tensor.parameter.tensor.grad();
+    if (!gradient.defined() || tensor.updated) continue;
+    optim::detail::announce_read(gradient);
+    const bool on_host = offloaded.flat->is_on_host(gradient);
+    tensor.state->adopt_values();
+    if (tiers.updates_in_backward()) tiers.consumed.push_back(gradient.norm().to(at::kDouble));
+    const optim::ParameterGroup& group = groups[tensor.group];
+    const int64_t step = ++*tensor.step.data_ptr<int64_t>();
+    jobs.push_back({tensor.state.get(),
+                    {.gradient = gradient.detach().reshape({-1}),
+                     .gradient_on_host = on_host,
+                     .gradient_ready = on_host ? offloaded.flat->gradients_moved() : ready,
+                     .factors = optim::detail::adamw_factors(
+                         options, {.step = step,
+                                   .lr = options.lr * group.lr_scale,
+                                   .weight_decay = *group.weight_decay})}});
+    tensor.updated = true;
+  }
+  if (jobs.empty()) {
+    if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients({});
+    return;
+  }
+  detail::LaterEvent read, written;
+  tiers.driver->run(
+      [jobs = std::move(jobs), ring = model.ring, read, written]() mutable {
+        const at::NoGradGuard no_grad;
+        detail::UpdateEvents done;  // each is after those before it
+        for (const Job& job : jobs) done = ring->update(*job.state, job.input);
+        read.set(done.read);
+        written.set(done.written);
+      },
+      offloaded.flat->plan().name);
+  const memory::Event queued = tiers.driver->record();
+  model.last = written.after(queued);
+  offloaded.flat->set_updating(model.last);
+  if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients(read.after(queued));
+  if (!tiers.options.overlap) model.last.wait();
+}
+
+OffloadedAdamW::OffloadedAdamW(std::vector<ShardedModel> models,
+                               std::vector<optim::ParameterGroup> groups,
+                               optim::AdamWOptions options)
+    : state_(std::make_unique<State>(std::move(models), std::move(groups), options)) {}
+
+OffloadedAdamW::OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options)
+    : OffloadedAdamW({model}, {{.parameters = parameters_of(model)}}, options) {}
+
+OffloadedAdamW::~OffloadedAdamW() {
+  for (const auto& model : state_->models) {
+    model->tiers->on_gradients = nullptr;
+    model->tiers->on_begin_update = nullptr;
+    model->tiers->wait();  // what is under way reads and writes memory that goes now
+  }
+}
+
+void OffloadedAdamW::step() {
+  const at::NoGradGuard no_grad;
+  for (const auto& model : state_->models) {
+    for (const auto& [index, flat] : model->flats) {
+      if (!model->tiers->updates_in_backward()) state_->update(*model, index);
+    }
+    if (model->tiers->options.overlap)
+      model->tiers->driver->run([ring = model->ring] { ring->end_step(); }, "fetch state");
+  }
+  for (State::Tensor& tensor : state_->tensors) tensor.updated = false;
+}
+
+std::vector<optim::NamedTensor> OffloadedAdamW::lazy_state() {
+  std::vector<optim::NamedTensor> all;
+  for (State::Tensor& tensor : state_->tensors) {
+    for (auto& entry : state_->shown(tensor)) all.push_back(std::move(entry));
+  }
+  return all;
+}
+
+double OffloadedAdamW::lr() const { return state_->options.lr; }
+
+void OffloadedAdamW::set_lr(double lr) {
+  if (!(lr >= 0)) throw ConfigError(format("[OffloadedAdamW] lr is {}, must be at least 0", lr));
+  state_->options.lr = lr;
+}
+
+std::span<optim::ParameterGroup> OffloadedAdamW::groups() { return state_->groups; }
+
+void OffloadedAdamW::State::wait() {
+  for (const auto& model : models) {
+    model->last.wait();
+    model->tiers->driver->run([ring = model->ring] { ring->finish(); }, "state to disk");
+    model->tiers->driver->record().wait();
+    model->tiers->in->record().wait();
+    model->tiers->out->record().wait();
+  }
+}
+
+void OffloadedAdamW::wait() { state_->wait(); }
+
+void OffloadedAdamW::State::make_shown(Tensor& tensor) {
+  if (tensor.exp_avg.defined()) return;
+  const at::Tensor& param = tensor.parameter.tensor;
+  const auto like = [&] { return at::empty(param.sizes(), at::kFloat); };
+  tensor.exp_avg = like();
+  tensor.exp_avg_sq = like();
+  if (param.scalar_type() == at::kBFloat16) tensor.master = like();
+}
+
+std::vector<optim::NamedTensor> OffloadedAdamW::State::shown(Tensor& tensor) {
+  make_shown(tensor);
+  const std::string& name = tensor.parameter.name;
+  std::vector<optim::NamedTensor> entries{{name + ".exp_avg", tensor.exp_avg},
+                                          {name + ".exp_avg_sq", tensor.exp_avg_sq}};
+  if (tensor.master.defined()) entries.push_back({name + ".master", tensor.master});
+  entries.push_back({name + ".step", tensor.step});
+  return entries;
+}
+
+OffloadedAdamW::State::Tensor& OffloadedAdamW::State::find(const std::string& entry) {
+  const std::string name = entry.substr(0, entry.rfind('.'));
+  const auto found = std::find_if(tensors.begin(), tensors.end(),
+                                  [&](const Tensor& each) { return each.parameter.name == name; });
+  check(found != tensors.end(), "state() gave the name");
+  return *found;
+}
+
+namespace {
+
+float* data_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr<float>() : nullptr;
+}
+
+}  // namespace
+
+void OffloadedAdamW::refresh(const std::string& name) {
+  state_->wait();
+  State::Tensor& tensor = state_->find(name);
+  const auto is = [&](const char* what) { return name.ends_with(what); };
+  tensor.state->unpack(is(".exp_avg") ? data_of(tensor.exp_avg) : nullptr,
+                       is(".exp_avg_sq") ? data_of(tensor.exp_avg_sq) : nullptr,
+                       is(".master") ? data_of(tensor.master) : nullptr);
+}
+
+void OffloadedAdamW::adopt(const std::string& name) {
+  state_->wait();
+  State::Tensor& tensor = state_->find(name);
+  // Once, after the last of them.
+  const char* const last = tensor.master.defined() ? ".master" : ".exp_avg_sq";
+  if (!name.ends_with(last)) return;
+  tensor.state->pack(data_of(tensor.exp_avg), data_of(tensor.exp_avg_sq), data_of(tensor.master));
+}
+
+std::vector<optim::NamedTensor> OffloadedAdamW::state() {
+  std::vector<optim::NamedTensor> all = lazy_state();
+  for (const auto& entry : all) refresh(entry.name);
+  return all;
+}
+
+void OffloadedAdamW::load_state(std::span<const optim::NamedTensor> entries) {
+  const at::NoGradGuard no_grad;
+  const auto own = state();
+  optim::detail::load_named("OffloadedAdamW.load_state", own, entries);
+  for (const auto& entry : own) adopt(entry.name);
+}
+
+OffloadStats offload_stats(const ShardedModel& model) {
+  OffloadStats stats;
+  const auto& engine = model.shared()->engine;
+  if (!engine || !engine->tiers()) return stats;
+  const OffloadTiers& tiers = *engine->tiers();
+  const auto bytes = [](size_t count) { return static_cast<int64_t>(count); };
+  stats.to_device = tiers.traffic.to_device;
+  stats.to_host = tiers.traffic.to_host;
+  stats.from_disk = tiers.traffic.from_disk;
+  stats.to_disk = tiers.traffic.to_disk;
+  stats.device_bytes = bytes(tiers.device_budget.used());
+  stats.device_peak = bytes(tiers.device_budget.peak());
+  stats.device_limit = bytes(tiers.device_budget.limit());
+  stats.param_bytes = bytes(tiers.param_budget.used());
+  stats.param_peak = bytes(tiers.param_budget.peak());
+  stats.param_budget = bytes(tiers.param_budget.limit());
+  stats.host_bytes = bytes(tiers.host_budget.used());
+  stats.host_peak = bytes(tiers.host_budget.peak());
+  stats.host_budget = bytes(tiers.host_budget.limit());
+  if (tiers.device.is_cpu()) stats.device_resident = bytes(tiers.device_memory.resident());
+  for (const auto& flat : engine->flats()) {
+    const detail::FlatOffload& offload = *flat->plan().offload;
+    (offload.params == Tier::device ? stats.params_on_device : stats.params_on_host) +=
+        bytes(flat->parameter_bytes());
+    for (const detail::StatePlan& state : offload.states) {
+      for (const detail::StateSlice& slice : state.slices) {
+        int64_t& sum = slice.tier == Tier::device ? stats.state_on_device
+                       : slice.tier == Tier::host ? stats.state_on_host
+                                                  : stats.state_on_disk;
+        sum += bytes(optim::detail::packed_layout(state.format, slice.count).total);
+      }
+    }
+  }
+  stats.site = tiers.site;
+  return stats;
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,47 @@
+// A point in a queue that another thread has yet to reach with its work. Private: not installed.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "lockstep/memory/queue.h"
+
+namespace lockstep::parallel::detail {
+
+// What a thread of its own will queue: whoever waits, waits until that was queued, and then for it.
+class LaterEvent {
+ public:
+  // By the thread that queues, once.
+  void set(memory::Event event) { state_->event = std::move(event); }
+  // `queued`: after set().
+  memory::Event after(memory::Event queued) const {
+    return memory::Event(std::make_shared<Impl>(state_, std::move(queued)));
+  }
+
+ private:
+  struct State {
+    memory::Event event;
+  };
+  class Impl final : public memory::Event::Impl {
+   public:
+    Impl(std::shared_ptr<State> state, memory::Event queued)
+        : state_(std::move(state)), queued_(std::move(queued)) {}
+    bool passed() const override { return queued_.passed() && state_->event.passed(); }
+    void wait() const override {
+      queued_.wait();
+      state_->event.wait();
+    }
+    void* cuda_event() const override {
+      queued_.wait();
+      return state_->event.cuda_event();
+    }
+
+   private:
+    std::shared_ptr<State> state_;
+    memory::Event queued_;
+  };
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,76 @@
+// Training what does not fit on the device: parameters, gradients and optimizer state rest in host
+// memory or on disk and come when they are used (ZeRO-3 with offload). docs/offload.md.
+//
+//   auto sharded = parallel::fully_shard(*model, mesh["dp"], {.offload =
+//   parallel::OffloadOptions{}}); parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-4});
+//   loss.backward();
+//   sharded.clip_grad_norm(1.0);
+//   optimizer.step();   // returns while the update goes on; whoever uses a parameter waits for it
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "lockstep/layout/offload.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+
+namespace lockstep::parallel {
+
+using layout::ClipMode;
+using layout::OffloadOptions;
+using layout::OffloadStrategy;
+using layout::StateCodecs;
+using layout::UpdateSite;
+
+// Counted, not computed. Bytes of this rank.
+struct OffloadStats {
+  // Since the model was made.
+  int64_t to_device = 0, to_host = 0, from_disk = 0, to_disk = 0;
+  // Now, at most, and allowed.
+  int64_t device_bytes = 0, device_peak = 0, device_limit = 0;
+  int64_t param_bytes = 0, param_peak = 0, param_budget = 0;
+  int64_t host_bytes = 0, host_peak = 0, host_budget = 0;
+  // On the CPU: what the device's stretch of memory really has behind it.
+  int64_t device_resident = 0;
+  // Where things rest: bytes of parameters, gradients and state by tier.
+  int64_t params_on_device = 0, params_on_host = 0;
+  int64_t state_on_device = 0, state_on_host = 0, state_on_disk = 0;
+  UpdateSite site = UpdateSite::automatic;
+};
+// Zeros for a model that is not offloaded.
+OffloadStats offload_stats(const ShardedModel& model);
+
+// AdamW for offloaded models. The bits are those of optim::AdamW, unless a codec loses some. With
+// ClipMode::none each parameter is updated during backward; then step() ends the step, and lr and
+// groups hold from before backward. Models must outlive it.
+class OffloadedAdamW final : public optim::Optimizer {
+ public:
+  // Groups are of named_parameters() of the models; those that no group has are not updated.
+  OffloadedAdamW(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,
+                 optim::AdamWOptions options = {});
+  explicit OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options = {});
+  ~OffloadedAdamW() override;
+
+  void step() override;
+  double lr() const override;
+  void set_lr(double lr) override;
+  std::span<optim::ParameterGroup> groups() override;
+  // Copies in host memory, in float32: "exp_avg", "exp_avg_sq", "step", and "master" of bfloat16.
+  std::vector<optim::NamedTensor> state() override;
+  void load_state(std::span<const optim::NamedTensor> entries) override;
+  std::vector<optim::NamedTensor> lazy_state() override;
+  void refresh(const std::string& name) override;
+  void adopt(const std::string& name) override;
+  // Waits for updates that are under way, and throws what went wrong in them.
+  void wait();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lockstep::parallel

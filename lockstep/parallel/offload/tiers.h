@@ -1,0 +1,108 @@
+// The memory that an offloaded model has on the device, on the host and on disk, and the queues
+// that move bytes between them. Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/layout/offload.h"
+#include "lockstep/layout/offload_places.h"
+#include "lockstep/memory/budget.h"
+#include "lockstep/memory/device_memory.h"
+#include "lockstep/memory/disk_store.h"
+#include "lockstep/memory/host_memory.h"
+#include "lockstep/memory/queue.h"
+
+namespace lockstep::parallel::detail {
+
+// Of the ring of updates.
+struct RingSize {
+  size_t slot_bytes = 0, slots = 0;
+};
+
+// Bytes that have crossed between tiers. Counted where copies are queued.
+struct TierTraffic {
+  std::atomic<int64_t> to_device = 0, to_host = 0;
+  std::atomic<int64_t> from_disk = 0, to_disk = 0;
+};
+
+class OffloadTiers {
+ public:
+  // `options` without zeros.
+  OffloadTiers(layout::OffloadOptions options, c10::Device device, int rank);
+
+  const layout::OffloadOptions options;
+  const c10::Device device;
+  const memory::Budget device_budget, param_budget, host_budget;
+  const memory::DeviceMemory device_memory;
+  const memory::HostMemory host_memory;
+  // For the model: parameters to the device, gradients from it. What they wait for may be an
+  // update, so updates have queues of their own: to the device and from it, for what is computed
+  // there beside the model, and a thread that drives them.
+  const std::shared_ptr<memory::Queue> fetch, send, in, out, work, driver;
+  std::optional<memory::DiskStore> disk;
+  TierTraffic traffic;
+  // Called where a flat's gradients of a whole step have come, if parameters are updated in
+  // backward.
+  std::function<void(size_t flat)> on_gradients;
+
+  // Called before others may write parameters.
+  std::function<void()> on_begin_update;
+  // Chosen when the model was arranged.
+  layout::UpdateSite site = layout::UpdateSite::cpu;
+  RingSize ring;
+  // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
+  std::vector<at::Tensor> consumed;
+
+  bool updates_in_backward() const { return options.clip_mode == layout::ClipMode::none; }
+
+  // 1-d tensors. On the device within its budget, and that for parameters.
+  at::Tensor on_device(int64_t count, at::ScalarType dtype, std::string_view what,
+                       memory::Stay stay = memory::Stay::long_time) const;
+  at::Tensor parameters_on_device(int64_t count, at::ScalarType dtype, std::string_view what,
+                                  memory::Stay stay) const;
+  at::Tensor on_host(int64_t count, at::ScalarType dtype, std::string_view what) const;
+  at::Tensor resting(layout::Tier tier, int64_t count, at::ScalarType dtype,
+                     std::string_view what) const;
+
+  // Copies, counted; the queue's own order holds.
+  void to_device(memory::Queue& queue, void* to, const void* from, size_t bytes,
+                 std::string_view what);
+  void to_host(memory::Queue& queue, void* to, const void* from, size_t bytes,
+               std::string_view what);
+  void copy_in(void* to, const void* from, size_t bytes, std::string_view what) {
+    to_device(*in, to, from, bytes, what);
+  }
+  void copy_out(void* to, const void* from, size_t bytes, std::string_view what) {
+    to_host(*out, to, from, bytes, what);
+  }
+
+  // Host memory for what is on its way, used again after the event that it is returned with. By the
+  // thread that computes.
+  at::Tensor stage(int64_t count, at::ScalarType dtype);
+  void return_stage(const at::Tensor& stage, memory::Event event);
+
+  // Until nothing is under way any more; what went wrong there was told to who needed it.
+  void wait() const noexcept;
+
+  // Keeps memory until the event has passed. By the thread that computes.
+  void retire(std::shared_ptr<void> memory, memory::Event event);
+
+ private:
+  struct Stage {
+    at::Tensor memory;  // bytes
+    memory::Event free = {};
+  };
+  std::vector<Stage> stages_;
+  std::vector<std::pair<std::shared_ptr<void>, memory::Event>> retired_;
+};
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,155 @@
+// Checkpoints do not know what is offloaded: what one saved, the other goes on from.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "tests/parallel/offload_training.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+using checkpoint::slices_of;
+using layout::OffloadOptions;
+using layout::OffloadStrategy;
+using layout::UpdateSite;
+
+constexpr int kSaved = 5, kEnd = 10;
+constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
+
+OffloadOptions everything(UpdateSite site) {
+  return {.param_budget = 64 * kKiB,
+          .host_budget = 64 * kMiB,
+          .device_limit = 320 * kKiB,
+          .host_limit = 64 * kMiB,
+          .strategy = OffloadStrategy::extreme,
+          .update_site = site};
+}
+
+struct Part {
+  std::optional<OffloadOptions> offload = std::nullopt;
+  int begin = 0, end = kEnd;
+  std::string load = {}, save = {};  // a checkpoint, and the folder for one
+  bool used = false;                 // the model has been, before it is loaded
+};
+
+struct Curve {
+  std::vector<double> losses = {}, norms = {};
+  std::vector<at::Tensor> weights = {};
+  std::string saved = {};
+};
+
+Curve train(const comm::Group& group, const Part& part) {
+  constexpr int64_t kWidth = 104;
+  Tower model(4, kWidth);
+  fill_parameters(*model, 3);
+  model->to(at::kBFloat16);
+  auto sharded = parallel::fully_shard(*model, group,
+                                       {.units = parallel::ByType{{"Layer"}},
+                                        .min_num_params = 50,
+                                        .use_orig_params = true,
+                                        .offload = part.offload});
+  const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
+  std::unique_ptr<optim::Optimizer> optimizer;
+  if (part.offload) {
+    optimizer = std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
+  } else {
+    optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
+  }
+  Curve curve;
+  const at::Tensor numbers = at::arange(6 * kWidth, at::kFloat).view({6, kWidth});
+  const auto step = [&](int index) {
+    const at::Tensor input = at::sin(numbers * (1 + 0.01 * (index * group.size() + group.rank())));
+    const at::Tensor loss = (model->forward(input) - at::cos(numbers)).square().mean();
+    loss.backward();
+    curve.losses.push_back(loss.item<double>());
+    curve.norms.push_back(sharded.clip_grad_norm(0.05));
+    optimizer->step();
+    optimizer->zero_grad();
+  };
+  if (part.used) {
+    for (int index = 0; index < 2; ++index) step(100 + index);
+    curve = {};
+    sharded.begin_update();
+  }
+  const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
+  if (!part.load.empty()) {
+    EXPECT_EQ(checkpoint::load(part.load, slices, group).step, part.begin);
+  }
+  for (int index = part.begin; index < part.end; ++index) step(index);
+  if (!part.save.empty())
+    curve.saved = checkpoint::save(part.save, {.step = part.end, .slices = slices}, group);
+  for (const auto& [name, tensor] : sharded.full_state_dict()) curve.weights.push_back(tensor);
+  return curve;
+}
+
+void expect_tail(const Curve& whole, const Curve& tail, const std::string& what) {
+  SCOPED_TRACE(what);
+  EXPECT_EQ(std::vector(whole.losses.begin() + kSaved, whole.losses.end()), tail.losses);
+  EXPECT_EQ(std::vector(whole.norms.begin() + kSaved, whole.norms.end()), tail.norms);
+  ASSERT_EQ(whole.weights.size(), tail.weights.size());
+  for (size_t i = 0; i < whole.weights.size(); ++i)
+    EXPECT_TRUE(whole.weights[i].equal(tail.weights[i])) << i;
+}
+
+TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
+  const std::optional<OffloadOptions> forms[] = {std::nullopt, everything(UpdateSite::device),
+                                                 everything(UpdateSite::cpu)};
+  for (const int ranks : {1, 2}) {
+    const TempDir folder;
+    comm::run_threads(ranks, [&](const comm::Group& group) {
+      const Curve whole = train(group, {});
+      for (size_t from = 0; from < std::size(forms); ++from) {
+        const Curve first = train(group, {.offload = forms[from],
+                                          .end = kSaved,
+                                          .save = folder.path() + "/" + std::to_string(from)});
+        for (size_t to = 0; to < std::size(forms); ++to) {
+          for (const bool used : {false, true}) {
+            const Curve second = train(
+                group, {.offload = forms[to], .begin = kSaved, .load = first.saved, .used = used});
+            expect_tail(whole, second,
+                        std::to_string(from) + " to " + std::to_string(to) +
+                            (used ? ", used, " : ", ") + std::to_string(ranks) + " ranks");
+          }
+        }
+      }
+    });
+  }
+}
+
+// What saved must not notice that it did.
+TEST(OffloadCheckpoint, SavingChangesNothing) {
+  const TempDir folder;
+  const Part plain{.offload = everything(UpdateSite::device)};
+  Part saving = plain;
+  saving.save = folder.path();
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const Curve a = train(group, plain), b = train(group, saving);
+    EXPECT_EQ(a.losses, b.losses);
+    for (size_t i = 0; i < a.weights.size(); ++i) EXPECT_TRUE(a.weights[i].equal(b.weights[i]));
+  });
+}
+
+// Two ranks saved; one goes on, offloaded or not, in the same way.
+TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
+  const TempDir folder;
+  std::string saved;
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const Curve curve = train(
+        group, {.offload = everything(UpdateSite::device), .end = kSaved, .save = folder.path()});
+    if (group.rank() == 0) saved = curve.saved;
+  });
+  const Curve plain = train({}, {.begin = kSaved, .load = saved});
+  for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
+    const Curve moved = train({}, {.offload = everything(site), .begin = kSaved, .load = saved});
+    EXPECT_EQ(plain.losses, moved.losses);
+    EXPECT_EQ(plain.norms, moved.norms);
+    ASSERT_EQ(plain.weights.size(), moved.weights.size());
+    for (size_t i = 0; i < plain.weights.size(); ++i)
+      EXPECT_TRUE(plain.weights[i].equal(moved.weights[i])) << i;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test

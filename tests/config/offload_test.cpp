@@ -1,0 +1,259 @@
+#include "lockstep/config/offload.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "lockstep/config/inputs.h"
+#include "lockstep/core/error.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::config {
+namespace {
+
+using codec::Codec;
+using layout::ClipMode;
+using layout::OffloadOptions;
+using layout::UpdateSite;
+using testing::HasSubstr;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+constexpr int64_t kGB = int64_t{1} << 30;
+
+TrainConfig valid() {
+  TrainConfig config;
+  config.data.path = "data.txt";
+  config.offload.params = config.offload.grads = config.offload.optimizer = true;
+  return config;
+}
+
+using Change = std::function<void(TrainConfig&)>;
+
+void expect_valid(const Change& change) {
+  TrainConfig config = valid();
+  change(config);
+  EXPECT_NO_THROW(config.validate(1));
+}
+
+void expect_refused(const Change& change, const std::string& message) {
+  TrainConfig config = valid();
+  change(config);
+  EXPECT_THAT([&] { config.validate(1); }, ThrowsMessage<ConfigError>(StrEq(message)));
+}
+
+TEST(OffloadConfig, IsOffUntilItIsAskedFor) {
+  const TrainConfig config;
+  EXPECT_FALSE(config.offload.any());
+  OffloadOptions on = config.offload;
+  on.params = on.grads = on.optimizer = true;
+  EXPECT_EQ(on, OffloadOptions{});
+}
+
+TEST(OffloadConfig, FlagsOfEveryKey) {
+  TrainConfig config;
+  Schema schema = train_schema(config);
+  const std::pair<const char*, const char*> flags[] = {
+      {"params", "true"},      {"grads", "true"},      {"optimizer", "true"},
+      {"param_budget", "1GB"}, {"host_budget", "3GB"}, {"device_limit", "2GB"},
+      {"host_limit", "4GB"},   {"prefetch", "3"},      {"async_prefetch", "false"},
+      {"pin", "false"},        {"overlap", "false"},   {"codec", "exp_avg=bf16,exp_avg_sq=int8"},
+      {"strategy", "extreme"}, {"disk", "/fast"},      {"update_site", "cpu"},
+      {"clip_mode", "none"}};
+  for (const auto& [key, value] : flags) schema.set_flag(std::string("offload.") + key, value);
+  EXPECT_EQ(config.offload, (OffloadOptions{.params = true,
+                                            .grads = true,
+                                            .optimizer = true,
+                                            .param_budget = kGB,
+                                            .host_budget = 3 * kGB,
+                                            .device_limit = 2 * kGB,
+                                            .host_limit = 4 * kGB,
+                                            .prefetch = 3,
+                                            .async_prefetch = false,
+                                            .overlap = false,
+                                            .pin = false,
+                                            .codec = {Codec::bf16, Codec::int8},
+                                            .strategy = layout::OffloadStrategy::extreme,
+                                            .disk = "/fast",
+                                            .update_site = UpdateSite::cpu,
+                                            .clip_mode = ClipMode::none}));
+  EXPECT_EQ(train_config_from_json(to_json(config), "x"), config);
+  schema.set_flag("offload.pin", "auto");
+  EXPECT_FALSE(config.offload.pin.has_value());
+  // Every name that a choice has is the enum's.
+  for (const auto strategy :
+       {layout::OffloadStrategy::conservative, layout::OffloadStrategy::balanced,
+        layout::OffloadStrategy::aggressive, layout::OffloadStrategy::extreme}) {
+    schema.set_flag("offload.strategy", std::string(layout::name_of(strategy)));
+    EXPECT_EQ(config.offload.strategy, strategy);
+  }
+  for (const auto site : {UpdateSite::automatic, UpdateSite::cpu, UpdateSite::device}) {
+    schema.set_flag("offload.update_site", std::string(layout::name_of(site)));
+    EXPECT_EQ(config.offload.update_site, site);
+  }
+  for (const auto mode : {ClipMode::exact, ClipMode::none}) {
+    schema.set_flag("offload.clip_mode", std::string(layout::name_of(mode)));
+    EXPECT_EQ(config.offload.clip_mode, mode);
+  }
+}
+
+TEST(OffloadConfig, WrongFlags) {
+  TrainConfig config;
+  Schema schema = train_schema(config);
+  const auto says = [](const char* text) { return ThrowsMessage<ConfigError>(HasSubstr(text)); };
+  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, says("offload.codec: "));
+  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, says("'zip'"));
+  EXPECT_THAT([&] { schema.set_flag("offload.prefetch", "0"); },
+              says("offload.prefetch is '0', must be a whole number at least 1"));
+  EXPECT_THAT([&] { schema.set_flag("offload.host_budget", "-1"); },
+              says("offload.host_budget is '-1', must be a size such as 8GB"));
+}
+
+TEST(OffloadConfig, AKeyThatWouldBeOverlookedIsRefused) {
+  const struct {
+    const char* key;
+    Change change;
+  } cases[] = {{"param_budget", [](auto& c) { c.offload.param_budget = kGB; }},
+               {"host_budget", [](auto& c) { c.offload.host_budget = kGB; }},
+               {"device_limit", [](auto& c) { c.offload.device_limit = kGB; }},
+               {"host_limit", [](auto& c) { c.offload.host_limit = kGB; }},
+               {"prefetch", [](auto& c) { c.offload.prefetch = 2; }},
+               {"async_prefetch", [](auto& c) { c.offload.async_prefetch = false; }},
+               {"pin", [](auto& c) { c.offload.pin = true; }},
+               {"overlap", [](auto& c) { c.offload.overlap = false; }},
+               {"codec", [](auto& c) { c.offload.codec.exp_avg = Codec::bf16; }},
+               {"strategy", [](auto& c) { c.offload.strategy = layout::OffloadStrategy::extreme; }},
+               {"disk", [](auto& c) { c.offload.disk = "/fast"; }},
+               {"update_site", [](auto& c) { c.offload.update_site = UpdateSite::cpu; }},
+               {"clip_mode", [](auto& c) { c.offload.clip_mode = ClipMode::none; }}};
+  for (const auto& [key, change] : cases) {
+    expect_refused(
+        [&](auto& c) {
+          c.offload.params = c.offload.grads = c.offload.optimizer = false;
+          change(c);
+        },
+        std::string("offload.") + key +
+            " is set, but nothing is offloaded: set offload.params, offload.grads or "
+            "offload.optimizer");
+  }
+}
+
+TEST(OffloadConfig, BudgetsAndLimits) {
+  expect_valid([](auto&) {});
+  expect_valid([](auto& c) { c.offload.device_limit = kGB; });  // the budget follows
+  expect_refused(
+      [](auto& c) {
+        c.offload.param_budget = 3 * kGB;
+        c.offload.device_limit = 2 * kGB;
+      },
+      "offload.param_budget is 3 GB, must be at most offload.device_limit, 2 GB");
+  expect_refused([](auto& c) { c.offload.host_budget = 65 * kGB; },
+                 "offload.host_budget is 65 GB, must be at most offload.host_limit, 64 GB");
+  expect_refused(
+      [](auto& c) {
+        c.offload.params = false;
+        c.offload.param_budget = kGB;
+      },
+      "offload.param_budget is set, but offload.params is false: parameters stay on the device");
+}
+
+TEST(OffloadConfig, UpdatesAreAdamWs) {
+  expect_refused([](auto& c) { c.optim.name = OptimizerKind::sgd; },
+                 "offload is for optim.name adamw; it is sgd");
+  expect_refused([](auto& c) { c.offload.clip_mode = ClipMode::none; },
+                 "offload.clip_mode none updates parameters before the norm of all gradients is "
+                 "known: set optim.clip 0; it is 1");
+  expect_valid([](auto& c) {
+    c.offload.clip_mode = ClipMode::none;
+    c.optim.clip = 0;
+  });
+  expect_refused(
+      [&](auto& c) {
+        c.optim.clip = 0;
+        c.offload.clip_mode = ClipMode::none;
+        c.offload.optimizer = false;
+      },
+      "offload.clip_mode is none, but offload.optimizer is false: it is for offloaded state");
+  TrainConfig config = valid();
+  config.optim.clip = 0;
+  config.offload.clip_mode = ClipMode::none;
+  config.parallel.tp = 2;
+  EXPECT_THAT([&] { config.validate(2); },
+              ThrowsMessage<ConfigError>("offload.clip_mode is none with parallel.tp 2 and "
+                                         "parallel.pp 1, which must be 1: their ranks add to "
+                                         "gradients after backward"));
+}
+
+TEST(OffloadConfig, KeysOfStateNeedOffloadedState) {
+  const auto refused = [](const Change& change, const std::string& message) {
+    expect_refused(
+        [&](auto& c) {
+          c.offload.optimizer = false;
+          change(c);
+        },
+        message);
+  };
+  refused([](auto& c) { c.offload.update_site = UpdateSite::cpu; },
+          "offload.update_site is set, but offload.optimizer is false: optimizer state stays on "
+          "the device");
+  refused([](auto& c) { c.offload.codec.exp_avg_sq = Codec::int8; },
+          "offload.codec is set, but offload.optimizer is false: optimizer state stays on the "
+          "device");
+  refused([](auto& c) { c.offload.disk = "/fast"; },
+          "offload.disk is set, but offload.optimizer is false: only optimizer state goes to the "
+          "disk");
+}
+
+TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
+  for (const bool first : {true, false}) {
+    const auto change = [&](auto& c) {
+      (first ? c.offload.codec.exp_avg : c.offload.codec.exp_avg_sq) = Codec::lossless;
+    };
+    expect_refused(
+        [&](auto& c) {
+          change(c);
+          c.offload.update_site = UpdateSite::device;
+        },
+        std::string("offload.update_site is device, but offload.codec is ") +
+            (first ? "exp_avg" : "exp_avg_sq") + "=lossless: LZ4 is decoded by the CPU");
+    expect_valid(change);
+  }
+  expect_valid([](auto& c) {
+    c.offload.codec = {Codec::int8, Codec::int8};
+    c.offload.update_site = UpdateSite::device;
+  });
+}
+
+TEST(OffloadConfig, ParametersThatStayGatheredDoNotLeave) {
+  for (const auto shard : {Shard::none, Shard::full, Shard::hybrid})
+    expect_valid([&](auto& c) { c.parallel.shard = shard; });
+  for (const auto shard : {Shard::grad_op, Shard::optimizer}) {
+    expect_refused([&](auto& c) { c.parallel.shard = shard; },
+                   "parallel.shard is " + std::string(name_of(shard)) +
+                       ", must be one of none, full, hybrid where something is offloaded: the "
+                       "others keep gathered parameters on the device");
+  }
+}
+
+TEST(OffloadConfig, TheDiskMustBeAFolderThatCanBeWritten) {
+  const test::TempDir folder;
+  TrainConfig config = valid();
+  config.data.path = folder.path() + "/data.txt";
+  test::write_file(config.data.path, std::string(20000, 'a'));
+  config.checkpoint.dir = "";
+  config.offload.disk = folder.path() + "/none";
+  EXPECT_THAT([&] { check_inputs(config, 1); },
+              ThrowsMessage<ConfigError>(StrEq("offload.disk: " + config.offload.disk +
+                                               " is not a folder that can be written; name one, "
+                                               "for the states of the optimizer")));
+  config.offload.disk = config.data.path;
+  EXPECT_THAT([&] { check_inputs(config, 1); },
+              ThrowsMessage<ConfigError>(HasSubstr("is not a folder")));
+  config.offload.disk = folder.path();
+  EXPECT_NO_THROW(check_inputs(config, 1));
+}
+
+}  // namespace
+}  // namespace lockstep::config

@@ -1,0 +1,195 @@
+#include "lockstep/layout/offload.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::layout {
+namespace {
+
+using codec::Codec;
+using testing::HasSubstr;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+constexpr int64_t kGB = int64_t{1} << 30;
+constexpr OffloadStrategy kStrategies[] = {OffloadStrategy::conservative, OffloadStrategy::balanced,
+                                           OffloadStrategy::aggressive, OffloadStrategy::extreme};
+
+auto refused(const std::string& message) { return ThrowsMessage<ConfigError>(StrEq(message)); }
+
+TEST(Offload, Defaults) {
+  const OffloadOptions options;
+  EXPECT_TRUE(options.params && options.grads && options.optimizer);
+  EXPECT_EQ(options.prefetch, 16);
+  EXPECT_TRUE(options.async_prefetch && options.overlap);
+  EXPECT_FALSE(options.pin.has_value());
+  EXPECT_EQ(options.codec, StateCodecs{});
+  EXPECT_EQ(options.strategy, OffloadStrategy::aggressive);
+  EXPECT_EQ(options.disk, "");
+  EXPECT_EQ(options.update_site, UpdateSite::automatic);
+  EXPECT_EQ(options.clip_mode, ClipMode::exact);
+  EXPECT_TRUE(options.any());
+  EXPECT_FALSE((OffloadOptions{.params = false, .grads = false, .optimizer = false}.any()));
+  EXPECT_TRUE((OffloadOptions{.params = false, .grads = true, .optimizer = false}.any()));
+}
+
+TEST(Offload, NumbersOfStrategies) {
+  const double thresholds[] = {0.90, 0.75, 0.60, 0.40}, aggressive[] = {0.2, 0.5, 0.8, 1.0};
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(threshold(kStrategies[i]), thresholds[i]);
+    EXPECT_EQ(aggressiveness(kStrategies[i]), aggressive[i]);
+  }
+}
+
+TEST(Offload, Names) {
+  const char* names[] = {"conservative", "balanced", "aggressive", "extreme"};
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(name_of(kStrategies[i]), names[i]);
+    EXPECT_EQ(parse_offload_strategy(names[i]), kStrategies[i]);
+  }
+  for (const auto site : {UpdateSite::automatic, UpdateSite::cpu, UpdateSite::device})
+    EXPECT_EQ(parse_update_site(name_of(site)), site);
+  EXPECT_EQ(name_of(UpdateSite::automatic), "auto");
+  for (const auto mode : {ClipMode::exact, ClipMode::none})
+    EXPECT_EQ(parse_clip_mode(name_of(mode)), mode);
+  EXPECT_THAT(
+      [] { parse_offload_strategy("wild"); },
+      refused("[offload strategy] 'wild' is unknown, must be one of conservative, balanced, "
+              "aggressive, extreme"));
+  EXPECT_THAT([] { parse_update_site("gpu"); },
+              refused("[update site] 'gpu' is unknown, must be one of auto, cpu, device"));
+  EXPECT_THAT([] { parse_clip_mode(""); },
+              refused("[clip mode] '' is unknown, must be one of exact, none"));
+}
+
+TEST(Offload, CodecsOfStates) {
+  const struct {
+    const char* text;
+    StateCodecs codecs;
+    const char* name;
+  } cases[] = {
+      {"none", {}, "none"},
+      {"bf16", {Codec::bf16, Codec::bf16}, "bf16"},
+      {"fp16", {Codec::fp16, Codec::bf16}, "fp16"},
+      {"int8", {Codec::int8, Codec::quantization}, "int8"},
+      {"exp_avg=int8,exp_avg_sq=int8", {Codec::int8, Codec::int8}, "exp_avg=int8,exp_avg_sq=int8"},
+      {"exp_avg=bf16", {Codec::bf16, Codec::none}, "exp_avg=bf16"},
+      {"exp_avg_sq=quantization", {Codec::none, Codec::quantization}, "exp_avg_sq=quantization"},
+      {"exp_avg_sq=int8,exp_avg=fp16", {Codec::fp16, Codec::int8}, "exp_avg=fp16,exp_avg_sq=int8"},
+      {"exp_avg=lossless,exp_avg_sq=lossless", {Codec::lossless, Codec::lossless}, "lossless"},
+      {"exp_avg=none,exp_avg_sq=bf16", {Codec::none, Codec::bf16}, "exp_avg_sq=bf16"}};
+  for (const auto& [text, codecs, name] : cases) {
+    EXPECT_EQ(parse_state_codecs(text), codecs) << text;
+    EXPECT_EQ(name_of(codecs), name);
+    EXPECT_EQ(parse_state_codecs(name), codecs) << name;
+  }
+}
+
+TEST(Offload, WrongCodecsOfStates) {
+  const auto says = [](const char* text) { return ThrowsMessage<ConfigError>(HasSubstr(text)); };
+  EXPECT_THAT([] { parse_state_codecs("zip"); },
+              says("'zip' is unknown, must be one of none, fp16"));
+  EXPECT_THAT([] { parse_state_codecs(""); }, says("'' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("exp_avg=zip"); }, says("'zip' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("exp_avg="); }, says("'' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("momentum=bf16"); },
+              refused("[state codecs] 'momentum' is unknown, must be one of exp_avg, exp_avg_sq"));
+  EXPECT_THAT([] { parse_state_codecs("exp_avg=bf16,exp_avg=int8"); },
+              refused("[state codecs] 'exp_avg=bf16,exp_avg=int8': exp_avg is given twice"));
+  for (const char* text : {"exp_avg=bf16,int8", "exp_avg=bf16,", ",exp_avg=bf16"})
+    EXPECT_THAT([&] { parse_state_codecs(text); }, says("must be KIND=CODEC")) << text;
+}
+
+TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {
+  OffloadOptions large = resolved({}, 100 * kGB, 200 * kGB);
+  EXPECT_EQ(large.param_budget, 2 * kGB);
+  EXPECT_EQ(large.host_budget, 32 * kGB);
+  EXPECT_EQ(large.device_limit, 8 * kGB);
+  EXPECT_EQ(large.host_limit, 64 * kGB);
+  EXPECT_NO_THROW(validate(large));
+  EXPECT_EQ(resolved({}, 0, 0), large);  // not known
+
+  const OffloadOptions small = resolved({}, kGB, 20 * kGB);
+  EXPECT_EQ(small.param_budget, kGB);
+  EXPECT_EQ(small.host_budget, 20 * kGB);
+  EXPECT_EQ(small.device_limit, kGB);
+  EXPECT_EQ(small.host_limit, 20 * kGB);
+  EXPECT_NO_THROW(validate(small));
+
+  // A budget that is open keeps to a limit that is not, and to the machine.
+  const OffloadOptions limited = resolved({.device_limit = kGB / 2, .host_limit = 5}, kGB, kGB);
+  EXPECT_EQ(limited.param_budget, kGB / 2);
+  EXPECT_EQ(limited.host_budget, 5);
+  const OffloadOptions loose = resolved({.device_limit = 9 * kGB, .host_limit = 9 * kGB}, kGB, kGB);
+  EXPECT_EQ(loose.device_limit, 9 * kGB);
+  EXPECT_EQ(loose.param_budget, kGB);
+  EXPECT_EQ(loose.host_budget, kGB);
+
+  // What is given stays.
+  const OffloadOptions given{
+      .param_budget = 1, .host_budget = 2, .device_limit = 3, .host_limit = 4};
+  EXPECT_EQ(resolved(given, kGB, kGB), given);
+}
+
+TEST(Offload, Rules) {
+  const OffloadOptions right = resolved({}, 0, 0);
+  using Member = int64_t OffloadOptions::*;
+  const struct {
+    Member member;
+    const char* name;
+  } sizes[] = {{&OffloadOptions::param_budget, "param_budget"},
+               {&OffloadOptions::host_budget, "host_budget"},
+               {&OffloadOptions::device_limit, "device_limit"},
+               {&OffloadOptions::host_limit, "host_limit"}};
+  for (const auto& [member, name] : sizes) {
+    OffloadOptions wrong = right;
+    wrong.*member = 0;
+    EXPECT_THAT([&] { validate(wrong); },
+                refused("offload." + std::string(name) + " is 0 B, must be above 0"));
+    wrong.*member = -2 * kGB;
+    EXPECT_THAT([&] { validate(wrong); },
+                refused("offload." + std::string(name) + " is -2 GB, must be above 0"));
+  }
+  for (const int depth : {0, -3}) {
+    OffloadOptions wrong = right;
+    wrong.prefetch = depth;
+    EXPECT_THAT([&] { validate(wrong); },
+                refused("offload.prefetch is " + std::to_string(depth) + ", must be at least 1"));
+  }
+  OffloadOptions one = right;
+  one.prefetch = 1;
+  EXPECT_NO_THROW(validate(one));
+}
+
+TEST(Offload, BudgetsAreWithinTheLimits) {
+  OffloadOptions options = resolved({}, 0, 0);
+  options.param_budget = 3 * kGB;
+  options.device_limit = 2 * kGB;
+  EXPECT_THAT([&] { validate(options); },
+              refused("offload.param_budget is 3 GB, must be at most offload.device_limit, 2 GB"));
+  options.param_budget = 2 * kGB;
+  EXPECT_NO_THROW(validate(options));
+  options.param_budget = 2 * kGB + 1;  // numbers that would look the same
+  EXPECT_THAT([&] { validate(options); },
+              refused("offload.param_budget is 2147483649 B, must be at most offload.device_limit, "
+                      "2147483648 B"));
+  options = resolved({.host_budget = 96 * kGB}, 0, 0);
+  EXPECT_THAT([&] { validate(options); },
+              refused("offload.host_budget is 96 GB, must be at most offload.host_limit, 64 GB"));
+}
+
+TEST(Offload, EncodedStateIsSmaller) {
+  EXPECT_EQ(effective_budget(32 * kGB, 1), 32 * kGB);
+  EXPECT_EQ(effective_budget(32 * kGB, 0.5), 64 * kGB);
+  EXPECT_EQ(effective_budget(10, 0.3), 33);
+  EXPECT_EQ(effective_budget(std::numeric_limits<int64_t>::max(), 0.25),
+            std::numeric_limits<int64_t>::max());
+}
+
+}  // namespace
+}  // namespace lockstep::layout

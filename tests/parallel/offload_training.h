@@ -1,0 +1,118 @@
+// Training with and without offload, to be compared bit by bit.
+#pragma once
+
+#include <torch/nn/modules/linear.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/offload/offload.h"
+#include "lockstep/parallel/shard/fully_shard.h"
+#include "tests/support/models.h"
+
+namespace lockstep::test {
+
+// Computes in float32, whatever its parameters are: not every CPU multiplies matrices of bfloat16.
+class LayerImpl : public torch::nn::Module {
+ public:
+  explicit LayerImpl(int64_t width)
+      : weight(register_parameter("weight", at::empty({width, width}))),
+        bias(register_parameter("bias", at::empty({width}))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return at::tanh(at::linear(x, weight.to(at::kFloat), bias.to(at::kFloat)));
+  }
+
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Layer);
+
+// Square layers, wide enough that state has several slices.
+class TowerImpl : public torch::nn::Module {
+ public:
+  TowerImpl(int64_t layers, int64_t width) {
+    for (int64_t i = 0; i < layers; ++i)
+      layers_.push_back(register_module("layer" + std::to_string(i), Layer(width)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers_) x = layer(x);
+    return x;
+  }
+
+ private:
+  std::vector<Layer> layers_;
+};
+TORCH_MODULE(Tower);
+
+struct OffloadRun {
+  int64_t layers = 4, width = 40;
+  int steps = 5, accumulation = 1;
+  at::ScalarType dtype = at::kFloat;
+  double clip = 0.05;  // 0: not at all
+  bool use_orig_params = true;
+  bool zeroes = true;  // gradients, before each step
+  // Called after each step.
+  std::function<void(int step, const parallel::ShardedModel&, optim::Optimizer&)> after = {};
+};
+
+struct OffloadCurve {
+  std::vector<double> losses, norms;
+  std::vector<at::Tensor> weights;
+  parallel::OffloadStats stats = {};
+
+  bool operator==(const OffloadCurve& other) const {
+    if (losses != other.losses || norms != other.norms || weights.size() != other.weights.size())
+      return false;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!weights[i].equal(other.weights[i])) return false;
+    }
+    return true;
+  }
+};
+
+inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& run,
+                                    std::optional<parallel::OffloadOptions> offload) {
+  Tower model(run.layers, run.width);
+  fill_parameters(*model, 3);
+  model->to(run.dtype);
+  const parallel::FullyShardOptions options{.units = parallel::ByType{{"Layer"}},
+                                            .min_num_params = 100,
+                                            .use_orig_params = run.use_orig_params,
+                                            .offload = offload};
+  auto sharded = parallel::fully_shard(*model, group, options);
+  const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
+  std::unique_ptr<optim::Optimizer> optimizer;
+  if (offload) {
+    optimizer = std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
+  } else {
+    optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
+  }
+  OffloadCurve curve;
+  const at::Tensor numbers = at::arange(6 * run.width, at::kFloat).view({6, run.width});
+  for (int step = 0; step < run.steps; ++step) {
+    double sum = 0;
+    for (int micro = 0; micro < run.accumulation; ++micro) {
+      const double shift =
+          1 + 0.01 * ((step * run.accumulation + micro) * group.size() + group.rank());
+      const at::Tensor input = at::sin(numbers * shift);
+      std::optional<parallel::NoSyncShards> no_sync;
+      if (micro + 1 < run.accumulation) no_sync.emplace(sharded.no_sync());
+      const at::Tensor loss = (model->forward(input) - at::cos(numbers)).square().mean();
+      (loss / run.accumulation).backward();
+      sum += loss.item<double>();
+    }
+    curve.norms.push_back(run.clip > 0 ? sharded.clip_grad_norm(run.clip) : 0);
+    optimizer->step();
+    if (run.zeroes) optimizer->zero_grad();
+    curve.losses.push_back(sum);
+    if (run.after) run.after(step, sharded, *optimizer);
+  }
+  for (const auto& [name, tensor] : sharded.full_state_dict()) curve.weights.push_back(tensor);
+  curve.stats = parallel::offload_stats(sharded);
+  return curve;
+}
+
+}  // namespace lockstep::test

@@ -1,0 +1,76 @@
+#include "lockstep/plan/inventory.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace lockstep::plan {
+namespace {
+
+using testing::ElementsAre;
+
+std::vector<std::string> names(const std::vector<InventoryKind>& kinds) {
+  std::vector<std::string> names;
+  for (const auto& kind : kinds) names.push_back(kind.name);
+  return names;
+}
+
+TEST(Inventory, Statistics) {
+  EXPECT_EQ(statistics_of({}, 4), Statistics{});
+  EXPECT_EQ(
+      statistics_of({7}, 2),
+      (Statistics{
+          .count = 1, .elements = 7, .mean = 7, .median = 7, .min = 7, .max = 7, .bytes = 14}));
+  EXPECT_EQ(
+      statistics_of({9, 1, 2}, 4),
+      (Statistics{
+          .count = 3, .elements = 12, .mean = 4, .median = 2, .min = 1, .max = 9, .bytes = 48}));
+  EXPECT_EQ(statistics_of({9, 1, 3, 2}, 4).median, 2.5);
+}
+
+TEST(Inventory, KindsOfGpt) {
+  const config::ModelSpec model =
+      config::ModelSpec{.layers = 12, .hidden = 8, .heads = 2, .vocab = 10}.resolved(4, 10);
+  const auto tensors = model.tensors();
+  const auto kinds = inventory_of(tensors, 4);
+  EXPECT_THAT(names(kinds),
+              ElementsAre("embed", "positions", "norms", "blocks.attention.qkv", "biases",
+                          "blocks.attention.out", "blocks.mlp.up", "blocks.mlp.down"));
+  int64_t count = 0, elements = 0;
+  for (const auto& [name, statistics] : kinds) {
+    count += statistics.count;
+    elements += statistics.elements;
+  }
+  EXPECT_EQ(count, static_cast<int64_t>(tensors.size()));
+  EXPECT_EQ(elements, model.parameters());
+  EXPECT_EQ(kinds[0].statistics.elements, 80);
+  EXPECT_EQ(kinds[2].statistics.count, 50);  // with their biases
+  EXPECT_EQ(kinds[3].statistics.count, 12);
+  EXPECT_EQ(kinds[3].statistics.max, 24 * 8);
+  EXPECT_EQ(kinds[4].statistics.count, 48);
+}
+
+TEST(Inventory, KindsOfLlama) {
+  config::ModelSpec model{.kind = config::ModelKind::llama, .layers = 2, .hidden = 8, .heads = 2};
+  EXPECT_THAT(names(inventory_of(model.resolved(4, 10).tensors(), 4)),
+              ElementsAre("embed", "norms", "blocks.attention.qkv", "blocks.attention.out",
+                          "blocks.mlp.gate_up", "blocks.mlp.down", "head"));
+}
+
+TEST(Inventory, Tables) {
+  const config::TensorSpec tensors[] = {
+      {"embed.weight", {10, 8}}, {"blocks.0.mlp.up.weight", {32, 8}}, {"norm.weight", {8}}};
+  EXPECT_EQ(inventory_table(tensors, 4),
+            "kind           tensors  elements  mean  median  min  max    bytes\n"
+            "embed                1        80    80      80   80   80    320 B\n"
+            "blocks.mlp.up        1       256   256     256  256  256  1.00 kB\n"
+            "norms                1         8     8       8    8    8     32 B\n"
+            "all                  3       344   115      80    8  256  1.34 kB\n");
+  EXPECT_EQ(tensor_list(tensors, 2, 2),
+            "tensor                  shape    bytes  owner\n"
+            "embed.weight            (10, 8)  160 B      0\n"
+            "blocks.0.mlp.up.weight  (32, 8)  512 B      1\n"
+            "norm.weight             (8)       16 B      0\n");
+}
+
+}  // namespace
+}  // namespace lockstep::plan

@@ -1,0 +1,82 @@
+// `lockstep train` with offload: the same losses, to the last digit, and refusals of one line.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/train/train_command.h"
+
+namespace lockstep::test {
+namespace {
+
+using testing::HasSubstr;
+
+class TrainOffload : public Train {
+ protected:
+  static Words offload(const std::string& site) {
+    return {"--offload.params",       "true", "--offload.grads",        "true",
+            "--offload.optimizer",    "true", "--offload.strategy",     "extreme",
+            "--offload.device_limit", "1MB",  "--offload.param_budget", "500kB",
+            "--offload.update_site",  site};
+  }
+  // As they are in the file.
+  static std::vector<std::string> numbers(const std::vector<json>& steps) {
+    std::vector<std::string> texts;
+    for (const json& step : steps)
+      texts.push_back(step["loss"].dump() + " " + step["grad_norm"].dump());
+    return texts;
+  }
+
+  const Words model_{"--train.steps",  "6", "--model.hidden",  "64",
+                     "--model.layers", "4", "--train.threads", "1"};
+};
+
+TEST_F(TrainOffload, HasTheLossesOfTrainingWithout) {
+  const std::vector<Words> layouts{
+      {"-n", "1"}, {"-n", "2", "--parallel.shard", "full", "--train.global_batch", "8"}};
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    const Words all = model_ + layouts[i];  // several micro-batches a step
+    const auto expected = numbers(steps("plain" + std::to_string(i), all));
+    ASSERT_EQ(expected.size(), 6U);
+    for (const char* site : {"device", "cpu"}) {
+      const std::string name = site + std::to_string(i);
+      EXPECT_EQ(numbers(steps(name, all + offload(site))), expected) << name;
+    }
+  }
+}
+
+TEST_F(TrainOffload, SaysWhereThingsRest) {
+  const Result result = run(model_ + Words{"--train.steps", "3"} + offload("device"));
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("offload "));
+  EXPECT_THAT(result.out, HasSubstr("on the host; updates on the device"));
+}
+
+TEST_F(TrainOffload, GoesOnFromACheckpointMadeWithout) {
+  const Words all = model_ + Words{"-n", "2", "--parallel.shard", "full"};
+  const auto expected = numbers(steps("whole", all));
+  for (const char* site : {"device", "cpu"}) {
+    const std::string name = site;
+    steps(name, all + Words{"--train.steps", "3"});
+    const auto found =
+        numbers(steps(name, all + Words{"--checkpoint.resume", "auto"} + offload(site)));
+    EXPECT_EQ(found, expected) << name;
+  }
+  // And the other way.
+  steps("back", all + offload("device") + Words{"--train.steps", "3"});
+  EXPECT_EQ(numbers(steps("back", all + Words{"--checkpoint.resume", "auto"})), expected);
+}
+
+TEST_F(TrainOffload, RefusesWhatCannotBe) {
+  const Words all = model_ + offload("device");
+  expect_refused(all + Words{"--offload.disk", path("missing")}, path("missing"));
+  expect_refused(all + Words{"--offload.device_limit", "1kB", "--offload.param_budget", "1kB"},
+                 "offload.device_limit is 1 kB");
+  expect_refused(all + Words{"--offload.device_limit", "1kB"}, "offload.param_budget is 500 kB");
+  const Result ranks =
+      run(all + Words{"-n", "2", "--parallel.shard", "full", "--offload.device_limit", "1kB",
+                      "--offload.param_budget", "1kB"});
+  EXPECT_NE(ranks.code, 0);
+  EXPECT_THAT(ranks.err, HasSubstr("offload.device_limit is 1 kB"));
+}
+
+}  // namespace
+}  // namespace lockstep::test
