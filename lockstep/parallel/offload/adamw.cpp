@@ -54,7 +54,17 @@ struct OffloadedAdamW::State {
     Flat* flat;
     std::vector<size_t> tensors;  // in `tensors`
   };
-  struct Model {
+  struct Model final : detail::OffloadedUpdater {
+    Model(State& given_state, const ShardedModel& given, std::shared_ptr<OffloadTiers> given_tiers)
+        : state(given_state), model(given), tiers(std::move(given_tiers)) {}
+    ~Model() override {
+      if (tiers->updater == this) tiers->updater = nullptr;
+      tiers->wait();  // what is under way reads and writes memory that goes now
+    }
+    void take_gradients(size_t flat) override { state.update(*this, flat); }
+    void before_foreign_writes() override { state.hold_values(*this); }
+
+    State& state;
     ShardedModel model;
     std::shared_ptr<OffloadTiers> tiers;
     std::shared_ptr<UpdateRing> ring;
@@ -102,8 +112,7 @@ OffloadedAdamW::State::State(std::vector<ShardedModel> given,
 void OffloadedAdamW::State::add(const ShardedModel& sharded) {
   const auto& tiers = tiers_of(sharded);
   auto& engine = *sharded.shared()->engine;
-  models.push_back(
-      std::make_unique<Model>(Model{.model = sharded, .tiers = tiers, .ring = nullptr}));
+  models.push_back(std::make_unique<Model>(*this, sharded, tiers));
   Model& model = *models.back();
   std::unordered_map<const c10::TensorImpl*, size_t> place;
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -121,9 +130,7 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
     model.flats.emplace(f, std::move(offloaded));
   }
   model.ring = std::make_shared<UpdateRing>(tiers, tiers->site, tiers->ring);
-  if (tiers->updates_in_backward())
-    tiers->on_gradients = [this, &model](size_t flat) { update(model, flat); };
-  tiers->on_begin_update = [this, &model] { hold_values(model); };
+  tiers->updater = &model;
 }
 
 void OffloadedAdamW::State::hold_values(Model& model) {
@@ -142,15 +149,28 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     UpdateInput input;
   };
   std::vector<Job> jobs;
+  std::vector<at::Tensor> gradients;
   const memory::Event ready = memory::computed(tiers.device);
   for (const size_t i : offloaded.tensors) {
     Tensor& tensor = tensors[i];
     const at::Tensor& gradient = tensor.parameter.tensor.grad();
-    if (!gradient.defined() || tensor.updated) continue;
+    if (!gradient.defined()) continue;
+    if (tensor.updated) {
+      throw Error(
+          format("[OffloadedAdamW] parameter '{}' was updated in a backward already; with "
+                 "clip_mode none call step() after each, or accumulate under no_sync()",
+                 tensor.parameter.name));
+    }
     optim::detail::announce_read(gradient);
     const bool on_host = offloaded.flat->is_on_host(gradient);
     tensor.state->adopt_values();
-    if (tiers.updates_in_backward()) tiers.consumed.push_back(gradient.norm().to(at::kDouble));
+    if (tiers.updates_in_backward()) {
+      gradients.push_back(gradient);
+      // What everybody has counts once.
+      const auto& engine = *model.model.shared()->engine;
+      if (offloaded.flat->plan().shard.size() > 1 || engine.groups().reduce.rank() == 0)
+        tiers.consumed.push_back(gradient.norm().to(at::kDouble));
+    }
     const optim::ParameterGroup& group = groups[tensor.group];
     const int64_t step = ++*tensor.step.data_ptr<int64_t>();
     jobs.push_back({tensor.state.get(),
@@ -180,7 +200,11 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
   const memory::Event queued = tiers.driver->record();
   model.last = written.after(queued);
   offloaded.flat->set_updating(model.last);
-  if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients(read.after(queued));
+  if (tiers.updates_in_backward()) {
+    const memory::Event was_read = read.after(queued);
+    tiers.retire(std::make_shared<std::vector<at::Tensor>>(std::move(gradients)), was_read);
+    offloaded.flat->let_go_of_gradients(was_read);
+  }
   if (!tiers.options.overlap) model.last.wait();
 }
 
@@ -192,20 +216,21 @@ OffloadedAdamW::OffloadedAdamW(std::vector<ShardedModel> models,
 OffloadedAdamW::OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options)
     : OffloadedAdamW({model}, {{.parameters = parameters_of(model)}}, options) {}
 
-OffloadedAdamW::~OffloadedAdamW() {
-  for (const auto& model : state_->models) {
-    model->tiers->on_gradients = nullptr;
-    model->tiers->on_begin_update = nullptr;
-    model->tiers->wait();  // what is under way reads and writes memory that goes now
-  }
-}
+OffloadedAdamW::~OffloadedAdamW() = default;
 
 void OffloadedAdamW::step() {
   const at::NoGradGuard no_grad;
   for (const auto& model : state_->models) {
-    for (const auto& [index, flat] : model->flats) {
-      if (!model->tiers->updates_in_backward()) state_->update(*model, index);
+    const bool exact = !model->tiers->updates_in_backward();
+    if (exact && !model->model.shared()->engine->allows_step()) {
+      throw Error(
+          "[OffloadedAdamW] parameters have been used since the last backward; step between "
+          "a backward and the next forward");
     }
+    for (const auto& [index, flat] : model->flats) {
+      if (exact) state_->update(*model, index);
+    }
+    model->tiers->consumed.clear();
     if (model->tiers->options.overlap)
       model->tiers->driver->run([ring = model->ring] { ring->end_step(); }, "fetch state");
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
@@ -73,6 +74,26 @@ std::vector<Seen> optimized_sizes(const FlatPlan& plan, const layout::FlatLayout
     }
   }
   return sizes;
+}
+
+// Ranks gather from each other's memory, so a parameter rests in the same tier on all of them: on
+// the host if one of them wants that. Their shares, and so their plans, differ a little.
+void agree_on_parameters(const std::vector<FlatPlan>& plans, const std::vector<size_t>& unit_of,
+                         layout::OffloadPlaces& places) {
+  const auto shared = std::find_if(plans.begin(), plans.end(),
+                                   [](const FlatPlan& plan) { return plan.shard.size() > 1; });
+  if (shared == plans.end()) return;
+  const at::Tensor on_host = at::zeros({static_cast<int64_t>(plans.size())}, at::kLong);
+  int64_t* const mine = on_host.data_ptr<int64_t>();
+  for (size_t i = 0; i < plans.size(); ++i) {
+    mine[i] = unit_of[i] != SIZE_MAX && places.units[unit_of[i]].params == Tier::host;
+  }
+  comm::all_reduce(on_host, shared->shard,
+                   {.op = comm::ReduceOp::max, .tag = "where parameters rest"})
+      .wait();
+  for (size_t i = 0; i < plans.size(); ++i) {
+    if (mine[i] != 0) places.units[unit_of[i]].params = Tier::host;
+  }
 }
 
 }  // namespace
@@ -178,7 +199,8 @@ std::shared_ptr<OffloadTiers> arrange_offload(
                  : 0) +
       static_cast<int64_t>(tiers->ring.slots) *
           rounded(static_cast<int64_t>(tiers->ring.slot_bytes));
-  const layout::OffloadPlaces places = layout::place(units, working, wanted);
+  layout::OffloadPlaces places = layout::place(units, working, wanted);
+  agree_on_parameters(plans, unit_of, places);
   for (size_t i = 0; i < plans.size(); ++i) {
     if (unit_of[i] == SIZE_MAX) continue;
     const auto& unit = places.units[unit_of[i]];

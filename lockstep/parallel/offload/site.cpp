@@ -63,6 +63,7 @@ SiteTimes measure_sites(const std::shared_ptr<OffloadTiers>& tiers, int64_t elem
 UpdateSite choose_site(const std::shared_ptr<OffloadTiers>& tiers, int64_t elements) {
   const layout::OffloadOptions& options = tiers->options;
   if (options.update_site != UpdateSite::automatic) return options.update_site;
+  if (!options.optimizer) return UpdateSite::device;  // where its state is
   if (options.codec.exp_avg == codec::Codec::lossless ||
       options.codec.exp_avg_sq == codec::Codec::lossless) {
     return UpdateSite::cpu;  // which is where LZ4 is

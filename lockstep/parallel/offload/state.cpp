@@ -66,7 +66,7 @@ const at::Tensor& OffloadedState::host_values() {
 
 void OffloadedState::hold_values() {
   mirror_.reset();
-  if (plan_.format.param == DType::float32) return;
+  if (plan_.format.param == DType::float32 || held_.defined()) return;
   held_ = at::empty({values_.numel()}, at::kFloat);
   unpack(nullptr, nullptr, held_.data_ptr<float>());
 }

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 
+#include "lockstep/core/error.h"
+
 namespace lockstep::parallel::detail {
 namespace {
 
@@ -113,6 +115,15 @@ void OffloadTiers::return_stage(const at::Tensor& stage, memory::Event event) {
   for (Stage& each : stages_) {
     if (each.memory.data_ptr() == stage.data_ptr()) each.free = event;
   }
+}
+
+void OffloadTiers::take_gradients(size_t flat) {
+  if (updater == nullptr) {
+    throw Error(
+        "[offload] clip_mode none updates parameters in backward, but there is no "
+        "OffloadedAdamW for the model");
+  }
+  updater->take_gradients(flat);
 }
 
 void OffloadTiers::wait() const noexcept {

@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
-#include <functional>
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +34,16 @@ struct TierTraffic {
   std::atomic<int64_t> from_disk = 0, to_disk = 0;
 };
 
+// The optimizer of an offloaded model.
+class OffloadedUpdater {
+ public:
+  virtual ~OffloadedUpdater() = default;
+  // The gradients of a whole step have come, where parameters are updated in backward.
+  virtual void take_gradients(size_t flat) = 0;
+  // Others may write parameters from here to the next step.
+  virtual void before_foreign_writes() = 0;
+};
+
 class OffloadTiers {
  public:
   // `options` without zeros.
@@ -50,12 +60,10 @@ class OffloadTiers {
   const std::shared_ptr<memory::Queue> fetch, send, in, out, work, driver;
   std::optional<memory::DiskStore> disk;
   TierTraffic traffic;
-  // Called where a flat's gradients of a whole step have come, if parameters are updated in
-  // backward.
-  std::function<void(size_t flat)> on_gradients;
+  OffloadedUpdater* updater = nullptr;
+  // Hands a flat's gradients to it; Error where there is none.
+  void take_gradients(size_t flat);
 
-  // Called before others may write parameters.
-  std::function<void()> on_begin_update;
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;
   RingSize ring;

@@ -64,17 +64,16 @@ size_t UpdateRing::slot_bytes(const StatePlan& plan) {
 }
 
 UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, RingSize size)
-    : tiers_(std::move(tiers)), site_(site), size_(size) {}
+    : tiers_(std::move(tiers)), site_(site), size_(size) {
+  for (size_t i = 0; i < size_.slots; ++i) {
+    slots_.push_back({std::static_pointer_cast<std::byte>(
+        tiers_->device_memory.take(size_.slot_bytes, "state on its way"))});
+  }
+  // The memory may have been another's.
+  tiers_->in->wait(memory::computed(tiers_->device));
+}
 
 UpdateRing::Slot& UpdateRing::next_slot() {
-  if (slots_.empty()) {
-    for (size_t i = 0; i < size_.slots; ++i) {
-      slots_.push_back({std::static_pointer_cast<std::byte>(
-          tiers_->device_memory.take(size_.slot_bytes, "state on its way"))});
-    }
-    // The memory may have been another's.
-    tiers_->in->wait(memory::computed(tiers_->device));
-  }
   Slot& slot = slots_[next_];
   next_ = (next_ + 1) % slots_.size();
   return slot;

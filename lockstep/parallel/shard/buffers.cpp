@@ -71,6 +71,11 @@ at::Tensor GradientMemory::take(size_t bytes, const std::function<bool()>& make_
   return blocks_.back().memory;
 }
 
+void GradientMemory::reserve() {
+  while (largest_ > 0 && blocks_.size() < num_blocks(tiers_.get()))
+    blocks_.push_back({allocate(largest_)});
+}
+
 void GradientMemory::busy_until(const at::Tensor& memory, const memory::Event& event) {
   for (Block& block : blocks_) {
     if (!block.memory.is_same(memory)) continue;

@@ -56,6 +56,8 @@ class GradientMemory {
   // A block of at least `bytes`, until the last copy of the tensor goes. `make_room` is called as
   // long as there is no free one: it ends a reduction under way, or says that there is none.
   at::Tensor take(size_t bytes, const std::function<bool()>& make_room);
+  // Makes the blocks that will be taken again and again.
+  void reserve();
   // Whoever takes the block next comes after the event.
   void busy_until(const at::Tensor& block, const memory::Event& event);
   // Lets go of free blocks beyond those that reductions under way need.

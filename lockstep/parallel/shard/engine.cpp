@@ -68,7 +68,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
     const FlatPlan& plan = flat->plan();
     if (!flat->is_plain() && !plan.resident)
       line_bytes = std::max(line_bytes, bytes(plan.compute_dtype));
-    if (flat->reduces_to_shards() || plan.offload)
+    if (flat->reduces_to_shards() || (plan.offload && !flat->keeps_gradients()))
       gradient_bytes = std::max(gradient_bytes, bytes(plan.reduce_dtype));
   }
   gather_memory_->expect(line_bytes);
@@ -80,6 +80,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
   }
   std::stable_partition(launch_order_.begin(), launch_order_.end(),
                         [&](size_t i) { return flats_[i]->plan().shard.size() > 1; });
+  if (tiers_) gradient_memory_->reserve();  // before lines come and go
   install_hooks();
   note_bytes();
 }
@@ -89,14 +90,8 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_
 void ShardEngine::gather(Flat& flat) {
   const bool ahead = flat.state() == ParameterState::gathering;
   const bool communicates = flat.gather_communicates();
-  bool gathered = false;
-  try {
-    gathered = flat.gather();
-  } catch (const memory::OverBudget&) {
-    release_all();  // what was fetched and is not used yet gives way
-    gathered = flat.gather();
-  }
-  if (!gathered) return;
+  if (tiers_ && flat.state() == ParameterState::sharded && !flat.has_room()) make_way();
+  if (!flat.gather()) return;
   if (communicates) {
     ++counts_.all_gathers;
     if (ahead) ++counts_.fetched_ahead;
@@ -116,6 +111,7 @@ void ShardEngine::begin_epoch() {
     comm::barrier(groups_.shard, {.tag = format("parameters after backward {}", backwards_)})
         .wait();
   }
+  foreign_writes_ = false;
   window_ = false;  // not if a peer is missing: the next use finds that out again
   for (const auto& flat : flats_) {
     if (flat->plan().resident) flat->prefetch();
@@ -135,6 +131,13 @@ bool ShardEngine::may_release(const Unit& unit, Phase phase) const {
 
 void ShardEngine::release(Unit& unit) {
   for (Flat* flat : unit.flats) flat->release();
+}
+
+// What was fetched and is not used yet gives way.
+void ShardEngine::make_way() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (unit != current_ && !held_.contains(unit) && units_[unit].pins == 0) release(units_[unit]);
+  }
 }
 
 void ShardEngine::release_all() {
@@ -204,7 +207,8 @@ void ShardEngine::before_operator(std::span<const size_t> flats) {
       begin_round();
     }
   }
-  std::set<size_t> held;
+  std::set<size_t>& held = held_;
+  held.clear();
   for (const size_t flat : flats) held.insert(unit_of_[flat]);
   for (const size_t flat : flats) {
     if (flats_[flat]->plan().resident) {
@@ -227,8 +231,13 @@ void ShardEngine::after_operator() {
   if (post) fetch_ahead(ahead);
 }
 
+void ShardEngine::announce_foreign_writes() {
+  if (std::exchange(foreign_writes_, true)) return;
+  if (tiers_ && tiers_->updater) tiers_->updater->before_foreign_writes();
+}
+
 void ShardEngine::before_write(const Tag& tag, const at::Tensor& view) {
-  if (window_ || writable_) return;
+  if (window_ || writable_) return announce_foreign_writes();
   throw Error(
       format("[fully_shard] the shard of parameter {} is written, but parameters have been used "
              "since the last backward; step between a backward and the next forward, or call "
@@ -262,7 +271,7 @@ void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
 
 void ShardEngine::begin_update() {
   release_all();
-  if (tiers_ && tiers_->on_begin_update) tiers_->on_begin_update();
+  announce_foreign_writes();
   if (groups_.shard.size() > 1) comm::barrier(groups_.shard, {.tag = "begin_update"}).wait();
   order_.end_pass();
   window_ = true;

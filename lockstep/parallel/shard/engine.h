@@ -69,6 +69,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // Throws Error unless the shard may be written now.
   void before_write(const Tag& tag, const at::Tensor& view);
   bool allows_writing() const { return writable_; }
+  // Whether an optimizer may step now.
+  bool allows_step() const { return window_; }
   // A parameter may be about to be replaced: what set_data() asks first, and model->to() copies.
   // Whether it was is found at the next operator.
   void on_replacement(const Tag& tag, const at::Tensor& view);
@@ -130,6 +132,8 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void fetch_ahead(std::span<const size_t> units);  // the nearest first
   std::vector<size_t> ahead() const;
   void release(Unit& unit);
+  void make_way();
+  void announce_foreign_writes();
   bool may_release(const Unit& unit, Phase phase) const;
   Prefetch prefetch_in(Phase phase) const;
   void release_all();
@@ -159,7 +163,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   bool one_sided_ = false;
   const Member* replaced_ = nullptr;  // perhaps
 
-  bool window_ = true;  // shards may be written
+  bool window_ = true;           // shards may be written
+  bool foreign_writes_ = false;  // and someone else than an offloaded model's optimizer does
+  std::set<size_t> held_;        // units of the operator that runs
   int64_t backwards_ = 0;
   bool writable_ = false;
   bool drops_always_ = false;

@@ -150,6 +150,8 @@ class Flat {
   };
   void launch(const std::function<bool()>& make_room, Leaf leaf);
   bool in_flight() const { return in_flight_; }
+  // Whole gradients stay where they are from backward to the next one.
+  bool keeps_gradients() const;
   // An offloaded flat whose gradients are this rank's alone.
   bool is_alone() const { return plan_.offload && gradient_group().size() == 1; }
   // Waits for that, and gives the line's memory back.
@@ -221,7 +223,6 @@ class Flat {
   at::Tensor gradient_view(const Member& member) const;
   void open_gradients(const std::function<bool()>& make_room);
   void close_gradients(const memory::Event& unused = {});
-  bool keeps_gradients() const;
   bool consumes_gradients() const;
   void bring_back();
   void send_to_host(const at::Tensor& gradient, const at::Tensor& arrived, bool adds);

@@ -66,6 +66,7 @@ void Flat::close_gradients(const memory::Event& unused) {
 
 void Flat::zero_gradient(size_t index) {
   const at::NoGradGuard no_grad;
+  updating_.wait();  // which reads what is there
   const Member& member = members_[index];
   for (const Optimized& each : optimized_) {
     const at::Tensor& gradient = each.tensor.grad();
@@ -251,7 +252,7 @@ void Flat::settle(std::span<const int64_t> num_ranks) {
     settle_parameters(num_ranks);
   filled_.assign(members_.size(), false);
   if (consumes_gradients()) {
-    plan_.offload->tiers->on_gradients(index_);  // lets go of them
+    plan_.offload->tiers->take_gradients(index_);  // lets go of them
   } else if (!scatters()) {
     close_gradients(gradients_moved_);
   }

@@ -10,12 +10,12 @@ namespace lockstep::parallel::detail {
 using layout::Tier;
 
 void Flat::wait_updated() const {
-  const memory::Event done = std::exchange(updating_, {});
   if (plan_.offload && plan_.offload->params == Tier::host) {
-    done.wait();  // whoever reads host memory is a thread, not a stream
+    updating_.wait();  // whoever reads host memory is a thread, not a stream
   } else {
-    memory::compute_after(done, plan_.device);
+    memory::compute_after(updating_, plan_.device);
   }
+  updating_ = {};
 }
 
 bool Flat::comes_from_host() const {
@@ -24,7 +24,8 @@ bool Flat::comes_from_host() const {
 }
 
 bool Flat::has_room() const {
-  if (!plan_.offload) return true;
+  // Where a gather takes part of all ranks, none may decide by itself.
+  if (!plan_.offload || (gather_communicates() && !is_one_sided())) return true;
   const OffloadTiers& tiers = *plan_.offload->tiers;
   const size_t bytes = static_cast<size_t>(layout_.size) * c10::elementSize(plan_.compute_dtype);
   return tiers.param_budget.fits(tiers.device_memory.rounded(bytes)) &&
