@@ -10,4 +10,5 @@ LARGE = {
     "13B": dict(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000, rows=16, length=2048),
     "22B": dict(layers=48, hidden=6144, heads=48, ffn=16384, vocab=32000, rows=16, length=2048),
     "30B": dict(layers=60, hidden=6656, heads=52, ffn=17920, vocab=32000, rows=8, length=2048),
+    "35B": dict(layers=60, hidden=6912, heads=54, ffn=18432, vocab=32000, rows=8, length=2048),
 }

@@ -1,6 +1,6 @@
 """PyTorch's side of trainer.py and offload.py: a Llama-style model on one GPU, bf16, AdamW (fused), random tokens.
 
-    torch_llama.py MODEL MODE STEPS      MODEL: one of llama_sizes.py
+    torch_llama.py MODEL MODE STEPS [ACCUMULATION]      MODEL: one of llama_sizes.py; its batch is cut into ACCUMULATION micro-batches
 
 MODE: plain (float32 weights under autocast), eager (fully_shard over one rank: bf16 weights, float32 masters), compile (the same with
 compiled blocks), offload (fully_shard with CPUOffloadPolicy: all but the computation is on the host). No positions, no clipping: less work than Lockstep's model and trainer do. Prints one JSON line with the best step.
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def main(name, mode, steps):
+def main(name, mode, steps, accumulation=1):
     size = {**SIZES, **LARGE}[name]
     plain, offload = mode == "plain", mode == "offload"
     torch.manual_seed(0)
@@ -87,14 +87,17 @@ def main(name, mode, steps):
         for block in model.blocks:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    tokens, targets = (torch.randint(size["vocab"], (size["rows"], size["length"]), device="cuda") for _ in range(2))
+    accumulation = int(accumulation)
+    shape = (size["rows"] // accumulation, size["length"])
+    tokens, targets = (torch.randint(size["vocab"], shape, device="cuda") for _ in range(2))
     seconds = []
     for _ in range(int(steps)):
         torch.cuda.synchronize()
         start = time.time()
-        with torch.autocast("cuda", torch.bfloat16, enabled=plain):
-            loss = model(tokens, targets)
-        loss.backward()
+        for _ in range(accumulation):
+            with torch.autocast("cuda", torch.bfloat16, enabled=plain):
+                loss = model(tokens, targets) / accumulation
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -104,5 +107,5 @@ def main(name, mode, steps):
 
 if __name__ == "__main__":
     dist.init_process_group("nccl")
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])
     dist.destroy_process_group()

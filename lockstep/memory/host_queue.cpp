@@ -65,6 +65,7 @@ class HostQueue final : public Queue {
   }
   void run(std::function<void()> work, std::string_view what) override {
     std::string name = trace::enabled() ? std::string(what) : "";
+    if (name.empty()) return append({.work = std::move(work)});
     append({.work = [work = std::move(work), name = std::move(name)] {
       const trace::Span span("update", name);
       work();

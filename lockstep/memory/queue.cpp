@@ -1,13 +1,17 @@
 #include "lockstep/memory/queue.h"
 
 #include "lockstep/memory/event_wait.h"
+#include "lockstep/memory/paced_queue.h"
 #include "lockstep/memory/queue_cuda.h"
 
 namespace lockstep::memory {
 
 std::shared_ptr<Queue> make_queue(c10::Device device, QueueOptions options) {
-  return device.is_cuda() ? detail::cuda::make_queue(device, options)
-                          : make_host_queue(std::move(options));
+  if (!device.is_cuda()) return make_host_queue(std::move(options));
+  auto queue = detail::cuda::make_queue(device, options);
+  if (!options.paced) return queue;
+  const auto behind = std::exchange(options.behind, nullptr);
+  return detail::make_paced_queue(std::move(queue), behind, std::move(options));
 }
 
 Event computed(c10::Device device) {

@@ -50,7 +50,8 @@ class Queue {
 
   // Between host and device memory, or within one; in a thread's queue within the host's.
   virtual void copy(void* to, const void* from, size_t bytes, std::string_view what) = 0;
-  // Host work; it is destroyed when it is done. A CUDA queue does not have it: check(false).
+  // Host work; it is destroyed when it is done. Without a name it is not in the trace. A CUDA queue
+  // does not have it: check(false).
   virtual void run(std::function<void()> work, std::string_view what) = 0;
   // What is queued later comes after the event. A CUDA queue waits in its stream for an event of
   // CUDA, and for another one the calling thread does.
@@ -64,6 +65,10 @@ struct QueueOptions {
   int rank = 0;           // in the trace
   std::string name = {};  // row of the trace
   bool urgent = false;    // on CUDA: kernels come before those of other streams
+  // On CUDA: copies are handed to the device a few at a time, so that those of other queues do not
+  // wait behind all of them; and those of the paced queue `behind` come first.
+  bool paced = false;
+  std::shared_ptr<Queue> behind = nullptr;
 };
 
 // A CUDA stream for a CUDA device, and a thread for the CPU, from the first action on. Both appear

@@ -26,8 +26,8 @@ at::Tensor tensor_at(void* data) {
   return at::from_blob(data, {kCount}, at::TensorOptions().dtype(at::kInt).device(kCuda));
 }
 
-std::shared_ptr<Queue> queue_of(const std::string& name = "to device") {
-  return make_queue(kCuda, {.rank = 3, .name = name});
+std::shared_ptr<Queue> queue_of(const std::string& name = "to device", bool paced = false) {
+  return make_queue(kCuda, {.rank = 3, .name = name, .paced = paced});
 }
 
 struct Memory {
@@ -44,11 +44,11 @@ struct Memory {
 };
 
 // There, changed by the computation, and back: only events keep the three in order.
-TEST(CudaQueue, CopiesBesideTheComputationInOrder) {
+void expect_order(bool paced) {
   for (const HostKind kind : {HostKind::pinned, HostKind::pageable}) {
     const Memory memory(kind);
-    const auto in = queue_of(), out = queue_of("to host");
-    EXPECT_NE(in->stream(), out->stream());
+    const auto in = queue_of("to device", paced), out = queue_of("to host", paced);
+    EXPECT_EQ(in->stream() == out->stream(), paced);  // which has none to show
     at::Tensor tensor = tensor_at(memory.device.get());
     for (int32_t round = 1; round <= 5; ++round) {
       in->wait(computed(kCuda));
@@ -67,6 +67,9 @@ TEST(CudaQueue, CopiesBesideTheComputationInOrder) {
     }
   }
 }
+
+TEST(CudaQueue, CopiesBesideTheComputationInOrder) { expect_order(false); }
+TEST(CudaQueue, CopiesInOrderWherePaced) { expect_order(true); }
 
 TEST(CudaQueue, AThreadWaitsForCopies) {
   const Memory memory(HostKind::pinned);

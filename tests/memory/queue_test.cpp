@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/core/trace.h"
+#include "lockstep/memory/paced_queue.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/trace_spans.h"
 
@@ -238,6 +239,80 @@ TEST(Queue, AppearsInTheTrace) {
   EXPECT_THAT(seen, testing::UnorderedElementsAre(
                         "to device: transfer, parameters of blocks.5 {\"bytes\":12345}",
                         "updates: wait, wait {}", "updates: update, update of blocks.5 {}"));
+}
+
+// Knows how many copies it was given.
+class Counting final : public Queue {
+ public:
+  explicit Counting(std::shared_ptr<Queue> queue) : queue_(std::move(queue)) {}
+  void copy(void* to, const void* from, size_t bytes, std::string_view what) override {
+    queue_->copy(to, from, bytes, what);
+    ++copies;
+    copies.notify_all();
+  }
+  void run(std::function<void()> work, std::string_view what) override {
+    queue_->run(std::move(work), what);
+  }
+  void wait(const Event& event) override { queue_->wait(event); }
+  Event record() override { return queue_->record(); }
+
+  std::atomic<int> copies = 0;
+
+ private:
+  std::shared_ptr<Queue> queue_;
+};
+
+TEST(PacedQueue, HandsOverTwoCopiesAtATime) {
+  const auto inner = std::make_shared<Counting>(queue_of());
+  Gate gate;
+  gate.hold(*inner);
+  const auto paced = detail::make_paced_queue(inner, nullptr, {.name = "paced"});
+  std::vector<int> numbers(6);
+  numbers[0] = 1;
+  for (size_t i = 0; i + 1 < numbers.size(); ++i)
+    paced->copy(&numbers[i + 1], &numbers[i], sizeof(int), "a number");
+  const Event done = paced->record();
+  for (int seen = 0; seen < 2; seen = inner->copies) inner->copies.wait(seen);
+  EXPECT_FALSE(done.passed());
+  EXPECT_EQ(inner->copies, 2);
+  gate.open();
+  done.wait();
+  EXPECT_TRUE(done.passed());
+  EXPECT_EQ(inner->copies, 5);
+  EXPECT_EQ(numbers.back(), 1);
+}
+
+TEST(PacedQueue, LetsTheOtherGoFirst) {
+  const auto inner = std::make_shared<Counting>(queue_of());
+  const auto other = std::make_shared<Counting>(queue_of());
+  Gate gate;
+  gate.hold(*other);
+  const auto first = detail::make_paced_queue(other, nullptr, {.name = "first"});
+  const auto second = detail::make_paced_queue(inner, first, {.name = "second"});
+  int from = 7, to = 0, last = 0;
+  first->copy(&to, &from, sizeof(int), "a number");
+  first->record().cuda_event();                       // returns when the copy was handed over
+  second->copy(&last, &to, sizeof(int), "a number");  // right only after the other
+  const Event done = second->record();
+  EXPECT_FALSE(done.passed());
+  gate.open();
+  done.wait();
+  EXPECT_EQ(last, 7);
+}
+
+TEST(PacedQueue, WaitsWithoutItsCaller) {
+  const auto first = queue_of("first");
+  Gate gate;
+  gate.hold(*first);
+  int from = 7, to = 0;
+  const auto paced = detail::make_paced_queue(queue_of(), nullptr, {.name = "paced"});
+  paced->wait(first->record());
+  paced->copy(&to, &from, sizeof(int), "a number");
+  const Event done = paced->record();
+  EXPECT_FALSE(done.passed());
+  gate.open();
+  done.wait();
+  EXPECT_EQ(to, 7);
 }
 
 }  // namespace

@@ -7,10 +7,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/later_event.h"
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/gradients.h"
 #include "lockstep/optim/named_state.h"
-#include "lockstep/parallel/offload/later_event.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/offload/state.h"
 #include "lockstep/parallel/offload/update_ring.h"
@@ -187,7 +187,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients({});
     return;
   }
-  detail::LaterEvent read, written;
+  memory::detail::LaterEvent read, written;
   tiers.driver->run(
       [jobs = std::move(jobs), ring = model.ring, read, written]() mutable {
         const at::NoGradGuard no_grad;

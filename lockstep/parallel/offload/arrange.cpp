@@ -143,7 +143,8 @@ std::shared_ptr<OffloadTiers> arrange_offload(
       StatePlan state = state_plan(plan, gradient, seen.count, seen.embedding, wanted.codec);
       for (int64_t begin = 0; begin < seen.count; begin += slice)
         state.slices.push_back({begin, std::min(slice, seen.count - begin)});
-      tiers->ring.slot_bytes = std::max(tiers->ring.slot_bytes, UpdateRing::slot_bytes(state));
+      tiers->ring.slot_bytes =
+          std::max(tiers->ring.slot_bytes, UpdateRing::slot_bytes(state, wanted));
       num_slices += state.slices.size();
       offload.states.push_back(std::move(state));
     }
@@ -190,15 +191,19 @@ std::shared_ptr<OffloadTiers> arrange_offload(
   if (wanted.params || !local) {
     for (const auto& [name, bytes] : lines) lines_needed = std::max(lines_needed, bytes);
   }
-  tiers->ring.slots = std::min(UpdateRing::num_slots(wanted, device, tiers->ring.slot_bytes),
-                               std::max<size_t>(num_slices, 1));
   const bool transient = wanted.grads || !local || tiers->updates_in_backward();
-  working +=
-      lines_needed +
-      (transient ? static_cast<int64_t>(GradientMemory::num_blocks(tiers.get())) * largest_gradient
-                 : 0) +
-      static_cast<int64_t>(tiers->ring.slots) *
-          rounded(static_cast<int64_t>(tiers->ring.slot_bytes));
+  working += lines_needed;
+  if (transient)
+    working += static_cast<int64_t>(GradientMemory::num_blocks(tiers.get())) * largest_gradient;
+  int64_t stays = 0;
+  for (const layout::OffloadUnit& unit : units) {
+    stays += (wanted.params ? 0 : unit.params) + (wanted.grads ? 0 : unit.grads);
+  }
+  const int64_t slot = rounded(static_cast<int64_t>(tiers->ring.slot_bytes));
+  tiers->ring.slots = std::min(UpdateRing::num_slots(wanted, device, static_cast<size_t>(slot),
+                                                     wanted.device_limit - working - stays),
+                               std::max<size_t>(num_slices, 1));
+  working += static_cast<int64_t>(tiers->ring.slots) * slot;
   layout::OffloadPlaces places = layout::place(units, working, wanted);
   agree_on_parameters(plans, unit_of, places);
   for (size_t i = 0; i < plans.size(); ++i) {

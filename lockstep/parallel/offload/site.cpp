@@ -34,7 +34,8 @@ double seconds_per_element(const std::shared_ptr<OffloadTiers>& tiers, UpdateSit
                                       .eps = 1e-8,
                                       .step_size = 1e-3,
                                       .root_scale = 1}};
-  UpdateRing ring(tiers, site, {.slot_bytes = UpdateRing::slot_bytes(plan), .slots = 3});
+  UpdateRing ring(tiers, site,
+                  {.slot_bytes = UpdateRing::slot_bytes(plan, tiers->options), .slots = 3});
   double best = 1e30;
   for (int round = 0; round < 3; ++round) {  // the first one also makes memory
     const auto start = Clock::now();

@@ -42,8 +42,11 @@ OffloadTiers::OffloadTiers(layout::OffloadOptions given, c10::Device given_devic
       host_memory(host_budget, kind_of(options, device)),
       fetch(memory::make_queue(device, {.rank = rank, .name = "parameters to device"})),
       send(memory::make_queue(device, {.rank = rank, .name = "gradients from device"})),
-      in(memory::make_queue(device, {.rank = rank, .name = "state to device"})),
-      out(memory::make_queue(device, {.rank = rank, .name = "state from device"})),
+      in(memory::make_queue(device, {.rank = rank, .name = "state to device", .paced = true})),
+      home(memory::make_queue(device,
+                              {.rank = rank, .name = "parameters from device", .paced = true})),
+      out(memory::make_queue(
+          device, {.rank = rank, .name = "state from device", .paced = true, .behind = home})),
       work(memory::make_queue(device, {.rank = rank, .name = "update", .urgent = true})),
       driver(memory::make_host_queue({.rank = rank, .name = "update driver"})) {
   if (!options.disk.empty())
@@ -127,7 +130,7 @@ void OffloadTiers::take_gradients(size_t flat) {
 }
 
 void OffloadTiers::wait() const noexcept {
-  for (const auto& queue : {driver, in, work, out, fetch, send}) {
+  for (const auto& queue : {driver, in, work, home, out, fetch, send}) {
     try {
       queue->record().wait();
     } catch (const std::exception&) {

@@ -55,9 +55,10 @@ class OffloadTiers {
   const memory::DeviceMemory device_memory;
   const memory::HostMemory host_memory;
   // For the model: parameters to the device, gradients from it. What they wait for may be an
-  // update, so updates have queues of their own: to the device and from it, for what is computed
+  // update, so updates have queues of their own: state to the device and from it, parameters from
+  // it (the next forward waits for them, not for the state beside them), for what is computed
   // there beside the model, and a thread that drives them.
-  const std::shared_ptr<memory::Queue> fetch, send, in, out, work, driver;
+  const std::shared_ptr<memory::Queue> fetch, send, in, home, out, work, driver;
   std::optional<memory::DiskStore> disk;
   TierTraffic traffic;
   OffloadedUpdater* updater = nullptr;

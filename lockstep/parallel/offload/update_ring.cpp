@@ -21,15 +21,19 @@ constexpr size_t kFewSlots = 3;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A slot has the state, the parameter and the gradient of a slice.
+// A slot has the state of a slice, and its parameter and its gradient where these may rest on the
+// host.
 struct SlotLayout {
   size_t param, grad, total;
 };
-SlotLayout slot_layout(const PackedFormat& format, int64_t elements) {
+SlotLayout slot_layout(const PackedFormat& format, int64_t elements,
+                       const layout::OffloadOptions& options) {
+  const auto bytes = [&](bool moves, DType dtype) {
+    return moves ? aligned(static_cast<size_t>(elements) * size_of(dtype)) : 0;
+  };
   const size_t state = aligned(optim::detail::packed_layout(format, elements).total);
-  const size_t param = aligned(static_cast<size_t>(elements) * size_of(format.param));
-  const size_t grad = aligned(static_cast<size_t>(elements) * size_of(format.grad));
-  return {state, state + param, state + param + grad};
+  const size_t grad = state + bytes(options.params, format.param);
+  return {state, grad, grad + bytes(options.grads, format.grad)};
 }
 
 std::byte* at_element(const at::Tensor& tensor, int64_t index) {
@@ -40,11 +44,15 @@ std::byte* at_element(const at::Tensor& tensor, int64_t index) {
 }  // namespace
 
 size_t UpdateRing::num_slots(const layout::OffloadOptions& options, c10::Device device,
-                             size_t slot_bytes) {
-  // What is fetched before gradients are known costs memory: on CUDA up to a fifth of the limit.
-  const size_t most =
-      static_cast<size_t>(options.device_limit) / 5 / std::max<size_t>(slot_bytes, 1);
-  return device.is_cuda() ? std::max(most, kFewSlots) : kFewSlots;
+                             size_t slot_bytes, int64_t room) {
+  if (!device.is_cuda()) return kFewSlots;
+  // What is fetched before gradients are known makes updates quick, but costs memory that could
+  // hold state for good: the more of it leaves, the more slots are worth, up to two fifths of the
+  // limit.
+  const double share = 0.4 * layout::aggressiveness(options.strategy);
+  const auto most = static_cast<int64_t>(share * static_cast<double>(options.device_limit));
+  const auto bytes = static_cast<size_t>(std::max<int64_t>(std::min(most, room), 0));
+  return std::max(bytes / std::max<size_t>(slot_bytes, 1), kFewSlots);
 }
 
 int64_t UpdateRing::slice_elements(const layout::OffloadOptions& options, c10::Device device) {
@@ -56,10 +64,10 @@ int64_t UpdateRing::slice_elements(const layout::OffloadOptions& options, c10::D
   return std::clamp(fits, codec::kBlock, most);
 }
 
-size_t UpdateRing::slot_bytes(const StatePlan& plan) {
+size_t UpdateRing::slot_bytes(const StatePlan& plan, const layout::OffloadOptions& options) {
   size_t most = 0;
   for (const StateSlice& slice : plan.slices)
-    most = std::max(most, slot_layout(plan.format, slice.count).total);
+    most = std::max(most, slot_layout(plan.format, slice.count, options).total);
   return most;
 }
 
@@ -107,7 +115,7 @@ void UpdateRing::fetch(Slot& slot, const Item& item) {
   }
   if (!state->params_on_host()) return;
   const PackedFormat& format = state->plan().format;
-  tiers.copy_in(slot.memory.get() + slot_layout(format, place.count).param,
+  tiers.copy_in(slot.memory.get() + slot_layout(format, place.count, tiers.options).param,
                 at_element(state->values(), place.begin),
                 static_cast<size_t>(place.count) * size_of(format.param), state->name());
 }
@@ -155,7 +163,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
     return {done, done};
   }
   Slot& slot = next_slot();
-  const SlotLayout layout = slot_layout(format, count);
+  const SlotLayout layout = slot_layout(format, count, tiers.options);
   const size_t param_bytes = static_cast<size_t>(count) * size_of(format.param);
   const Item item{&state, &slice};
   now_.push_back(item);
@@ -174,18 +182,20 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   tiers.work->wait(input.gradient_ready);
   compute(state, packed, input.factors);
   const memory::Event updated = tiers.work->record();
-  memory::Event done = updated;
-  if (moves_state || state.params_on_host()) {
-    tiers.out->wait(updated);
-    if (moves_state)
-      tiers.copy_out(slot.source.get(), slot.memory.get(), slice.bytes, state.name());
-    if (state.params_on_host()) tiers.copy_out(home, packed.param, param_bytes, state.name());
-    done = tiers.out->record();
-    slice.saved = done;
-    if (moves_state && !slice.memory) returns_.push_back({&state, &slice, slot.source, done});
+  memory::Event written = updated, done = updated;
+  if (state.params_on_host()) {
+    tiers.home->wait(updated);
+    tiers.to_host(*tiers.home, home, packed.param, param_bytes, state.name());
+    written = done = slice.saved = tiers.home->record();
+  }
+  if (moves_state) {
+    tiers.out->wait(written);
+    tiers.copy_out(slot.source.get(), slot.memory.get(), slice.bytes, state.name());
+    done = slice.saved = tiers.out->record();
+    if (!slice.memory) returns_.push_back({&state, &slice, slot.source, done});
   }
   slot.free = done;
-  return {updated, state.params_on_host() || !tiers.options.overlap ? done : updated};
+  return {updated, tiers.options.overlap ? written : done};
 }
 
 // What has arrived on the host goes on to the disk. Few at a time are under way.

@@ -37,9 +37,10 @@ class UpdateRing {
   // Elements of a slice: large enough for the link, small enough for the device's limit.
   static int64_t slice_elements(const layout::OffloadOptions& options, c10::Device device);
   // Bytes of a slot that holds any of the plan's slices.
-  static size_t slot_bytes(const StatePlan& plan);
+  static size_t slot_bytes(const StatePlan& plan, const layout::OffloadOptions& options);
+  // As many as are useful in `room` bytes of the device, a few at least.
   static size_t num_slots(const layout::OffloadOptions& options, c10::Device device,
-                          size_t slot_bytes);
+                          size_t slot_bytes, int64_t room);
 
   // By the driver. Queues the update of a tensor and its state.
   UpdateEvents update(OffloadedState& state, const UpdateInput& input);

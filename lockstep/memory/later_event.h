@@ -6,25 +6,25 @@
 
 #include "lockstep/memory/queue.h"
 
-namespace lockstep::parallel::detail {
+namespace lockstep::memory::detail {
 
 // What a thread of its own will queue: whoever waits, waits until that was queued, and then for it.
 class LaterEvent {
  public:
   // By the thread that queues, once.
-  void set(memory::Event event) { state_->event = std::move(event); }
+  void set(Event event) { state_->event = std::move(event); }
   // `queued`: after set().
-  memory::Event after(memory::Event queued) const {
-    return memory::Event(std::make_shared<Impl>(state_, std::move(queued)));
+  Event after(Event queued) const {
+    return Event(std::make_shared<Impl>(state_, std::move(queued)));
   }
 
  private:
   struct State {
-    memory::Event event;
+    Event event;
   };
-  class Impl final : public memory::Event::Impl {
+  class Impl final : public Event::Impl {
    public:
-    Impl(std::shared_ptr<State> state, memory::Event queued)
+    Impl(std::shared_ptr<State> state, Event queued)
         : state_(std::move(state)), queued_(std::move(queued)) {}
     bool passed() const override { return queued_.passed() && state_->event.passed(); }
     void wait() const override {
@@ -38,10 +38,10 @@ class LaterEvent {
 
    private:
     std::shared_ptr<State> state_;
-    memory::Event queued_;
+    Event queued_;
   };
 
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-}  // namespace lockstep::parallel::detail
+}  // namespace lockstep::memory::detail
