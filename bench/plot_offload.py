@@ -1,6 +1,6 @@
 """Draws what offload.py printed as an SVG: tokens a second of each row, model by model.
 
-    python3 bench/plot_offload.py RESULTS... docs/offload.svg
+    python3 bench/plot_offload.py RESULTS... docs/images/offload.svg
 
 RESULTS: files with offload.py's lines of JSON; other lines are passed over, of a row that occurs twice the last counts, rows that failed
 have no bar. The bars of a model have a scale of their own.

@@ -24,7 +24,7 @@ configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/LockstepConfig.cmake.in 
 write_basic_package_version_file(${generated}/LockstepConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(EXPORT LockstepTargets NAMESPACE lockstep:: DESTINATION ${config_dir})
 install(FILES ${generated}/LockstepConfig.cmake ${generated}/LockstepConfigVersion.cmake ${CMAKE_CURRENT_LIST_DIR}/FindLibtorch.cmake
-        ${CMAKE_CURRENT_LIST_DIR}/FindLz4.cmake
+        ${CMAKE_CURRENT_LIST_DIR}/FindLz4.cmake ${CMAKE_CURRENT_LIST_DIR}/FindHwloc.cmake
         DESTINATION ${config_dir})
 
 # ---- pkg-config ----
@@ -50,7 +50,7 @@ if(LOCKSTEP_TORCH)
     list(APPEND pc_libs -Wl,-rpath,${Libtorch_LIBRARY_DIR})
   endif()
 endif()
-list(APPEND pc_libs ${Lz4_LIBRARY} -pthread)
+list(APPEND pc_libs ${Lz4_LIBRARY} ${Hwloc_LIBRARY} -pthread)
 string(REPLACE ";" " " LOCKSTEP_PC_CFLAGS "${pc_cflags}")
 string(REPLACE ";" " " LOCKSTEP_PC_LIBS "${pc_libs}")
 file(RELATIVE_PATH LOCKSTEP_PC_PREFIX /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)

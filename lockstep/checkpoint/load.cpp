@@ -163,6 +163,10 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
     return "";
   });
   detail::together("load", group, [&]() -> std::string {
+    // Before any is filled: other parts of the same tensor may stay as they are.
+    for (const NamedSlice& slice : slices) {
+      if (slice.saving && differences.fits(slice.placement.name)) slice.saving();
+    }
     Filler filler(*reader);
     for (const NamedSlice& slice : slices) {
       if (differences.fits(slice.placement.name) && !slice.placement.is_empty()) filler.fill(slice);

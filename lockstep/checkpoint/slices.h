@@ -20,8 +20,8 @@ namespace lockstep::checkpoint {
 struct NamedSlice {
   layout::Placement placement;
   at::Tensor tensor;
-  // For what is not a tensor where it is used: called before the tensor is saved, and when load()
-  // has filled it.
+  // For what is not a tensor where it is used: called before the tensor is saved or filled, and
+  // when load() has filled it.
   std::function<void()> saving = {}, loaded = {};
 };
 

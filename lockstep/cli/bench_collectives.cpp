@@ -1,10 +1,12 @@
 // All ranks call an operation again and again and wait for it each time. A rank's samples give its
 // median and 99th percentile; the slowest rank's are reported. Bytes are those of the whole buffer
 // of a rank (all_gather's output, reduce_scatter's input); bus bandwidth counts what a ring would
-// have to move, so that operations compare.
+// have to move, so that operations compare. Strategies take turns, so that a busy moment of the
+// machine falls on all of them.
 #include "lockstep/cli/bench_collectives.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <fstream>
@@ -12,9 +14,12 @@
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "lockstep/cli/options.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/host_layout.h"
+#include "lockstep/comm/strategy/table.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -23,13 +28,44 @@ namespace {
 
 using comm::Group;
 using Json = nlohmann::ordered_json;
+using layout::CommStrategy;
+
+constexpr int kRounds = 12;
+// Another strategy must be so much faster than the backend's own to be chosen for a table.
+constexpr double kWorthwhile = 0.95;
+
+// What the backend is for.
+at::Device device_of(const Group& group) {
+  if (group.backend() != "nccl") return at::kCPU;
+  const int count = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(group.local_rank() % count)};
+}
+
+// A device is still busy when the work was waited for.
+void finish(at::Device device) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.synchronizeStream(guard.getStream(device));
+}
 
 at::Tensor allocate(int64_t count, bool symmetric, const Group& group) {
   // Zeros, because the same buffer is summed thousands of times.
-  if (!symmetric) return at::zeros({count});
+  if (!symmetric) return at::zeros({count}, device_of(group));
   const std::vector<int64_t> shape{count};
-  return comm::symmetric_empty(shape, DType::float32, group).zero_();
+  return comm::symmetric_empty(shape, DType::float32, group, device_of(group)).zero_();
 }
+
+// What all strategies read and write.
+struct Buffers {
+  Buffers(const std::string& op, int64_t count, bool symmetric, const Group& group) {
+    const int64_t block = count / group.size();
+    whole = allocate(block * group.size(), symmetric, group);
+    if (op == "all_to_all" || op == "send_recv")
+      other = allocate(block * group.size(), symmetric, group);
+    part = allocate(block, symmetric, group);
+  }
+  at::Tensor whole, other, part;
+};
 
 struct Benchmark {
   std::function<void()> run;
@@ -37,36 +73,38 @@ struct Benchmark {
   double operations = 1;  // messages in one run
 };
 
-Benchmark make_benchmark(const std::string& op, int64_t count, bool symmetric, const Group& group) {
+Benchmark make_benchmark(const std::string& op, const Buffers& buffers, const Group& group) {
   const double n = group.size();
-  const int64_t block = count / group.size();
-  const at::Tensor whole = allocate(block * group.size(), symmetric, group),
-                   other = allocate(block * group.size(), symmetric, group);
-  const at::Tensor part = allocate(block, symmetric, group);
   if (op == "all_reduce")
-    return {[=, &group] { comm::all_reduce(whole, group).wait(); }, 2 * (n - 1) / n};
-  if (op == "reduce") return {[=, &group] { comm::reduce(whole, group).wait(); }, 1};
-  if (op == "broadcast") return {[=, &group] { comm::broadcast(whole, group).wait(); }, 1};
+    return {[buffers, &group] { comm::all_reduce(buffers.whole, group).wait(); }, 2 * (n - 1) / n};
+  if (op == "reduce") return {[buffers, &group] { comm::reduce(buffers.whole, group).wait(); }, 1};
+  if (op == "broadcast")
+    return {[buffers, &group] { comm::broadcast(buffers.whole, group).wait(); }, 1};
   if (op == "all_gather")
-    return {[=, &group] { comm::all_gather(whole, part, group).wait(); }, (n - 1) / n};
+    return {[buffers, &group] { comm::all_gather(buffers.whole, buffers.part, group).wait(); },
+            (n - 1) / n};
   if (op == "reduce_scatter")
-    return {[=, &group] { comm::reduce_scatter(part, whole, group).wait(); }, (n - 1) / n};
+    return {[buffers, &group] { comm::reduce_scatter(buffers.part, buffers.whole, group).wait(); },
+            (n - 1) / n};
   if (op == "all_to_all")
-    return {[=, &group] { comm::all_to_all(other, whole, group).wait(); }, (n - 1) / n};
+    return {[buffers, &group] { comm::all_to_all(buffers.other, buffers.whole, group).wait(); },
+            (n - 1) / n};
   if (op == "gather")
-    return {[=, &group] { comm::gather(whole, part, group).wait(); }, (n - 1) / n};
+    return {[buffers, &group] { comm::gather(buffers.whole, buffers.part, group).wait(); },
+            (n - 1) / n};
   if (op == "scatter")
-    return {[=, &group] { comm::scatter(part, whole, group).wait(); }, (n - 1) / n};
+    return {[buffers, &group] { comm::scatter(buffers.part, buffers.whole, group).wait(); },
+            (n - 1) / n};
   if (op == "barrier") return {[&group] { comm::barrier(group).wait(); }, 0};
   if (op == "send_recv") {  // there and back between the first two ranks; half of it is one message
     const int rank = group.rank();
-    return {[=, &group] {
+    return {[buffers, rank, &group] {
               if (rank == 0) {
-                comm::send(whole, 1, group).wait();
-                comm::recv(other, 1, group).wait();
+                comm::send(buffers.whole, 1, group).wait();
+                comm::recv(buffers.other, 1, group).wait();
               } else if (rank == 1) {
-                comm::recv(other, 0, group).wait();
-                comm::send(whole, 0, group).wait();
+                comm::recv(buffers.other, 0, group).wait();
+                comm::send(buffers.whole, 0, group).wait();
               }
             },
             1, 2};
@@ -88,68 +126,174 @@ double slowest(double value, const Group& group) {
   return all.item<double>();
 }
 
-Json measure(const std::string& op, int64_t bytes, bool symmetric, const Group& group,
-             double seconds) {
-  const Benchmark benchmark =
-      make_benchmark(op, std::max<int64_t>(bytes / 4, group.size()), symmetric, group);
-  const auto time_one = [&] {
-    const auto start = Clock::now();
-    benchmark.run();
-    return seconds_since(start) * 1e6 / benchmark.operations;
+// One group for each strategy.
+struct Contender {
+  CommStrategy strategy;
+  Group group;
+};
+
+// A row for each contender.
+std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
+                          const std::vector<Contender>& contenders, double seconds) {
+  const Group& first = contenders[0].group;
+  const Buffers buffers(op, std::max<int64_t>(bytes / 4, first.size()), symmetric, first);
+  struct Series {
+    Benchmark benchmark;
+    at::Device device;
+    int repeats = 0;  // in each round
+    std::vector<double> samples = {};
+
+    double time_one() const {
+      const auto start = Clock::now();
+      benchmark.run();
+      finish(device);
+      return seconds_since(start) * 1e6 / benchmark.operations;
+    }
   };
-  for (int i = 0; i < 3; ++i) time_one();
-  const double estimate = slowest(time_one(), group);
-  const int repeats =
-      static_cast<int>(std::clamp(seconds * 1e6 / std::max(estimate, 0.1), 20.0, 20'000.0));
-  std::vector<double> samples;
-  for (int i = 0; i < repeats; ++i) samples.push_back(time_one());
-  const double p50 = slowest(percentile(samples, 0.5), group),
-               p99 = slowest(percentile(samples, 0.99), group);
-  const double bandwidth = static_cast<double>(bytes) / p50 / 1e3;
-  return {{"backend", group.backend()},
-          {"op", op},
-          {"memory", symmetric ? "symmetric" : "ordinary"},
-          {"bytes", bytes},
-          {"ranks", group.size()},
-          {"p50_us", p50},
-          {"p99_us", p99},
-          {"algbw_gbs", bandwidth},
-          {"busbw_gbs", bandwidth * benchmark.bus_factor}};
+  std::vector<Series> all;
+  for (const Contender& contender : contenders) {
+    Series series{make_benchmark(op, buffers, contender.group), device_of(contender.group)};
+    finish(series.device);
+    series.time_one();
+    const double estimate = slowest(std::min(series.time_one(), series.time_one()), first);
+    series.repeats = static_cast<int>(
+        std::clamp(seconds * 1e6 / std::max(estimate, 0.1) / kRounds, 1.0, 2'000.0));
+    all.push_back(std::move(series));
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    for (Series& series : all) {
+      for (int i = 0; i < series.repeats; ++i) series.samples.push_back(series.time_one());
+    }
+  }
+  std::vector<Json> rows;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const double p50 = slowest(percentile(all[i].samples, 0.5), first),
+                 p99 = slowest(percentile(all[i].samples, 0.99), first);
+    const double bandwidth = static_cast<double>(bytes) / p50 / 1e3;
+    rows.push_back({{"backend", contenders[i].group.backend()},
+                    {"strategy", layout::name_of(contenders[i].strategy)},
+                    {"op", op},
+                    {"memory", symmetric ? "symmetric" : "ordinary"},
+                    {"bytes", bytes},
+                    {"ranks", first.size()},
+                    {"p50_us", p50},
+                    {"p99_us", p99},
+                    {"algbw_gbs", bandwidth},
+                    {"busbw_gbs", bandwidth * all[i].benchmark.bus_factor}});
+  }
+  // To the best of those that do not choose among the others.
+  double best = 0;
+  for (const Json& row : rows) {
+    const double p50 = row["p50_us"];
+    if (row["strategy"] != "adaptive" && (best == 0 || p50 < best)) best = p50;
+  }
+  for (Json& row : rows) row["ratio"] = best > 0 ? row["p50_us"].get<double>() / best : 1;
+  return rows;
+}
+
+// The strategy for a table, from the rows of one operation and size in all kinds of memory.
+CommStrategy fastest(const std::vector<std::vector<Json>>& kinds) {
+  CommStrategy chosen = CommStrategy::all_reduce;
+  double least = kWorthwhile;
+  for (size_t i = 0; i < kinds[0].size(); ++i) {
+    double ratio = 0;  // to the backend's own, which comes first; where it is worst
+    for (const auto& rows : kinds)
+      ratio = std::max(ratio, rows[i]["p50_us"].get<double>() / rows[0]["p50_us"].get<double>());
+    if (ratio >= least) continue;
+    least = ratio;
+    chosen = layout::parse_comm_strategy(kinds[0][i]["strategy"].get<std::string>());
+  }
+  return chosen;
+}
+
+fabric::OpKind kind_of(const std::string& op) {
+  for (const auto kind : {fabric::OpKind::all_reduce, fabric::OpKind::reduce_scatter,
+                          fabric::OpKind::all_gather, fabric::OpKind::broadcast}) {
+    if (op == fabric::name_of(kind)) return kind;
+  }
+  throw ConfigError(format("bench collectives: {} has no strategies to choose from", op));
+}
+
+// What the command line asks for.
+struct Request {
+  std::string backend = "auto", output;
+  std::vector<std::string> ops{"all_reduce"}, strategies{"all-reduce"};
+  std::vector<int64_t> sizes{4096};
+  double seconds = 0.5;
+  int threads = 0;
+  bool calibrate = false;
+};
+
+std::vector<Contender> make_contenders(const Request& request, const Group& world) {
+  std::vector<Contender> contenders;
+  const auto layout = comm::detail::host_layout(world.impl().membership());
+  const bool has_hierarchy =
+      layout.hosts.size() > 1 && layout.hosts.size() < static_cast<size_t>(world.size());
+  for (const std::string& name : request.strategies) {
+    const auto strategy = layout::parse_comm_strategy(name);
+    // Else it is the backend's own, and noise would tell one from the other.
+    if (request.calibrate && strategy == CommStrategy::hierarchical && !has_hierarchy) continue;
+    contenders.push_back(
+        {strategy, strategy == CommStrategy::all_reduce ? world : world.with_strategy(strategy)});
+  }
+  return contenders;
+}
+
+void run_request(const Request& request, const Group& world) {
+  const auto layout = comm::detail::host_layout(world.impl().membership());
+  if (request.calibrate && world.backend() == "nccl")
+    throw ConfigError(
+        "bench collectives: what lies on GPUs is NCCL's under every strategy; there is nothing to "
+        "calibrate");
+  if (request.calibrate && layout.hosts.size() == 1 &&
+      world.backend() != comm::detail::backend_inside(std::string(world.backend()))) {
+    throw ConfigError(
+        format("bench collectives: all {} ranks are on one host, where adaptive is about shm and "
+               "not {}: calibrate that",
+               world.size(), world.backend()));
+  }
+  const auto contenders = make_contenders(request, world);
+  Json results = Json::array();
+  comm::strategy::Table table;
+  for (const std::string& op : request.ops) {
+    for (const int64_t bytes : request.sizes) {
+      std::vector<std::vector<Json>> kinds;
+      for (const bool symmetric : {true, false}) {
+        if (symmetric && world.backend() != "shm" && world.backend() != "nccl") continue;
+        kinds.push_back(measure(op, bytes, symmetric, contenders, request.seconds));
+        for (const Json& row : kinds.back()) results.push_back(row);
+      }
+      if (request.calibrate) table.add(kind_of(op), bytes, fastest(kinds));
+    }
+  }
+  if (world.rank() != 0) return;
+  if (request.calibrate) {
+    comm::strategy::save_table(comm::strategy::table_path(),
+                               format("{} {}", world.backend(), layout.to_text()), table);
+  }
+  std::ofstream(request.output) << results;
 }
 
 }  // namespace
 
 int bench_collectives_rank(const std::vector<std::string>& arguments) {
-  std::string backend = "auto", output;
-  std::vector<std::string> ops{"all_reduce"};
-  std::vector<int64_t> sizes{4096};
-  double seconds = 0.5;
-  int threads = 0;
+  Request request;
   CLI::App app;
-  app.add_option("--backend", backend);
-  app.add_option("--ops", ops)->delimiter(',');
-  app.add_option("--bytes", sizes)->delimiter(',');
-  app.add_option("--seconds", seconds);
-  app.add_option("--threads", threads);
-  app.add_option("--output", output)->required();
+  app.add_option("--backend", request.backend);
+  app.add_option("--ops", request.ops)->delimiter(',');
+  app.add_option("--strategy", request.strategies)->delimiter(',');
+  app.add_option("--bytes", request.sizes)->delimiter(',');
+  app.add_option("--seconds", request.seconds);
+  app.add_option("--threads", request.threads);
+  app.add_flag("--calibrate", request.calibrate);
+  app.add_option("--output", request.output)->required();
   if (const auto status = parse(app, "bench collectives", "", arguments)) return *status;
 
-  const auto body = [&](const Group& group) {
-    Json results = Json::array();
-    for (const std::string& op : ops) {
-      for (const int64_t bytes : sizes) {
-        for (const bool symmetric : {true, false}) {
-          if (symmetric && group.backend() != "shm") continue;
-          results.push_back(measure(op, bytes, symmetric, group, seconds));
-        }
-      }
-    }
-    if (group.rank() == 0) std::ofstream(output) << results;
-  };
-  if (threads > 0) {
-    comm::run_threads(threads, body, {.backend = backend});
+  const auto body = [&](const Group& group) { run_request(request, group); };
+  if (request.threads > 0) {
+    comm::run_threads(request.threads, body, {.backend = request.backend});
   } else {
-    body(comm::init({.backend = backend}));
+    body(comm::init({.backend = request.backend}));
   }
   return 0;
 }

@@ -12,7 +12,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/formats/tokenizer.h"
 
 namespace lockstep::cli {
@@ -77,7 +77,7 @@ int checkpoint_export(const Words& arguments) {
   warn_of_overflow("export", done.overflowed, done.dtype);
   std::cout << format("{}: {}, {}, {}, {} of weights in {}, {:.2f} seconds\n", out,
                       done.model.describe(), name_of(done.dtype), counted(done.tensors, "tensor"),
-                      short_size(done.bytes), counted(done.files, "file"), seconds_since(start));
+                      size_text(done.bytes), counted(done.files, "file"), seconds_since(start));
   if (!done.tokenizer.empty()) std::cout << format("tokenizer: {}\n", done.tokenizer);
   return 0;
 }

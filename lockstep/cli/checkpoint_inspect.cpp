@@ -15,7 +15,7 @@
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 
@@ -124,7 +124,7 @@ std::string table(const std::vector<Row>& rows) {
   std::vector<Line> lines{{"tensor", "dtype", "shape", "size", "slices", "files"}};
   for (const Row& row : rows) {
     lines.push_back({row.name, row.record->dtype, layout::describe(row.record->shape),
-                     short_size(row.bytes), std::to_string(row.record->slices.size()),
+                     size_text(row.bytes), std::to_string(row.record->slices.size()),
                      std::to_string(row.files)});
   }
   std::array<size_t, 6> widths{};
@@ -149,7 +149,7 @@ std::string line(const char* name, const std::string& text) {
 
 std::string line(const char* name, const Total& total) {
   return line(name, format("{}, {} elements, {}", counted(total.tensors, "tensor"), total.elements,
-                           short_size(total.bytes)));
+                           size_text(total.bytes)));
 }
 
 std::string layout_text(const Summary& summary) {
@@ -168,7 +168,7 @@ std::string to_text(const Summary& summary) {
   std::string text;
   for (const Listed& one : summary.listed) {
     text += format("{}  step {}  {}{}\n", one.checkpoint.path, one.checkpoint.step,
-                   short_size(one.bytes), one.damage.empty() ? "" : "  damaged: " + one.damage);
+                   size_text(one.bytes), one.damage.empty() ? "" : "  damaged: " + one.damage);
   }
   if (!text.empty()) text += '\n';
   text += table(summary.rows) + "\n";
@@ -181,7 +181,7 @@ std::string to_text(const Summary& summary) {
   for (const auto& [name, value] : summary.manifest.state)
     text += line("state", format("{} {}", name, value));
   for (const auto& [name, bytes] : summary.files)
-    text += line("file", format("{}  {}", name, short_size(bytes)));
+    text += line("file", format("{}  {}", name, size_text(bytes)));
   return text;
 }
 

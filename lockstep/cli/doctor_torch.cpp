@@ -14,6 +14,8 @@
 #include <set>
 
 #include "lockstep/cli/doctor_report.h"
+#include "lockstep/comm/nccl/api.h"
+#include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -158,6 +160,14 @@ void report_gpu(int index) {
   }
 }
 
+void report_nccl() {
+  const std::string problem = comm::nccl::problem();
+  const int version = comm::nccl::library().version;
+  report(problem.empty() ? Verdict::ok : Verdict::note, "NCCL",
+         problem.empty() ? format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
+                         : problem + ": ranks exchange CUDA tensors through host memory");
+}
+
 }  // namespace
 
 int doctor_torch(const std::vector<std::string>& arguments) {
@@ -179,6 +189,7 @@ int doctor_torch(const std::vector<std::string>& arguments) {
            gpus > 0 ? format("{} GPU{}", gpus, gpus > 1 ? "s" : "")
                     : "libtorch has it, but sees no GPU: see CUDA_VISIBLE_DEVICES and the driver");
     for (int i = 0; i < gpus; ++i) report_gpu(i);
+    if (gpus > 0) report_nccl();
   }
   return computes ? 0 : 1;
 }

@@ -10,7 +10,7 @@
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/plan/inventory.h"
 #include "lockstep/plan/offload.h"
 #include "lockstep/plan/report.h"
@@ -89,14 +89,14 @@ int plan_memory(const Words& arguments) {
   if (config.offload.any()) std::cout << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
   const size_t rank = plan::largest_total(ranks);
-  const std::string most = format("rank {} takes most, {}", rank, short_size(ranks[rank].total()));
+  const std::string most = format("rank {} takes most, {}", rank, size_text(ranks[rank].total()));
   if (limit == 0) {
     std::cout << most << "; memory.max_per_device sets no limit\n";
     return 0;
   }
   const bool fits = ranks[rank].total() <= limit;
   std::cout << format("{}: {}, memory.max_per_device is {}\n", fits ? "fits" : "does not fit", most,
-                      short_size(limit));
+                      size_text(limit));
   return fits ? 0 : 1;
 }
 

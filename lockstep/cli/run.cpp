@@ -27,6 +27,7 @@ std::vector<std::string> program_of(CLI::App& app) {
 int run(const std::vector<std::string>& arguments) {
   launch::LaunchOptions options;
   int grace = static_cast<int>(options.grace.count());
+  int meet_seconds = static_cast<int>(options.meet_time.count() / 1000);
   int stop_grace = static_cast<int>(options.stop_grace.count());
 
   CLI::App app;
@@ -38,6 +39,12 @@ int run(const std::vector<std::string>& arguments) {
       ->capture_default_str();
   app.add_option("--rendezvous", options.rendezvous,
                  "HOST:PORT of node 0 where the nodes meet (one node: a free port on 127.0.0.1)");
+  app.add_option("--rendezvous-timeout", meet_seconds, "Seconds that the nodes wait for each other")
+      ->capture_default_str();
+  app.add_option(
+      "--interface", options.interface,
+      "Network interface that hosts talk over, such as eth1 (or set LOCKSTEP_INTERFACE); "
+      "the one that reaches node 0 if none is named");
   app.add_option("--token-file", options.token_file,
                  "File with the job's secret, the same on all nodes (or set LOCKSTEP_TOKEN)");
   app.add_option("--max-restarts", options.max_restarts,
@@ -67,6 +74,7 @@ int run(const std::vector<std::string>& arguments) {
   } catch (const CLI::ParseError& failure) {
     throw ConfigError(std::string("run: ") + failure.what());
   }
+  options.meet_time = std::chrono::seconds{meet_seconds};
   options.grace = milliseconds{grace};
   options.stop_grace = milliseconds{stop_grace};
   options.command = program_of(app);

@@ -2,7 +2,16 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <sys/utsname.h>
+#include <torch/cuda.h>
+#include <torch/version.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <mutex>
 #include <set>
@@ -12,19 +21,111 @@
 #include "lockstep/comm/conformance.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/version.h"
 
 namespace lockstep::cli {
 namespace {
+
+// "lockstep 0.1.0, libtorch 2.11.0, Open MPI v4.1.4; Linux 6.1.0 x86_64"
+std::string describe_software(const comm::Group& world) {
+  const std::string library =
+      world.size() > 1 ? comm::backend_version(std::string(world.backend())) : "";
+  utsname system{};
+  uname(&system);
+  return format("lockstep {}, libtorch {}{}{}; {} {} {}", LOCKSTEP_VERSION, TORCH_VERSION,
+                library.empty() ? "" : ", ", library, system.sysname, system.release,
+                system.machine);
+}
+
+// The names of the GPUs, as the driver knows them.
+std::vector<std::string> gpu_models() {
+  std::vector<std::string> models;
+  std::error_code none;
+  for (const auto& gpu : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", none)) {
+    std::ifstream file(gpu.path() / "information");
+    for (std::string line; std::getline(file, line);) {
+      if (!line.starts_with("Model:")) continue;
+      const size_t start = line.find_first_not_of(" \t", 6);
+      if (start != std::string::npos) models.push_back(line.substr(start));
+    }
+  }
+  return models;
+}
+
+// "node1, 16 cores, 2 GPUs usable of 2 (NVIDIA H200)"
+std::string describe_host() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  std::string text = format("{}, {} core{}", name, cores, cores > 1 ? "s" : "");
+  const auto models = gpu_models();
+  const size_t usable = at::hasCUDA() ? torch::cuda::device_count() : 0;
+  if (models.empty() && usable == 0) return text + ", no GPU";
+  const std::set<std::string> kinds(models.begin(), models.end());
+  return text + format(", {} GPU{} usable{}", usable, usable == 1 ? "" : "s",
+                       kinds.empty() ? "" : format(" of {} ({})", models.size(), join(kinds)));
+}
+
+// Every rank's text, in rank order. Longer ones are cut.
+std::vector<std::string> gather_texts(const std::string& text, const comm::Group& world) {
+  constexpr size_t kBytes = 400;
+  const at::Tensor mine = at::zeros({static_cast<int64_t>(kBytes)}, at::kByte),
+                   all = at::zeros({world.size(), static_cast<int64_t>(kBytes)}, at::kByte);
+  std::memcpy(mine.data_ptr(), text.data(), std::min(text.size(), kBytes - 1));
+  comm::all_gather(all, mine, world).wait();
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < world.size(); ++rank)
+    texts.emplace_back(static_cast<const char*>(all[rank].data_ptr()));
+  return texts;
+}
+
+// "ranks 0-7, 16-23"
+std::string ranks_with(const std::string& text, const std::vector<std::string>& texts) {
+  std::vector<std::string> runs;
+  size_t count = 0;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank] != text) continue;
+    size_t last = rank;
+    while (last + 1 < texts.size() && texts[last + 1] == text) ++last;
+    runs.push_back(last == rank ? std::to_string(rank) : format("{}-{}", rank, last));
+    count += last - rank + 1;
+    rank = last;
+  }
+  return format("rank{} {}", count > 1 ? "s" : "", join(runs));
+}
+
+// What ran: whoever reads a report of a machine that they do not have needs no more than this.
+void introduce(const comm::Group& world) {
+  const auto versions = gather_texts(describe_software(world), world),
+             hosts = gather_texts(describe_host(), world);
+  if (world.rank() != 0) return;
+  const auto print = [&](const std::vector<std::string>& texts) {
+    std::vector<std::string> known;  // one line for each that differs
+    for (const std::string& text : texts)
+      if (std::find(known.begin(), known.end(), text) == known.end()) known.push_back(text);
+    for (const std::string& text : known)
+      std::cout << text << (world.size() > 1 ? ": " + ranks_with(text, texts) : "") << "\n";
+  };
+  print(versions);
+  print(hosts);
+  std::cout << format("backend {}, {} rank{}\n", world.backend(), world.size(),
+                      world.size() > 1 ? "s" : "")
+            << std::flush;
+}
 
 // Runs every check on all ranks; rank 0 prints. Returns how many did not hold.
 int run_checks(const comm::Group& world, bool large) {
   int failures = 0;
   const bool speaks = world.rank() == 0;
-  if (speaks)
-    std::cout << format("backend {}, {} rank{}\n", world.backend(), world.size(),
-                        world.size() > 1 ? "s" : "")
-              << std::flush;
-  for (const comm::ConformanceCheck& check : comm::conformance_checks(large)) {
+  introduce(world);
+  std::vector<comm::ConformanceCheck> checks = comm::conformance_checks(large);
+  if (world.backend() == "nccl") {
+    // Host memory is its companion's; what the GPUs do is what it is for.
+    const int devices = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
+    const std::string device = format("cuda:{}", world.local_rank() % devices);
+    for (auto& check : comm::conformance_checks(large, device)) checks.push_back(std::move(check));
+  }
+  for (const comm::ConformanceCheck& check : checks) {
     // A group of its own, so that a check that breaks it does not spoil the next.
     const comm::Group group = world.split(0, world.rank());
     const auto start = Clock::now();
@@ -77,7 +178,12 @@ int selftest_rank(const std::vector<std::string>& arguments) {
                       {.backend = backend, .check = true});
     return failures == 0 ? 0 : 1;
   }
-  return run_checks(comm::init({.backend = backend, .check = true}), large) == 0 ? 0 : 1;
+  // One GPU is enough to try NCCL.
+  const bool even_alone = backend == "nccl";
+  return run_checks(comm::init({.backend = backend, .check = true, .even_alone = even_alone}),
+                    large) == 0
+             ? 0
+             : 1;
 }
 
 }  // namespace lockstep::cli

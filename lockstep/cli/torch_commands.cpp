@@ -8,12 +8,15 @@
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "lockstep/cli/bench_collectives.h"
 #include "lockstep/cli/options.h"
 #include "lockstep/cli/torch_program.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::cli {
 namespace {
@@ -21,7 +24,7 @@ namespace {
 using Words = std::vector<std::string>;
 namespace fs = std::filesystem;
 
-const Words kBackends{"thread", "shm", "mpi", "gloo"};
+const Words kBackends{"thread", "shm", "mpi", "gloo", "nccl"};
 
 // How the ranks of a backend are started: threads in one process, mpirun, or our own launcher.
 Words start_ranks(const std::string& backend, int ranks, const Words& command) {
@@ -67,79 +70,137 @@ class TemporaryFile {
 };
 
 void print_table(const nlohmann::ordered_json& results) {
-  std::cout << format("{:<8} {:<15} {:<10} {:>12} {:>6} {:>12} {:>12} {:>10} {:>10}\n", "backend",
-                      "op", "memory", "bytes", "ranks", "p50 us", "p99 us", "alg GB/s", "bus GB/s");
+  std::cout << format("{:<8} {:<13} {:<15} {:<10} {:>12} {:>6} {:>12} {:>12} {:>10} {:>10} {:>8}\n",
+                      "backend", "strategy", "op", "memory", "bytes", "ranks", "p50 us", "p99 us",
+                      "alg GB/s", "bus GB/s", "to best");
   for (const auto& row : results) {
     std::cout << format(
-        "{:<8} {:<15} {:<10} {:>12} {:>6} {:>12.2f} {:>12.2f} {:>10.2f} {:>10.2f}\n",
-        row["backend"].get<std::string>(), row["op"].get<std::string>(),
-        row["memory"].get<std::string>(), row["bytes"].get<int64_t>(), row["ranks"].get<int>(),
-        row["p50_us"].get<double>(), row["p99_us"].get<double>(), row["algbw_gbs"].get<double>(),
-        row["busbw_gbs"].get<double>());
+        "{:<8} {:<13} {:<15} {:<10} {:>12} {:>6} {:>12.2f} {:>12.2f} {:>10.2f} {:>10.2f} "
+        "{:>8.2f}\n",
+        row["backend"].get<std::string>(), row["strategy"].get<std::string>(),
+        row["op"].get<std::string>(), row["memory"].get<std::string>(), row["bytes"].get<int64_t>(),
+        row["ranks"].get<int>(), row["p50_us"].get<double>(), row["p99_us"].get<double>(),
+        row["algbw_gbs"].get<double>(), row["busbw_gbs"].get<double>(), row["ratio"].get<double>());
   }
+}
+
+// Names, separated by commas; "all" is all of them.
+Words strategy_names(const Words& given, bool calibrate) {
+  Words names;
+  for (const auto strategy :
+       {layout::CommStrategy::all_reduce, layout::CommStrategy::hierarchical,
+        layout::CommStrategy::ring, layout::CommStrategy::tree, layout::CommStrategy::adaptive}) {
+    if (!calibrate || strategy != layout::CommStrategy::adaptive)
+      names.emplace_back(layout::name_of(strategy));
+  }
+  if (calibrate || given == Words{"all"}) return names;
+  for (const std::string& name : given) layout::parse_comm_strategy(name);
+  return given;
 }
 
 }  // namespace
 
 int selftest(const Words& arguments) {
-  int ranks = 2;
+  std::optional<int> ranks;
   std::string backend = "shm";
   bool large = false;
   CLI::App app;
-  app.add_option("-n", ranks, "Ranks")->capture_default_str();
+  app.add_option("-n", ranks, "Ranks to start on this machine (2)");
   app.add_option("--backend", backend, "What the ranks communicate with")
       ->check(CLI::IsMember(kBackends))
       ->capture_default_str();
   app.add_flag("--large", large,
                "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
-  if (const auto status = parse(app, "selftest",
-                                "Checks on this machine what the communication layer "
-                                "promises.\nUsage: lockstep selftest [OPTIONS]\n",
-                                arguments))
+  if (const auto status =
+          parse(app, "selftest",
+                "Checks what the communication layer promises: versions and hosts, "
+                "then a verdict for each check.\n"
+                "Exits with 1 where one does not hold; send us all of the output "
+                "then.\n"
+                "Usage: lockstep selftest [OPTIONS]\n"
+                "       srun|mpirun|lockstep run ... lockstep selftest [OPTIONS]     "
+                "# the ranks that these start, on any hosts\n",
+                arguments))
     return *status;
-  check_ranks("selftest", ranks);
   Words command{torch_path(), "selftest", "--backend", backend};
   if (large) command.push_back("--large");
-  return run_program(start_ranks(backend, ranks, command));
+  const RankEnv env = RankEnv::detect();
+  if (env.launcher != Launcher::none && backend != "thread") {
+    if (ranks)
+      throw ConfigError(
+          format("selftest: -n {} under {}, which has started the ranks already; leave -n out",
+                 *ranks, name_of(env.launcher)));
+    become_program(command);
+  }
+  check_ranks("selftest", ranks.value_or(2));
+  return run_program(start_ranks(backend, ranks.value_or(2), command));
 }
 
 int bench_collectives(const Words& arguments) {
   int ranks = 2;
-  Words backends{"shm"}, ops{"all_reduce"};
+  Words backends{"shm"}, ops{"all_reduce"}, strategies{"all-reduce"};
   std::vector<int64_t> sizes{4096, 65536, 4194304, 67108864};
   double seconds = 0.5;
-  bool json = false;
+  bool json = false, calibrate = false;
   CLI::App app;
-  app.add_option("-n", ranks, "Ranks")->capture_default_str();
+  const CLI::Option* ranks_option = app.add_option("-n", ranks, "Ranks")->capture_default_str();
   const Words operations(std::begin(kBenchOperations), std::end(kBenchOperations));
   app.add_option("--backends", backends, "Separated by commas")
       ->delimiter(',')
       ->check(CLI::IsMember(kBackends))
       ->capture_default_str();
-  app.add_option("--ops", ops, "Separated by commas")
+  const CLI::Option* ops_option = app.add_option("--ops", ops, "Separated by commas")
+                                      ->delimiter(',')
+                                      ->check(CLI::IsMember(operations))
+                                      ->capture_default_str();
+  app.add_option("--strategy", strategies,
+                 "all, or some of all-reduce (the backend's own), hierarchical, ring, tree and "
+                 "adaptive, separated by commas")
       ->delimiter(',')
-      ->check(CLI::IsMember(operations))
       ->capture_default_str();
-  app.add_option("--bytes", sizes, "Bytes of a rank's buffer")
-      ->delimiter(',')
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
-      ->capture_default_str();
+  const CLI::Option* bytes_option = app.add_option("--bytes", sizes, "Bytes of a rank's buffer")
+                                        ->delimiter(',')
+                                        ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+                                        ->capture_default_str();
   app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
+  app.add_flag("--calibrate", calibrate,
+               "Keep which strategy is the fastest, for adaptive: all strategies, and unless given "
+               "all operations that have some and 1 KB to 256 MB");
   app.add_flag("--json", json, "Print one JSON array");
   const std::string usage =
-      "Times the collectives of one or more backends on this machine.\nUsage: lockstep bench "
-      "collectives [OPTIONS]\n";
+      "Times the collectives of one or more backends on this machine, or, started by a launcher, "
+      "of one backend on the\nmachines of the job.\nUsage: lockstep bench collectives [OPTIONS]\n";
   if (const auto status = parse(app, "bench collectives", usage, arguments)) return *status;
   check_ranks("bench collectives", ranks);
+  strategies = strategy_names(strategies, calibrate);
+  if (calibrate && ops_option->empty())
+    ops = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"};
+  if (calibrate && bytes_option->empty()) {
+    sizes.clear();
+    for (int64_t bytes = 1 << 10; bytes <= 256 << 20; bytes *= 4) sizes.push_back(bytes);
+  }
+  const RankEnv env = RankEnv::detect();
+  const bool in_job = env.world_size > 1;
+  if (in_job && (backends.size() > 1 || !ranks_option->empty())) {
+    throw ConfigError(
+        format("bench collectives: this is rank {} of a job of {}: -n is not for it, and "
+               "--backends must name one",
+               env.rank, env.world_size));
+  }
 
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (const std::string& backend : backends) {
     const TemporaryFile file;
-    const Words command{torch_path(), "bench-collectives",     "--backend", backend,
-                        "--ops",      join(ops, ","),          "--bytes",   join(sizes, ","),
-                        "--seconds",  std::to_string(seconds), "--output",  file.path()};
-    if (const int status = run_program(start_ranks(backend, ranks, command)); status != 0)
-      return status;
+    Words command{torch_path(), "bench-collectives",
+                  "--backend",  backend,
+                  "--ops",      join(ops, ","),
+                  "--bytes",    join(sizes, ","),
+                  "--seconds",  std::to_string(seconds),
+                  "--strategy", join(strategies, ","),
+                  "--output",   file.path()};
+    if (calibrate) command.push_back("--calibrate");
+    const int status = run_program(in_job ? command : start_ranks(backend, ranks, command));
+    if (status != 0 || env.rank != 0) return status;
     for (auto& row : nlohmann::ordered_json::parse(std::ifstream(file.path())))
       results.push_back(row);
   }

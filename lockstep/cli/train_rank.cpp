@@ -6,6 +6,7 @@
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/cli/sample_options.h"
+#include "lockstep/comm/compare.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
@@ -37,8 +38,10 @@ bool write_out(std::string_view text) {
 int train_rank(const std::vector<std::string>& arguments) {
   std::signal(SIGPIPE, SIG_IGN);  // training goes on without a reader
   const config::TrainConfig config = config::parse_train_arguments(arguments).config;
-  const comm::Group group =
-      comm::init({.backend = config.comm.backend, .timeout = config.timeout()});
+  const comm::Group group = comm::init({.backend = config.comm.backend,
+                                        .strategy = config.comm.strategy,
+                                        .timeout = config.timeout()});
+  comm::require_same(config::common_lines(config), group);
   config.validate(group.size());
   train::Trainer trainer(config, group);
   return trainer.run() == train::End::stopped ? kStopped : 0;

@@ -23,6 +23,9 @@ namespace {
 using fabric::Operation;
 using fabric::OpKind;
 
+// On which nothing runs.
+bool is_alone(const Group& group) { return group.backend() == "none"; }
+
 // Runs something on the waiting thread once the operation is complete.
 class WithEpilogue final : public detail::Pending {
  public:
@@ -50,6 +53,16 @@ class Call {
   }
   Operation* operator->() { return &operation_; }
 
+  // Whose memory the operation gets: a device's, if both tensors are there and the group takes them
+  // from there.
+  void place(const at::Tensor& one, const at::Tensor& other) {
+    const auto device_of = [this](const at::Tensor& tensor) {
+      return tensor.defined() ? group_.impl().device_for(tensor) : -1;
+    };
+    operation_.device = device_of(one) == device_of(other) ? device_of(one) : -1;
+  }
+  void place(const at::Tensor& tensor) { place(tensor, tensor); }
+
   [[noreturn]] void refuse(const std::string& rule) const {
     throw ConfigError(
         format("[{}] rank {}: {}", fabric::name_of(operation_.kind), group_.rank(), rule));
@@ -60,7 +73,7 @@ class Call {
                     group_.size()));
   }
 
-  // A tensor that the operation reads; the one it uses is contiguous and on the CPU.
+  // A tensor that the operation reads; the one it uses is contiguous and in its place.
   void input(const at::Tensor& tensor) {
     check_tensor(tensor);
     memory_[0] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
@@ -140,16 +153,18 @@ class Call {
 
   // A group of one copies on the device, or not at all.
   bool usable(const at::Tensor& tensor) const {
-    return group_.size() == 1 || (tensor.device().is_cpu() && tensor.is_contiguous());
+    return is_alone(group_) ||
+           ((tensor.device().is_cpu() || operation_.device >= 0) && tensor.is_contiguous());
   }
-  // Contiguous, on the CPU; page-locked where a device reads and writes it.
-  static at::Tensor stand_in(const at::Tensor& tensor, bool keeps_values) {
+  // Contiguous; on the CPU, and page-locked where a device reads and writes it, unless the group
+  // takes it from the device.
+  at::Tensor stand_in(const at::Tensor& tensor, bool keeps_values) const {
     const c10::AutoGradMode no_grad(false);
-    const at::Tensor copy =
-        at::empty(tensor.sizes(), tensor.options()
-                                      .device(at::kCPU)
-                                      .memory_format(at::MemoryFormat::Contiguous)
-                                      .pinned_memory(tensor.device().is_cuda()));
+    const auto options = tensor.options().memory_format(at::MemoryFormat::Contiguous);
+    const at::Tensor copy = at::empty(
+        tensor.sizes(), operation_.device >= 0
+                            ? options
+                            : options.device(at::kCPU).pinned_memory(tensor.device().is_cuda()));
     return keeps_values ? copy.copy_(tensor) : copy;
   }
 
@@ -170,49 +185,54 @@ Work copy_alone(const at::Tensor& output, const at::Tensor& input) {
 
 Work all_reduce(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
   Call call(OpKind::all_reduce, group, options.timeout, std::move(options.tag));
+  call.place(tensor);
   call.in_place(tensor);
   call->reduce = options.op;
   call->count = tensor.numel();
   call.check_reduction();
-  return group.size() == 1 ? Work() : call.start();
+  return is_alone(group) ? Work() : call.start();
 }
 
 Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions options) {
   Call call(OpKind::reduce, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
+  call.place(tensor);
   call.in_place(tensor);
   call->reduce = options.op;
   call->root = options.root;
   call->count = tensor.numel();
   call.check_reduction();
-  return group.size() == 1 ? Work() : call.start();
+  return is_alone(group) ? Work() : call.start();
 }
 
 Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options) {
   Call call(OpKind::broadcast, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
+  call.place(tensor);
   call.in_place(tensor);
   if (group.rank() != options.root) call->input = {};
   call->root = options.root;
   call->count = tensor.numel();
-  return group.size() == 1 ? Work() : call.start();
+  return is_alone(group) ? Work() : call.start();
 }
 
 Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
                 GatherOptions options) {
   Call call(OpKind::all_gather, group, options.timeout, std::move(options.tag));
+  call.place(input, output);
   call.input(input);
   call.output(output, false);
   call.check_same_dtype(input, output);
   call->recv_counts = call.blocks("output", std::move(options.counts), output.numel());
   call.check_count("input", input.numel(), call->recv_counts[static_cast<size_t>(group.rank())]);
   call->count = output.numel();
-  return group.size() == 1 ? copy_alone(output, input) : call.start();
+  return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
 Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
                     ReduceScatterOptions options) {
   Call call(OpKind::reduce_scatter, group, options.timeout, std::move(options.tag));
+  call.place(input, output);
   call.input(input);
   call.output(output, false);
   call.check_same_dtype(input, output);
@@ -221,24 +241,26 @@ Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Gro
   call.check_count("output", output.numel(), call->send_counts[static_cast<size_t>(group.rank())]);
   call->count = input.numel();
   call.check_reduction();
-  return group.size() == 1 ? copy_alone(output, input) : call.start();
+  return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
 Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& group,
                 AllToAllOptions options) {
   Call call(OpKind::all_to_all, group, options.timeout, std::move(options.tag));
+  call.place(input, output);
   call.input(input);
   call.output(output, false);
   call.check_same_dtype(input, output);
   call->send_counts = call.blocks("input", std::move(options.input_counts), input.numel());
   call->recv_counts = call.blocks("output", std::move(options.output_counts), output.numel());
-  return group.size() == 1 ? copy_alone(output, input) : call.start();
+  return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
 Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
             RootOptions options) {
   Call call(OpKind::gather, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
+  call.place(input, group.rank() == options.root ? output : input);
   call.input(input);
   call->root = options.root;
   call->count = input.numel();
@@ -247,13 +269,14 @@ Work gather(const at::Tensor& output, const at::Tensor& input, const Group& grou
     call.check_same_dtype(input, output);
     call.check_count("output", output.numel(), input.numel() * group.size());
   }
-  return group.size() == 1 ? copy_alone(output, input) : call.start();
+  return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
 Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
              RootOptions options) {
   Call call(OpKind::scatter, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
+  call.place(output, group.rank() == options.root ? input : output);
   if (group.rank() == options.root) {
     call.input(input);
     call.check_same_dtype(input, output);
@@ -262,13 +285,14 @@ Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& gro
   call.output(output, false);
   call->root = options.root;
   call->count = output.numel();
-  return group.size() == 1 ? copy_alone(output, input) : call.start();
+  return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
 Work send(const at::Tensor& tensor, int to, const Group& group, Options options) {
   Call call(OpKind::send, group, options.timeout, std::move(options.tag));
   call.check_rank("the receiver", to);
   if (to == group.rank()) call.refuse("a rank cannot send to itself");
+  call.place(tensor);
   call.input(tensor);
   call->root = to;
   call->count = tensor.numel();
@@ -279,6 +303,7 @@ Work recv(const at::Tensor& tensor, int from, const Group& group, Options option
   Call call(OpKind::recv, group, options.timeout, std::move(options.tag));
   call.check_rank("the sender", from);
   if (from == group.rank()) call.refuse("a rank cannot receive from itself");
+  call.place(tensor);
   call.output(tensor, false);
   call->root = from;
   call->count = tensor.numel();
@@ -287,7 +312,7 @@ Work recv(const at::Tensor& tensor, int from, const Group& group, Options option
 
 Work barrier(const Group& group, Options options) {
   Call call(OpKind::barrier, group, options.timeout, std::move(options.tag));
-  return group.size() == 1 ? Work() : call.start();
+  return is_alone(group) ? Work() : call.start();
 }
 
 }  // namespace lockstep::comm

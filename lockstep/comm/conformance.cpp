@@ -33,57 +33,59 @@ bool is_worthwhile(int64_t count, DType dtype, ReduceOp op = ReduceOp::sum) {
 
 bool is_valid(DType dtype, ReduceOp op) { return dtype != DType::boolean || op != ReduceOp::avg; }
 
-void check_all_reduce(const Group& group) {
+void check_all_reduce(const Ranks& group) {
   for (const DType dtype : kAllTypes) {
     for (const ReduceOp op : kAllOps) {
       if (!is_valid(dtype, op)) continue;
       for (const int64_t count : kSizes) {
         if (!is_worthwhile(count, dtype, op)) continue;
-        at::Tensor data = contribution(group.rank(), count, dtype);
+        at::Tensor data = group.contribution(group.rank(), count, dtype);
         all_reduce(data, group, {.op = op}).wait();
-        require_equal(data, expected_reduction(all_contributions(group, count, dtype), op),
-                      label("all_reduce", dtype, count) + ", " + std::string(fabric::name_of(op)));
+        require_equal(data, expected_reduction(group.contributions(count, dtype), op),
+                      label("all_reduce", dtype, count) + ", " + std::string(fabric::name_of(op)),
+                      group.tolerance(op, dtype));
       }
     }
   }
   bool refused = false;
   try {
-    all_reduce(contribution(0, 3, DType::boolean), group, {.op = ReduceOp::avg}).wait();
+    all_reduce(group.contribution(0, 3, DType::boolean), group, {.op = ReduceOp::avg}).wait();
   } catch (const ConfigError&) {
     refused = true;
   }
   require(refused, "avg of bool was not refused");
 }
 
-void check_reduce(const Group& group) {
+void check_reduce(const Ranks& group) {
   for (int root = 0; root < group.size(); ++root) {
     for (const DType dtype : kAllTypes) {
       const int64_t count = kSizes[2 + (root + static_cast<int>(dtype)) % 4];
-      at::Tensor data = contribution(group.rank(), count, dtype);
+      at::Tensor data = group.contribution(group.rank(), count, dtype);
       reduce(data, group, {.root = root}).wait();
       require_equal(data,
                     group.rank() == root
-                        ? expected_reduction(all_contributions(group, count, dtype), ReduceOp::sum)
-                        : contribution(group.rank(), count, dtype),
+                        ? expected_reduction(group.contributions(count, dtype), ReduceOp::sum)
+                        : group.contribution(group.rank(), count, dtype),
                     label("reduce", dtype, count));
     }
   }
 }
 
-void check_broadcast(const Group& group) {
+void check_broadcast(const Ranks& group) {
   for (int root = 0; root < group.size(); ++root) {
     for (const DType dtype : kAllTypes) {
       for (const int64_t count : {kSizes[(root + static_cast<int>(dtype)) % 6], int64_t{5}}) {
-        at::Tensor data = contribution(group.rank(), count, dtype);
+        at::Tensor data = group.contribution(group.rank(), count, dtype);
         broadcast(data, group, {.root = root}).wait();
-        require_equal(data, contribution(root, count, dtype), label("broadcast", dtype, count));
+        require_equal(data, group.contribution(root, count, dtype),
+                      label("broadcast", dtype, count));
       }
     }
   }
 }
 
 // Blocks of unequal size; some ranks have none.
-std::vector<int64_t> uneven(const Group& group, int64_t count) {
+std::vector<int64_t> uneven(const Ranks& group, int64_t count) {
   std::vector<int64_t> counts;
   for (int rank = 0; rank < group.size(); ++rank)
     counts.push_back(rank % 3 == 1 ? 0 : count + 7 * rank);
@@ -94,7 +96,7 @@ int64_t total(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-void check_all_gather(const Group& group) {
+void check_all_gather(const Ranks& group) {
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes) {
       if (!is_worthwhile(count, dtype)) continue;
@@ -104,7 +106,7 @@ void check_all_gather(const Group& group) {
                  : uneven(group, count);
         std::vector<at::Tensor> parts;
         for (int rank = 0; rank < group.size(); ++rank)
-          parts.push_back(contribution(rank, counts[static_cast<size_t>(rank)], dtype));
+          parts.push_back(group.contribution(rank, counts[static_cast<size_t>(rank)], dtype));
         at::Tensor output = at::empty({total(counts)}, parts[0].options());
         all_gather(output, parts[static_cast<size_t>(group.rank())], group,
                    {.counts = even ? std::vector<int64_t>() : counts})
@@ -116,7 +118,7 @@ void check_all_gather(const Group& group) {
   }
 }
 
-void check_reduce_scatter(const Group& group) {
+void check_reduce_scatter(const Ranks& group) {
   for (const DType dtype : kAllTypes) {
     for (const ReduceOp op : kAllOps) {
       if (!is_valid(dtype, op)) continue;
@@ -129,22 +131,23 @@ void check_reduce_scatter(const Group& group) {
           const int64_t mine = counts[static_cast<size_t>(group.rank())];
           const int64_t start =
               std::accumulate(counts.begin(), counts.begin() + group.rank(), int64_t{0});
-          const at::Tensor input = contribution(group.rank(), total(counts), dtype);
+          const at::Tensor input = group.contribution(group.rank(), total(counts), dtype);
           at::Tensor output = at::empty({mine}, input.options());
           reduce_scatter(output, input, group,
                          {.op = op, .counts = even ? std::vector<int64_t>() : counts})
               .wait();
           require_equal(output,
-                        expected_reduction(all_contributions(group, total(counts), dtype), op)
+                        expected_reduction(group.contributions(total(counts), dtype), op)
                             .narrow(0, start, mine),
-                        label(even ? "reduce_scatter" : "uneven reduce_scatter", dtype, count));
+                        label(even ? "reduce_scatter" : "uneven reduce_scatter", dtype, count),
+                        group.tolerance(op, dtype));
         }
       }
     }
   }
 }
 
-void check_all_to_all(const Group& group) {
+void check_all_to_all(const Ranks& group) {
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes) {
       if (!is_worthwhile(count, dtype)) continue;
@@ -156,10 +159,10 @@ void check_all_to_all(const Group& group) {
         std::vector<at::Tensor> sent, awaited;
         std::vector<int64_t> sends, receives;
         for (int peer = 0; peer < group.size(); ++peer) {
-          sent.push_back(
-              contribution(group.rank() + 5 * peer, size_of_block(group.rank(), peer), dtype));
-          awaited.push_back(
-              contribution(peer + 5 * group.rank(), size_of_block(peer, group.rank()), dtype));
+          sent.push_back(group.contribution(group.rank() + 5 * peer,
+                                            size_of_block(group.rank(), peer), dtype));
+          awaited.push_back(group.contribution(peer + 5 * group.rank(),
+                                               size_of_block(peer, group.rank()), dtype));
           sends.push_back(sent.back().numel());
           receives.push_back(awaited.back().numel());
         }
@@ -175,12 +178,12 @@ void check_all_to_all(const Group& group) {
   }
 }
 
-void check_gather_and_scatter(const Group& group) {
+void check_gather_and_scatter(const Ranks& group) {
   for (int root = 0; root < group.size(); ++root) {
     for (const int64_t count : kSizes) {
       const DType dtype = kAllTypes[static_cast<size_t>(count + root) % std::size(kAllTypes)];
-      const at::Tensor whole = at::cat(all_contributions(group, count, dtype)),
-                       mine = contribution(group.rank(), count, dtype);
+      const at::Tensor whole = at::cat(group.contributions(count, dtype)),
+                       mine = group.contribution(group.rank(), count, dtype);
       at::Tensor gathered = group.rank() == root ? at::empty_like(whole) : at::Tensor();
       gather(gathered, mine, group, {.root = root}).wait();
       if (group.rank() == root) require_equal(gathered, whole, label("gather", dtype, count));
@@ -192,7 +195,7 @@ void check_gather_and_scatter(const Group& group) {
 }
 
 // Everybody sends to the right before anybody receives: sends must not need the receiver's help.
-void check_messages(const Group& group) {
+void check_messages(const Ranks& group) {
   if (group.size() == 1) return;
   const int next = (group.rank() + 1) % group.size(),
             previous = (group.rank() + group.size() - 1) % group.size();
@@ -200,11 +203,11 @@ void check_messages(const Group& group) {
   std::vector<at::Tensor> received;
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes)
-      works.push_back(send(contribution(group.rank(), count, dtype), next, group));
+      works.push_back(send(group.contribution(group.rank(), count, dtype), next, group));
   }
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes) {
-      received.push_back(at::empty_like(contribution(0, count, dtype)));
+      received.push_back(at::empty_like(group.contribution(0, count, dtype)));
       works.push_back(recv(received.back(), previous, group));
     }
   }
@@ -212,86 +215,87 @@ void check_messages(const Group& group) {
   size_t at = 0;
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes)
-      require_equal(received[at++], contribution(previous, count, dtype),
+      require_equal(received[at++], group.contribution(previous, count, dtype),
                     label("recv", dtype, count));
   }
 }
 
-void check_non_contiguous(const Group& group) {
-  const at::Tensor whole = contribution(group.rank(), 40 * 30, DType::float32).reshape({40, 30});
+void check_non_contiguous(const Ranks& group) {
+  const at::Tensor whole =
+      group.contribution(group.rank(), 40 * 30, DType::float32).reshape({40, 30});
   at::Tensor sum = whole.clone();
   const at::Tensor columns = sum.t().slice(0, 0, 30, 2);  // every other column, transposed
   all_reduce(columns, group).wait();
   const at::Tensor expected =
-      expected_reduction(all_contributions(group, 40 * 30, DType::float32), ReduceOp::sum)
+      expected_reduction(group.contributions(40 * 30, DType::float32), ReduceOp::sum)
           .reshape({40, 30});
   require_equal(sum.slice(1, 0, 30, 2).contiguous(), expected.slice(1, 0, 30, 2).contiguous(),
                 "all_reduce of a strided view");
   require_equal(sum.slice(1, 1, 30, 2).contiguous(), whole.slice(1, 1, 30, 2).contiguous(),
                 "what lies between a strided view");
 
-  at::Tensor gathered = at::empty({group.size() * 30, 40}).t();
+  at::Tensor gathered = at::empty({group.size() * 30, 40}, group.options()).t();
   all_gather(gathered, whole.t(), group).wait();
   std::vector<at::Tensor> parts;
-  for (const at::Tensor& part : all_contributions(group, 40 * 30, DType::float32))
+  for (const at::Tensor& part : group.contributions(40 * 30, DType::float32))
     parts.push_back(part.reshape({40, 30}).t().reshape(-1));
   require_equal(gathered.contiguous().reshape(-1), at::cat(parts),
                 "all_gather between transposed tensors");
 }
 
-void check_in_place(const Group& group) {
+void check_in_place(const Ranks& group) {
   const int64_t count = 20'000;
-  at::Tensor whole = at::zeros({count * group.size()});
+  at::Tensor whole = at::zeros({count * group.size()}, group.options());
   at::Tensor mine = whole.narrow(0, count * group.rank(), count);
-  mine.copy_(contribution(group.rank(), count, DType::float32));
+  mine.copy_(group.contribution(group.rank(), count, DType::float32));
   all_gather(whole, mine, group).wait();
-  require_equal(whole, at::cat(all_contributions(group, count, DType::float32)),
+  require_equal(whole, at::cat(group.contributions(count, DType::float32)),
                 "all_gather from a block of its output");
-  whole = contribution(group.rank(), count * group.size(), DType::float32);
+  whole = group.contribution(group.rank(), count * group.size(), DType::float32);
   mine = whole.narrow(0, count * group.rank(), count);
   reduce_scatter(mine, whole, group).wait();
-  require_equal(mine,
-                expected_reduction(all_contributions(group, count * group.size(), DType::float32),
-                                   ReduceOp::sum)
-                    .narrow(0, count * group.rank(), count),
-                "reduce_scatter into a block of its input");
+  require_equal(
+      mine,
+      expected_reduction(group.contributions(count * group.size(), DType::float32), ReduceOp::sum)
+          .narrow(0, count * group.rank(), count),
+      "reduce_scatter into a block of its input");
 }
 
-void check_symmetric_memory(const Group& group) {
+void check_symmetric_memory(const Ranks& group) {
   for (const int64_t count : kSizes) {
     const std::vector<int64_t> shape{count}, wide{count * group.size()};
-    at::Tensor data = symmetric_empty(shape, DType::float32, group),
-               whole = symmetric_empty(wide, DType::float32, group);
+    at::Tensor data = symmetric_empty(shape, DType::float32, group, group.device()),
+               whole = symmetric_empty(wide, DType::float32, group, group.device());
     const at::Tensor sum =
-        expected_reduction(all_contributions(group, count, DType::float32), ReduceOp::sum);
-    data.copy_(contribution(group.rank(), count, DType::float32));
+        expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum);
+    data.copy_(group.contribution(group.rank(), count, DType::float32));
     all_reduce(data, group).wait();
     require_equal(data, sum, "all_reduce in symmetric memory");
-    data.copy_(contribution(group.rank(), count, DType::float32));
+    data.copy_(group.contribution(group.rank(), count, DType::float32));
     all_gather(whole, data, group).wait();
-    require_equal(whole, at::cat(all_contributions(group, count, DType::float32)),
+    require_equal(whole, at::cat(group.contributions(count, DType::float32)),
                   "all_gather in symmetric memory");
-    whole.copy_(contribution(group.rank(), count * group.size(), DType::float32));
+    whole.copy_(group.contribution(group.rank(), count * group.size(), DType::float32));
     reduce_scatter(data, whole, group, {.op = ReduceOp::avg}).wait();
-    require_equal(data,
-                  expected_reduction(all_contributions(group, count * group.size(), DType::float32),
-                                     ReduceOp::avg)
-                      .narrow(0, count * group.rank(), count),
-                  "reduce_scatter in symmetric memory");
+    require_equal(
+        data,
+        expected_reduction(group.contributions(count * group.size(), DType::float32), ReduceOp::avg)
+            .narrow(0, count * group.rank(), count),
+        "reduce_scatter in symmetric memory", group.tolerance(ReduceOp::avg, DType::float32));
     // One rank's tensor is ordinary: all must still take the same way.
-    at::Tensor mixed = group.rank() == 0 ? at::empty({count}) : data;
-    mixed.copy_(contribution(group.rank(), count, DType::float32));
+    at::Tensor mixed = group.rank() == 0 ? at::empty({count}, group.options()) : data;
+    mixed.copy_(group.contribution(group.rank(), count, DType::float32));
     all_reduce(mixed, group).wait();
     require_equal(mixed, sum, "all_reduce of symmetric and ordinary memory");
   }
 }
 
-void check_same_bits(const Group& group) {
+void check_same_bits(const Ranks& group) {
   for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
     at::Tensor first;
     for (int run = 0; run < 3; ++run) {
       // Numbers whose sum depends on the order it is taken in.
-      at::Tensor data = at::arange(30'000, at::kDouble)
+      at::Tensor data = at::arange(30'000, group.options(at::kDouble))
                             .mul_(0.37 + group.rank())
                             .sin_()
                             .mul_(1e3)
@@ -307,17 +311,17 @@ void check_same_bits(const Group& group) {
   }
 }
 
-void check_overlapping_calls(const Group& group) {
+void check_overlapping_calls(const Ranks& group) {
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
   for (int k = 0; k < 24; ++k) {
-    tensors.push_back(contribution(group.rank(), kSizes[k % 6], kAllTypes[k % 9]));
+    tensors.push_back(group.contribution(group.rank(), kSizes[k % 6], kAllTypes[k % 9]));
     works.push_back(all_reduce(tensors.back(), group, {.tag = format("bucket{}", k)}));
   }
   for (size_t k = works.size(); k-- > 0;) {
     works[k].wait();
     require_equal(tensors[k],
-                  expected_reduction(all_contributions(group, tensors[k].numel(), kAllTypes[k % 9]),
+                  expected_reduction(group.contributions(tensors[k].numel(), kAllTypes[k % 9]),
                                      ReduceOp::sum),
                   "one of many in flight");
   }
@@ -327,7 +331,7 @@ void check_overlapping_calls(const Group& group) {
   require(last.done(), "a work that was waited for is not done");
 }
 
-void check_split(const Group& group) {
+void check_split(const Ranks& group) {
   // Odd and even ranks, each in reverse order.
   const Group half = group.split(group.rank() % 2, -group.rank());
   std::vector<int> members;
@@ -339,121 +343,19 @@ void check_split(const Group& group) {
   require(half.members()[static_cast<size_t>(half.rank())] ==
               group.members()[static_cast<size_t>(group.rank())],
           "a split gives the wrong rank");
-  at::Tensor data = at::full({1000}, half.members()[static_cast<size_t>(half.rank())], at::kLong);
+  at::Tensor data =
+      at::full({1000}, half.members()[static_cast<size_t>(half.rank())], group.options(at::kLong));
   all_reduce(data, half).wait();
-  require_equal(
-      data,
-      at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}), at::kLong),
-      "all_reduce in a split");
+  require_equal(data,
+                at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}),
+                         group.options(at::kLong)),
+                "all_reduce in a split");
   barrier(group).wait();
 }
 
-template <class Body>
-void require_refused(const char* what, Body body) {
-  try {
-    body();
-  } catch (const ConfigError&) {
-    return;
-  }
-  throw Error(format("{} was not refused", what));
-}
-
-void check_bad_arguments(const Group& group) {
-  const at::Tensor data = at::zeros({group.size() * 2 + 1});
-  at::Tensor part = at::zeros({2});
-  require_refused("a root outside the group",
-                  [&] { broadcast(data, group, {.root = group.size()}).wait(); });
-  require_refused("an undefined tensor", [&] { all_reduce(at::Tensor(), group).wait(); });
-  require_refused("a complex tensor",
-                  [&] { all_reduce(at::zeros({2}, at::kComplexFloat), group).wait(); });
-  require_refused("an output of the wrong size",
-                  [&] { all_gather(data, at::zeros({data.numel() + 1}), group).wait(); });
-  require_refused("different dtypes", [&] {
-    all_gather(at::zeros({group.size()}, at::kLong), at::zeros({1}), group).wait();
-  });
-  require_refused("a message to oneself", [&] { send(part, group.rank(), group).wait(); });
-  require_refused("a negative colour", [&] { (void)group.split(-1, 0); });
-  if (group.size() > 1) {
-    require_refused("blocks that are not equal", [&] { reduce_scatter(part, data, group).wait(); });
-  }
-  barrier(group).wait();
-}
-
-// Whether the backend compares what ranks call.
-bool compares(const Group& group) {
-  return group.backend() == "thread" || group.backend() == "shm" ||
-         group.impl().membership().world->check;
-}
-
-// Each on a group of its own, because a mismatch breaks the group. Only where the backend compares.
-void check_mismatches(const Group& group) {
-  if (group.size() == 1 || !compares(group)) return;
-  const bool odd_one = group.rank() == group.size() - 1;
-  const std::pair<const char*, std::function<void(const Group&)>> cases[] = {
-      {"different operations",
-       [&](const Group& g) {
-         at::Tensor data = at::zeros({8});
-         (odd_one ? broadcast(data, g) : all_reduce(data, g)).wait();
-       }},
-      {"different sizes",
-       [&](const Group& g) { all_reduce(at::zeros({odd_one ? 8 : 9}), g).wait(); }},
-      {"different dtypes",
-       [&](const Group& g) {
-         all_reduce(at::zeros({8}, odd_one ? at::kInt : at::kFloat), g).wait();
-       }},
-      {"different reductions",
-       [&](const Group& g) {
-         all_reduce(at::zeros({8}), g, {.op = odd_one ? ReduceOp::min : ReduceOp::max}).wait();
-       }},
-      {"different roots",
-       [&](const Group& g) { broadcast(at::zeros({8}), g, {.root = odd_one ? 1 : 0}).wait(); }},
-      {"different tags",
-       [&](const Group& g) { all_reduce(at::zeros({8}), g, {.tag = odd_one ? "a" : "b"}).wait(); }},
-  };
-  for (const auto& [what, body] : cases) {
-    const Group victim = group.split(0, group.rank());
-    std::string message;
-    try {
-      body(victim);
-    } catch (const MismatchError& error) {
-      message = error.what();
-    }
-    require(message.find(format("rank {} called", group.size() - 1)) != std::string::npos &&
-                message.find("; rank") != std::string::npos,
-            format("{}: no error that shows both sides, but '{}'", what, message));
-    bool still_broken = false;
-    try {
-      barrier(victim).wait();
-    } catch (const CommError&) {
-      still_broken = true;
-    }
-    require(still_broken, format("{}: the group went on afterwards", what));
-  }
-}
-
-// The receiver finds out; the sender, and everybody else, with the next thing they do in that
-// group.
-void check_mismatched_message(const Group& group) {
-  if (group.size() == 1 || !compares(group)) return;
-  const Group victim = group.split(0, group.rank());
-  std::string message;
-  try {
-    if (group.rank() == 0) send(at::zeros({80}), 1, victim).wait();
-    if (group.rank() == 1) recv(at::zeros({40}), 0, victim).wait();
-    barrier(victim).wait();
-  } catch (const MismatchError& error) {
-    message = error.what();
-  }
-  require(
-      message.find(
-          "rank 1 called recv(float32[40], from 0), but rank 0 called send(float32[80], to 1)") !=
-          std::string::npos,
-      format("a message of the wrong size: no error that shows both sides, but '{}'", message));
-}
-
-void check_large(const Group& group) {
+void check_large(const Ranks& group) {
   const int64_t count = (int64_t{1} << 31) + 17;
-  at::Tensor data = at::full({count}, group.rank() + 1, at::kByte);
+  at::Tensor data = at::full({count}, group.rank() + 1, group.options(at::kByte));
   data[count - 1] = 3 * group.rank();
   all_reduce(data, group).wait();
   const int sum = group.size() * (group.size() + 1) / 2;
@@ -468,8 +370,8 @@ void check_large(const Group& group) {
 
 }  // namespace
 
-std::vector<ConformanceCheck> conformance_checks(bool large) {
-  std::vector<ConformanceCheck> checks{
+std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& device) {
+  std::vector<std::pair<const char*, void (*)(const Ranks&)>> checks{
       {"all_reduce: 9 dtypes, 5 reductions, 0 to 70001 elements", check_all_reduce},
       {"reduce: every root", check_reduce},
       {"broadcast: every root", check_broadcast},
@@ -488,8 +390,15 @@ std::vector<ConformanceCheck> conformance_checks(bool large) {
       {"ranks that disagree get an error, all of them", check_mismatches},
       {"so does a message of the wrong size", check_mismatched_message},
   };
-  if (large) checks.push_back({"more than 2^31 elements", check_large});
-  return checks;
+  if (large) checks.emplace_back("more than 2^31 elements", check_large);
+  std::vector<ConformanceCheck> result;
+  for (const auto& [name, check] : checks) {
+    result.push_back({device == "cpu" ? name : format("{}, {}", name, device),
+                      [check = check, where = at::Device(device)](const Group& group) {
+                        check(Ranks(group, where));
+                      }});
+  }
+  return result;
 }
 
 }  // namespace lockstep::comm

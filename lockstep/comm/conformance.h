@@ -17,8 +17,13 @@ struct ConformanceCheck {
   std::function<void(const Group&)> run;
 };
 
-// All of them, for a group of this backend. With `large`, also one of more than 2^31 elements
-// (about 7 GB for two ranks).
-std::vector<ConformanceCheck> conformance_checks(bool large = false);
+// All of them, with tensors on `device` ("cpu", "cuda:0"). With `large`, also one of more than 2^31
+// elements (about 7 GB for two ranks).
+std::vector<ConformanceCheck> conformance_checks(bool large = false,
+                                                 const std::string& device = "cpu");
+
+// The library that a backend stands on, as it names itself ("Open MPI v4.1.4"); empty where there
+// is none, or none that says. For reports.
+std::string backend_version(const std::string& name);
 
 }  // namespace lockstep::comm

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -12,8 +13,9 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw Error(what);
 }
 
-at::Tensor contribution(int rank, int64_t count, DType dtype) {
-  const at::Tensor numbers = at::arange(count, at::kLong).mul_(5).add_(3 * rank + 1).remainder_(4);
+at::Tensor Ranks::contribution(int rank, int64_t count, DType dtype) const {
+  const at::Tensor numbers =
+      at::arange(count, options(at::kLong)).mul_(5).add_(3 * rank + 1).remainder_(4);
   return dtype == DType::boolean ? numbers.remainder(2).to(at::kBool)
                                  : numbers.to(detail::to_scalar_type(dtype));
 }
@@ -44,16 +46,33 @@ at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op)
       .to(type);
 }
 
-std::vector<at::Tensor> all_contributions(const Group& group, int64_t count, DType dtype) {
+std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype) const {
   std::vector<at::Tensor> parts;
-  for (int rank = 0; rank < group.size(); ++rank) parts.push_back(contribution(rank, count, dtype));
+  for (int each = 0; each < size(); ++each) parts.push_back(contribution(each, count, dtype));
   return parts;
 }
 
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what) {
+double Ranks::tolerance(ReduceOp op, DType dtype) const {
+  const bool on_device = impl().device_for(at::empty({0}, options())) >= 0;
+  if (op != ReduceOp::avg || !is_floating(dtype) || !on_device) return 0;
+  switch (dtype) {
+    case DType::float64:
+      return 1e-14;
+    case DType::float32:
+      return 1e-6;
+    case DType::float16:
+      return 4e-3;
+    default:
+      return 3e-2;
+  }
+}
+
+void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
+                   double tolerance) {
   require(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
           what + ": wrong shape or dtype");
   if (at::equal(actual, expected)) return;
+  if (tolerance > 0 && at::allclose(actual, expected, tolerance, tolerance)) return;
   const at::Tensor wrong = actual.ne(expected).reshape(-1).nonzero();
   const int64_t at = wrong[0].item<int64_t>();
   throw Error(format("{}: {} of {} elements are wrong, the first at {}: {} instead of {}", what,

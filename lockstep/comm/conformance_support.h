@@ -5,21 +5,44 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::comm::conformance {
 
+// A group, and where the tensors are that it is tried with.
+class Ranks : public Group {
+ public:
+  Ranks(Group group, at::Device device) : Group(std::move(group)), device_(device) {}
+
+  at::Device device() const { return device_; }
+  at::TensorOptions options(at::ScalarType type = at::kFloat) const {
+    return at::TensorOptions().dtype(type).device(device_);
+  }
+  // What `rank` contributes: whole numbers from 0 to 3, so that every sum and product is exact in
+  // every dtype and order.
+  at::Tensor contribution(int rank, int64_t count, DType dtype) const;
+  std::vector<at::Tensor> contributions(int64_t count, DType dtype) const;
+  // How far a result may be off: not at all, but NCCL's averages are sums of rounded parts.
+  double tolerance(ReduceOp op, DType dtype) const;
+
+ private:
+  at::Device device_;
+};
+
 // Throws `what` unless the condition holds.
 void require(bool condition, const std::string& what);
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what);
+void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
+                   double tolerance = 0);
 
-// What `rank` contributes: whole numbers from 0 to 3, so that every sum and product is exact in
-// every dtype and order.
-at::Tensor contribution(int rank, int64_t count, DType dtype);
-std::vector<at::Tensor> all_contributions(const Group& group, int64_t count, DType dtype);
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op);
+
+// What must be refused (conformance_refusals.cpp).
+void check_bad_arguments(const Ranks& group);
+void check_mismatches(const Ranks& group);
+void check_mismatched_message(const Ranks& group);
 
 // "all_reduce of 1000 float32"
 std::string label(const char* operation, DType dtype, int64_t count);

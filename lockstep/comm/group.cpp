@@ -14,34 +14,17 @@
 #include "lockstep/core/format.h"
 
 namespace lockstep::comm {
-namespace {
-
-// A group of one: nothing to do, nothing to wait for.
-class Alone final : public detail::GroupImpl {
- public:
-  using GroupImpl::GroupImpl;
-  std::shared_ptr<detail::Pending> submit(fabric::Operation, std::shared_ptr<const void>) override {
-    throw std::logic_error("lockstep bug: an operation of a group of one reached its backend");
-  }
-  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
-  bool reaches(const void*, size_t) const override { return true; }
-};
-
-std::shared_ptr<detail::GroupImpl> alone(std::string name, int world_rank,
-                                         std::shared_ptr<detail::World> world) {
-  return std::make_shared<Alone>(
-      detail::Membership{std::move(name), 0, {world_rank}, std::move(world)}, "none");
-}
-
-}  // namespace
 
 Group::Group()
-    : impl_(alone("self", 0, std::make_shared<detail::World>(detail::World{.hosts = {0}}))) {}
+    : impl_(detail::make_group(
+          {"self", 0, {0}, std::make_shared<detail::World>(detail::World{.hosts = {0}})}, "none")) {
+}
 
 int Group::rank() const { return impl_->membership().rank; }
 int Group::size() const { return impl_->membership().size(); }
 const std::string& Group::name() const { return impl_->membership().name; }
 std::string_view Group::backend() const { return impl_->backend(); }
+layout::CommStrategy Group::strategy() const { return impl_->membership().world->strategy; }
 std::span<const int> Group::members() const { return impl_->membership().members; }
 milliseconds Group::timeout() const { return impl_->membership().world->timeout; }
 std::chrono::nanoseconds Group::blocked_time() const {
@@ -69,7 +52,8 @@ Group Group::split(int colour, int key, bool check) const {
     throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
   const detail::Membership& mine = impl_->membership();
   const std::string name = format("{}.{}/{}", mine.name, impl_->next_split(), colour);
-  if (size() == 1) return Group(alone(name, mine.members[0], mine.world));
+  if (size() == 1)
+    return Group(detail::make_group({name, 0, mine.members, mine.world}, impl_->backend()));
 
   const auto n = static_cast<size_t>(size());
   const std::array<int64_t, 2> choice{colour, key};
@@ -101,22 +85,39 @@ Group Group::split(int colour, int key, bool check) const {
     if (peer == rank()) membership.rank = membership.size();
     membership.members.push_back(mine.members[static_cast<size_t>(peer)]);
   }
-  if (membership.size() == 1) return Group(alone(name, membership.members[0], mine.world));
-  return Group(detail::find_backend(impl_->backend()).create(std::move(membership)));
+  return Group(detail::make_group(std::move(membership), impl_->backend()));
 }
 
-at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group) {
+Group Group::with_strategy(layout::CommStrategy strategy) const {
+  detail::Membership membership = impl_->membership();
+  membership.name =
+      format("{}.{}/{}", membership.name, impl_->next_split(), layout::name_of(strategy));
+  membership.world = std::make_shared<detail::World>(*membership.world);
+  membership.world->strategy = strategy;
+  return Group(detail::make_group(std::move(membership), impl_->backend()));
+}
+
+at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group,
+                           const c10::Device& device) {
   const at::IntArrayRef shape(sizes.data(), sizes.size());
-  const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype));
+  const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype)).device(device);
   const int64_t count =
       std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
-  const auto memory = group.impl().allocate(static_cast<size_t>(count) * size_of(dtype));
+  const auto bytes = static_cast<size_t>(count) * size_of(dtype);
+  const int place = group.impl().device_for(at::empty({0}, options));
+  const auto memory = place >= 0        ? group.impl().allocate_on(place, bytes)
+                      : device.is_cpu() ? group.impl().allocate(bytes)
+                                        : nullptr;
   if (!memory) return at::empty(shape, options);
   at::Tensor tensor = at::from_blob(
       memory.get(), shape, [memory](void*) {}, options);
   // Growing it would silently move it to ordinary memory.
   tensor.storage().unsafeGetStorageImpl()->set_resizable(false);
   return tensor;
+}
+
+at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group) {
+  return symmetric_empty(sizes, dtype, group, at::Device(at::kCPU));
 }
 
 bool is_symmetric(const at::Tensor& tensor, const Group& group) {

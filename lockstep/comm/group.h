@@ -11,6 +11,7 @@
 #include "lockstep/core/dtype.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::comm {
 
@@ -28,8 +29,9 @@ class Group {
 
   int rank() const;
   int size() const;
-  const std::string& name() const;       // "world", "world.0/1": unique in the job
-  std::string_view backend() const;      // "thread", "shm", "mpi", "gloo"
+  const std::string& name() const;   // "world", "world.0/1": unique in the job
+  std::string_view backend() const;  // "thread", "shm", "mpi", "gloo", "nccl"
+  layout::CommStrategy strategy() const;
   std::span<const int> members() const;  // world rank of every member
   // Place among, and number of, the members on this rank's host, from the real host layout.
   int local_rank() const;
@@ -42,8 +44,11 @@ class Group {
   // Collective: the ranks of one colour (at least 0) become a group, ordered by key, then by rank.
   // With `check`, its ranks compare operations before running them, whatever InitOptions says.
   Group split(int colour, int key, bool check = false) const;
+  // Collective: the same ranks, whose operations go by another strategy. Its splits do too.
+  Group with_strategy(layout::CommStrategy strategy) const;
 
   detail::GroupImpl& impl() const { return *impl_; }
+  const std::shared_ptr<detail::GroupImpl>& shared_impl() const { return impl_; }
 
  private:
   std::shared_ptr<detail::GroupImpl> impl_;
@@ -59,13 +64,19 @@ constexpr bool kCheckByDefault = true;
 bool has_backend(const std::string& name);
 
 struct InitOptions {
-  // "auto": shm when all ranks are on one host, else mpi under an MPI launcher, else gloo.
+  // "auto": nccl when every rank has a GPU of its own; else, and beside it for host memory, shm
+  // when all ranks are on one host, else mpi under an MPI launcher, else gloo.
   std::string backend = "auto";
+  // How collectives are formed: docs/collectives.md. Groups split from the world inherit it.
+  layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
   // Deadline of every wait that gives no other. LOCKSTEP_TIMEOUT (seconds) sets the default.
   milliseconds timeout = milliseconds{0};
   // Compare the operations of all ranks before running them on mpi and gloo too (thread and shm
   // always do). LOCKSTEP_CHECK=1 switches it on in a release build.
   bool check = kCheckByDefault;
+  // A group of one, too, is made by the backend and runs its operations, instead of doing nothing:
+  // to try a backend out.
+  bool even_alone = false;
 };
 
 // Joins the job that this process was started in, and returns the group of all its ranks.
@@ -74,14 +85,19 @@ Group init(InitOptions options = {});
 Group init(const RankEnv& env, InitOptions options = {});
 
 // Runs `body` on `size` threads, each with its own rank of one group, and waits for them. The first
-// failure is rethrown.
+// failure is rethrown. `hosts` has a number for each rank, equal for those that count as being on
+// one host; empty: all are.
 void run_threads(int size, const std::function<void(Group)>& body,
-                 InitOptions options = {.backend = "thread"});
+                 InitOptions options = {.backend = "thread"}, std::vector<int> hosts = {});
 
 // Memory of the group: under shm every rank of the host maps it, and collectives on it need no
 // staging. Collective by contract: every rank allocates the same sizes in the same order.
 // Uninitialised. Lives as long as its last tensor.
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group);
+// The same on the device. Under nccl, NCCL allocates it and knows it (from 1 MB on, and from its
+// version 2.19 on); elsewhere it is ordinary memory.
+at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group,
+                           const c10::Device& device);
 // True if peers can reach this tensor's memory without staging.
 bool is_symmetric(const at::Tensor& tensor, const Group& group);
 

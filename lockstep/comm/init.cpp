@@ -1,24 +1,27 @@
 // How ranks come together: find the meeting point that the launcher left, learn who is on which
 // host, choose a backend.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
-#include <fstream>
 #include <mutex>
 #include <sstream>
 #include <thread>
 
+#include "lockstep/comm/adopt.h"
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/group.h"
+#include "lockstep/comm/meeting.h"
 #include "lockstep/comm/mpi/bootstrap.h"
 #include "lockstep/comm/mpi/mpi.h"
+#include "lockstep/comm/nccl/devices.h"
+#include "lockstep/comm/nccl/runtime.h"
 #include "lockstep/comm/torchrun_store.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/launch/interface.h"
 
 namespace lockstep::comm {
 namespace {
@@ -28,20 +31,6 @@ using detail::World;
 bool is_mpi_launcher(Launcher launcher) {
   return launcher == Launcher::openmpi || launcher == Launcher::mpich ||
          launcher == Launcher::mvapich || launcher == Launcher::pmix;
-}
-
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-// The same text for processes that can share memory, another for all others.
-std::string host_identity() {
-  if (const char* given = std::getenv("LOCKSTEP_HOST")) return given;
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return host_name() + " " + boot;
 }
 
 InitOptions with_environment(InitOptions options) {
@@ -59,49 +48,76 @@ InitOptions with_environment(InitOptions options) {
   return options;
 }
 
-// Starts a meeting point on this rank and returns what the others need to know of it.
-struct Hosted {
-  std::shared_ptr<launch::RendezvousServer> server;
-  std::string address, token;
-};
+using Client = std::shared_ptr<launch::RendezvousClient>;
 
-Hosted host_rendezvous(const RankEnv& env, const std::string& bind_address) {
-  Hosted hosted;
-  hosted.token = launch::make_token();
-  hosted.server = std::make_shared<launch::RendezvousServer>(hosted.token, bind_address);
-  hosted.address = hosted.server->address();
-  const bool everywhere = hosted.address.starts_with("0.0.0.0:");
-  if (everywhere)
-    hosted.address =
-        (env.master_addr.empty() ? host_name() : env.master_addr) + hosted.address.substr(7);
-  return hosted;
+Client join_at(const std::string& address, const std::string& token, const RankEnv& env,
+               const Deadline& deadline) {
+  return std::make_shared<launch::RendezvousClient>(
+      address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
+}
+
+// Starts a meeting point on this rank, where nobody else has named a place for it.
+std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
+                                                        const std::string& token) {
+  using launch::HostPort;
+  const std::string interface = launch::interface_from_environment();
+  const launch::RendezvousServer::Expected expected{.ranks = env.world_size};
+  HostPort place{"::", 0};
+  if (env.local_size.value_or(0) == env.world_size) {
+    place.host = "127.0.0.1";
+  } else if (!interface.empty()) {
+    place.host = launch::address_of_interface(interface, env.master_addr);
+  }
+  try {
+    return std::make_shared<launch::RendezvousServer>(token, place.text(), expected);
+  } catch (const SystemError&) {
+    if (place.host != "::") throw;
+  }
+  // A host without IPv6.
+  return std::make_shared<launch::RendezvousServer>(token, "0.0.0.0:0", expected);
+}
+
+// What others may call it; which of the addresses they can reach only they can find out.
+std::string places_of(const launch::RendezvousServer& server, const RankEnv& env) {
+  auto place = launch::parse_host_port(server.address(), "rendezvous");
+  if (place.host != "::" && place.host != "0.0.0.0") return server.address();
+  std::vector<std::string> names = launch::outward_addresses();
+  // Engines connect ranks by the addresses that they came with, which must be of one family.
+  const auto is_v6 = [](const auto& name) { return name.find(':') != std::string::npos; };
+  if (!std::all_of(names.begin(), names.end(), is_v6)) std::erase_if(names, is_v6);
+  if (!env.master_addr.empty()) names = {env.master_addr};
+  if (names.empty()) names = {detail::host_name()};
+  for (std::string& name : names) name = launch::HostPort{name, place.port}.text();
+  return join(names, ",");
 }
 
 // The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
 // is.
 template <class Share>
-void meet_through(World& world, const RankEnv& env, const Deadline& deadline,
-                  Share share_from_rank0) {
-  const bool one_host = env.local_size.value_or(0) == env.world_size;
-  Hosted hosted;
-  if (env.rank == 0) hosted = host_rendezvous(env, one_host ? "127.0.0.1:0" : "0.0.0.0:0");
-  std::istringstream words(share_from_rank0(hosted.address + " " + hosted.token));
+Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
+                    Share share_from_rank0) {
+  std::string mine;
+  if (env.rank == 0) {
+    const std::string token = launch::make_token();
+    world.server = host_anywhere(env, token);
+    mine = places_of(*world.server, env) + " " + token;
+  }
+  std::istringstream words(share_from_rank0(mine));
   std::string address, token;
   words >> address >> token;
-  world.server = hosted.server;
-  world.store = std::make_shared<launch::RendezvousClient>(
-      address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
+  return join_at(address, token, env, deadline);
 }
 
 // Nothing but an address that all ranks know: rank 0 listens there.
-void meet_at_address(World& world, const RankEnv& env, const Deadline& deadline) {
+Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadline) {
   if (env.master_addr.empty() || env.master_port == 0) {
     throw ConfigError(
         format("[init] rank {} of {}: {} gives no meeting point; set MASTER_ADDR and MASTER_PORT, "
                "or use lockstep run",
                env.rank, env.world_size, name_of(env.launcher)));
   }
-  const std::string address = format("{}:{}", env.master_addr, env.master_port);
+  const launch::HostPort place{env.master_addr, static_cast<uint16_t>(env.master_port)};
+  const std::string address = place.text();
   std::string token = launch::token_from_environment();
   if (token.empty()) {
     // No secret can be agreed on without a launcher that carries one; this keeps different jobs
@@ -111,70 +127,91 @@ void meet_at_address(World& world, const RankEnv& env, const Deadline& deadline)
       log::debug("LOCKSTEP_TOKEN is not set: any process that reaches " + address +
                  " can join the job");
   }
-  if (env.rank == 0) world.server = std::make_shared<launch::RendezvousServer>(token, address);
-  world.store = std::make_shared<launch::RendezvousClient>(
-      address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
+  if (env.rank != 0) return join_at(address, token, env, deadline);
+  const auto here = launch::listening_address(place, launch::interface_from_environment());
+  world.server = std::make_shared<launch::RendezvousServer>(
+      token, here.text(), launch::RendezvousServer::Expected{.ranks = env.world_size});
+  return join_at(world.server->address(), token, env, deadline);
 }
 
-void meet(World& world, const RankEnv& env, const Deadline& deadline) {
-  if (env.launcher == Launcher::lockstep) {
-    world.store = launch::connect_from_environment(env.rank, env.world_size, deadline);
-  } else if (is_mpi_launcher(env.launcher)) {
-    meet_through(world, env, deadline, mpi::share_from_rank0);
-  } else if (torchrun_hosts_store()) {
-    meet_through(world, env, deadline, [&](const std::string& text) {
+Client meet(World& world, const RankEnv& env, const Deadline& deadline) {
+  if (env.launcher == Launcher::lockstep)
+    return launch::connect_from_environment(env.rank, env.world_size, deadline);
+  if (is_mpi_launcher(env.launcher))
+    return meet_through(world, env, deadline, mpi::share_from_rank0);
+  if (torchrun_hosts_store()) {
+    return meet_through(world, env, deadline, [&](const std::string& text) {
       return share_through_torchrun(env, text, deadline);
     });
-  } else {
-    meet_at_address(world, env, deadline);
+  }
+  return meet_at_address(world, env, deadline);
+}
+
+void complete(World& world, const RankEnv& env, const Client& store, const std::string& backend,
+              const Deadline& deadline) {
+  const std::vector<std::string> common{
+      "backend " + backend, format("strategy {}", layout::name_of(world.strategy)),
+      world.check ? "operations are compared" : "operations are not compared",
+      nccl::cuda_runtime() != nullptr ? "a build with CUDA" : "a build without CUDA"};
+  world.store = store;
+  if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*store, env.rank);
+  try {
+    detail::Meeting meeting = detail::hold_meeting(*store, env, common, deadline);
+    world.hosts = std::move(meeting.hosts);
+    world.address = std::move(meeting.address);
+  } catch (const Error&) {
+    if (world.server) detail::let_others_hear(*store);
+    throw;
   }
 }
 
-// Numbers the hosts in order of their lowest rank. One rank collects, the others read one key.
-std::vector<int> learn_hosts(launch::Store& store, const RankEnv& env, const Deadline& deadline) {
-  store.set(format("host/{}", env.rank), host_identity());
-  if (env.rank == 0) {
-    std::vector<std::string> known;
-    std::vector<int> numbers;
-    for (int rank = 0; rank < env.world_size; ++rank) {
-      std::string host;
-      try {
-        host = store.get(format("host/{}", rank), deadline);
-      } catch (const TimeoutError&) {
-        std::vector<int> missing;
-        for (int late = 0; late < env.world_size; ++late) {
-          if (!store.find(format("host/{}", late))) missing.push_back(late);
-        }
-        throw TimeoutError(format("[init] {} of {} ranks came; missing: {}",
-                                  env.world_size - static_cast<int>(missing.size()), env.world_size,
-                                  join(missing)));
-      }
-      const auto found = std::find(known.begin(), known.end(), host);
-      numbers.push_back(static_cast<int>(found - known.begin()));
-      if (found == known.end()) known.push_back(host);
-    }
-    store.set("hosts", join(numbers, " "));
-    return numbers;
-  }
-  std::istringstream words(store.get(
-      "hosts",
-      Deadline(deadline.left() + milliseconds{1000})));  // rank 0's message is the better one
-  std::vector<int> numbers;
-  for (int number = 0; words >> number;) numbers.push_back(number);
-  return numbers;
+void be_alone(World& world) {
+  world.store = std::make_shared<launch::LocalStore>();
+  world.hosts = {0};
+  if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*world.store, 0);
 }
 
-Group make_world(const RankEnv& env, std::shared_ptr<World> world, std::string backend) {
-  if (backend == "auto") {
-    const bool one_host =
-        std::all_of(world->hosts.begin(), world->hosts.end(), [](int host) { return host == 0; });
-    backend = one_host                                               ? "shm"
-              : is_mpi_launcher(env.launcher) && mpi::is_available() ? "mpi"
-                                                                     : "gloo";
-  }
+// Engines that read their interface from a variable when they start.
+void name_interface_to_engines() {
+  const std::string interface = launch::interface_from_environment();
+  if (interface.empty()) return;
+  launch::address_of_interface(interface);  // throws where there is none
+  setenv("OMPI_MCA_btl_tcp_if_include", interface.c_str(), 0);
+  setenv("NCCL_SOCKET_IFNAME", ("=" + interface).c_str(), 0);
+}
+
+std::shared_ptr<World> world_with(const InitOptions& options) {
+  auto world = std::make_shared<World>();
+  world->timeout = options.timeout;
+  world->check = options.check;
+  world->strategy = options.strategy;
+  world->even_alone = options.even_alone;
+  return world;
+}
+
+std::string choose_host_backend(const RankEnv& env, const World& world) {
+  if (std::all_of(world.hosts.begin(), world.hosts.end(), [](int host) { return host == 0; }))
+    return "shm";
+  return is_mpi_launcher(env.launcher) && mpi::is_available() ? "mpi" : "gloo";
+}
+
+// NCCL where every rank can use it. All ranks have one build, and so come here together or not.
+std::string choose_backend(const RankEnv& env, World& world, const std::string& wanted,
+                           const Deadline& deadline) {
+  world.host_backend = choose_host_backend(env, world);
+  if (nccl::cuda_runtime() == nullptr || (wanted != "auto" && wanted != "nccl"))
+    return wanted == "auto" ? world.host_backend : wanted;
+  const std::string problem = nccl::agree_on_devices(*world.store, env.rank, world.hosts, deadline);
+  if (problem.empty()) return "nccl";
+  if (wanted == "nccl") throw ConfigError("[init] backend 'nccl': " + problem);
+  log::debug(format("[init] not nccl: {}", problem));
+  return world.host_backend;
+}
+
+Group make_world(const RankEnv& env, std::shared_ptr<World> world, const std::string& backend) {
   detail::Membership membership{"world", env.rank, {}, std::move(world)};
   for (int rank = 0; rank < env.world_size; ++rank) membership.members.push_back(rank);
-  return Group(detail::find_backend(backend).create(std::move(membership)));
+  return Group(detail::make_group(std::move(membership), backend));
 }
 
 }  // namespace
@@ -188,18 +225,73 @@ Group init(const RankEnv& env, InitOptions options) {
     throw ConfigError("[init] backend 'thread' makes its ranks itself: use run_threads");
   log::set_rank(env.rank);
   trace::name_thread(env.rank, "compute");
-  if (env.world_size == 1) return {};
-  auto world = std::make_shared<World>();
-  world->timeout = options.timeout;
-  world->check = options.check;
+  name_interface_to_engines();
+  if (env.world_size == 1 && !options.even_alone) return {};
+  auto world = world_with(options);
   const Deadline deadline(options.timeout);
-  meet(*world, env, deadline);
-  world->hosts = learn_hosts(*world->store, env, deadline);
-  return make_world(env, std::move(world), options.backend);
+  if (env.world_size == 1) {
+    be_alone(*world);
+  } else {
+    complete(*world, env, meet(*world, env, deadline), options.backend, deadline);
+  }
+  const std::string backend = choose_backend(env, *world, options.backend, deadline);
+  return make_world(env, std::move(world), backend);
 }
 
-void run_threads(int size, const std::function<void(Group)>& body, InitOptions options) {
+Group detail::adopt_world(int rank, int size, const GatherTexts& gather, Backend adopted,
+                          InitOptions options) {
+  options = with_environment(std::move(options));
+  if (options.backend != "auto") find_backend(options.backend);
+  if (options.backend == "thread")
+    throw ConfigError("[adopt] backend 'thread' makes its ranks itself: use run_threads");
+  log::set_rank(rank);
+  trace::name_thread(rank, "compute");
+  name_interface_to_engines();
+  if (size == 1) return {};
+  auto world = world_with(options);
+  const auto hosts = gather(host_identity().substr(0, kTextBytes));
+  const bool one_host =
+      std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
+  const RankEnv env{.rank = rank,
+                    .world_size = size,
+                    .local_size = one_host ? std::optional(size) : std::nullopt};
+  const Deadline deadline(options.timeout);
+  const auto store =
+      meet_through(*world, env, deadline, [&](const std::string& text) { return gather(text)[0]; });
+  complete(*world, env, store, options.backend, deadline);
+  std::string backend = adopted.name;
+  if (options.backend == "auto" || options.backend == backend) {
+    world->host_backend = backend;
+    world->adopted = std::move(adopted);
+  } else {
+    backend = choose_backend(env, *world, options.backend, deadline);
+  }
+  return make_world(env, std::move(world), backend);
+}
+
+std::vector<std::byte> detail::to_record(const std::string& text) {
+  check(text.size() <= kTextBytes, "a text fits its record");
+  const auto bytes = std::as_bytes(std::span(text));
+  std::vector<std::byte> record(bytes.begin(), bytes.end());
+  record.resize(kTextBytes);
+  return record;
+}
+
+std::vector<std::string> detail::from_records(std::span<const std::byte> records) {
+  std::vector<std::string> texts;
+  for (; !records.empty(); records = records.subspan(kTextBytes)) {
+    const auto* text = reinterpret_cast<const char*>(records.data());
+    texts.emplace_back(text, strnlen(text, kTextBytes));
+  }
+  return texts;
+}
+
+void run_threads(int size, const std::function<void(Group)>& body, InitOptions options,
+                 std::vector<int> hosts) {
   if (size < 1) throw ConfigError(format("[run_threads] size is {}, must be at least 1", size));
+  if (hosts.empty()) hosts.assign(static_cast<size_t>(size), 0);
+  if (hosts.size() != static_cast<size_t>(size))
+    throw ConfigError(format("[run_threads] {} hosts for {} ranks", hosts.size(), size));
   options = with_environment(std::move(options));
   if (options.backend == "mpi")
     throw ConfigError("[run_threads] backend 'mpi' has processes as ranks: use mpirun and init");
@@ -212,15 +304,16 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
       threads.emplace_back([&, rank] {
         try {
           trace::name_thread(rank, "compute");
-          auto world = std::make_shared<World>();
+          auto world = world_with(options);
           world->store = store;
-          world->hosts.assign(static_cast<size_t>(size), 0);
-          world->timeout = options.timeout;
-          world->check = options.check;
+          world->hosts = hosts;
+          world->address = "127.0.0.1";  // whatever hosts they count as
+          world->host_backend = "thread";
           const RankEnv env{.rank = rank, .world_size = size};
-          body(size == 1 ? Group()
-                         : make_world(env, std::move(world),
-                                      options.backend == "auto" ? "thread" : options.backend));
+          body(size == 1 && !options.even_alone
+                   ? Group()
+                   : make_world(env, std::move(world),
+                                options.backend == "auto" ? "thread" : options.backend));
         } catch (...) {
           const std::lock_guard lock(mutex);
           if (!first_failure) first_failure = std::current_exception();

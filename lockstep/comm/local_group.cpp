@@ -31,6 +31,12 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
     return std::make_shared<LocalPending>(shared_from_this(),
                                           engine_.submit(std::move(operation), std::move(memory)));
   }
+  std::shared_ptr<Pending> announce(fabric::Operation operation) override {
+    operation.announced = true;
+    operation.input = {};
+    operation.output = {};
+    return submit(std::move(operation), nullptr);
+  }
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return heap_ ? heap_->allocate(bytes) : nullptr;
   }

@@ -13,12 +13,14 @@ namespace lockstep::comm::detail {
 // Thread safe.
 class OperationTrace {
  public:
-  explicit OperationTrace(const Membership& membership);
+  // Rows begin with `engine`; `strategy` where it is not the backend's own.
+  explicit OperationTrace(const Membership& membership, std::string engine = "comm",
+                          std::string strategy = {});
   void add(const fabric::Operation& operation, uint64_t sequence, Clock::time_point start,
            Clock::time_point end);
 
  private:
-  std::string group_;
+  std::string group_, engine_, strategy_;
   int world_rank_, size_;
   std::mutex mutex_;
   std::map<std::pair<fabric::OpKind, int>, trace::Row> rows_;

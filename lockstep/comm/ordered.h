@@ -1,7 +1,8 @@
 // Sums whose bits do not depend on the backend: the fixed binary tree over ranks that thread and
 // shm always use. Backends with an order of their own move the blocks (all_to_all, all_gather) and
-// leave the arithmetic to us; then it happens in wait(), so all ranks wait for several of these in
-// the same order. 16-bit floats travel as such, and are summed in float32 and rounded once.
+// leave the arithmetic to us, on the device where they take tensors from there; then it happens in
+// wait(), so all ranks wait for several of these in the same order. 16-bit floats travel as such,
+// and are summed in float32 and rounded once.
 #pragma once
 
 #include "lockstep/comm/collectives.h"

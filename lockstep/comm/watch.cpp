@@ -4,6 +4,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "lockstep/comm/meeting.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -18,6 +19,13 @@ using fabric::OpKind;
 constexpr milliseconds kFirstLook{100};  // operations that end sooner cost no look at the store
 constexpr milliseconds kLookInterval{200};
 constexpr milliseconds kWarnAfter{2000};
+constexpr milliseconds kAlone{1000};
+
+// Nobody can say any more who is late or lost.
+class MeetingPointGone final : public CommError {
+ public:
+  using CommError::CommError;
+};
 
 using fabric::is_message;
 
@@ -27,30 +35,90 @@ std::string describe_activity(const fabric::Activity& activity) {
                 fabric::name_of(activity.kind), activity.sequence);
 }
 
+std::string failure_key(const std::string& group) { return "failure/" + group; }
+
+// "kind rank message", so that others throw the same type.
+[[noreturn]] void throw_failure(const std::string& told) {
+  std::istringstream words(told);
+  char kind = 'E';
+  int rank = -1;
+  std::string message;
+  words >> kind >> rank;
+  std::getline(words.ignore(), message);
+  if (kind == 'L') throw PeerLost(rank, message);
+  if (kind == 'T') throw TimeoutError(message);
+  if (kind == 'M') throw MismatchError(message);
+  throw CommError(message);
+}
+
 }  // namespace
 
-Watch::Watch(const Membership& membership)
+void tell_failure(launch::Store& store, const std::string& group, int rank,
+                  const std::exception_ptr& error) {
+  const auto tell = [&](char kind, int of, const char* message) {
+    try {
+      if (!store.find(failure_key(group)))
+        store.set(failure_key(group), format("{} {} {}", kind, of, message));
+    } catch (const std::exception&) {  // the meeting point is gone: they find out by themselves
+    }
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    tell('L', lost.rank(), lost.what());
+  } catch (const TimeoutError& timeout) {
+    tell('T', rank, timeout.what());
+  } catch (const MismatchError& mismatch) {
+    tell('M', rank, mismatch.what());
+  } catch (const std::exception& other) {
+    tell('E', rank, other.what());
+  }
+}
+
+void throw_if_told(launch::Store& store, const std::string& group) {
+  if (const auto failure = store.find(failure_key(group))) throw_failure(*failure);
+}
+
+Watch::Watch(const Membership& membership, std::string engine)
     : name_(membership.name),
+      engine_(std::move(engine)),
       rank_(membership.rank),
       members_(membership.members),
-      store_(membership.world->store) {
+      store_(membership.world->store),
+      hosts_meeting_point_(membership.world->server != nullptr) {
   World& world = *membership.world;
   if (!world.reporter) world.reporter = std::make_shared<ActivityReporter>(world.store);
   reporter_ = world.reporter;
   activity_ = reporter_->watch(key(rank_));
 }
 
-std::string Watch::key(int rank) const { return format("activity/{}/{}", name_, rank); }
+std::string Watch::key(int rank) const { return format("activity{}/{}/{}", engine_, name_, rank); }
+
+void Watch::throw_if_failed() const {
+  const std::lock_guard lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+}
 
 uint64_t Watch::begin(const Operation& operation) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (failure_) std::rethrow_exception(failure_);
-  }
+  throw_if_failed();
   const uint64_t sequence = is_message(operation.kind) ? ++messages_ : ++sequence_;
   activity_->store(fabric::Activity{operation.kind, true, sequence}.pack(),
                    std::memory_order_relaxed);
   return sequence;
+}
+
+std::shared_ptr<Pending> Watch::announce(const Operation& operation, uint64_t sequence) {
+  struct Announced final : Pending {
+    Announced(Watch& w, Operation o, uint64_t s) : watch(w), operation(std::move(o)), sequence(s) {}
+    ~Announced() override { watch.end(operation, sequence); }
+    void wait() override {}
+    bool done() const override { return true; }
+
+    Watch& watch;
+    Operation operation;
+    uint64_t sequence;
+  };
+  return std::make_shared<Announced>(*this, operation, sequence);
 }
 
 void Watch::end(const Operation& operation, uint64_t sequence) {
@@ -62,8 +130,8 @@ std::optional<std::string> Watch::look_up(const std::string& key) const {
   try {
     return store_->find(key);
   } catch (const std::exception& error) {
-    throw CommError(format("rank {} of group '{}': the job's meeting point is gone: {}", rank_,
-                           name_, error.what()));
+    throw MeetingPointGone(format("rank {} of group '{}': the job's meeting point is gone: {}",
+                                  rank_, name_, error.what()));
   }
 }
 
@@ -81,34 +149,15 @@ std::vector<Watch::Peer> Watch::behind(const Operation& operation, uint64_t sequ
 }
 
 void Watch::fail(std::exception_ptr error) {
+  bool is_first = false;
   {
     const std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = error;
+    is_first = !failure_;
+    if (is_first) failure_ = error;
   }
-  // "kind rank message", so that others throw the same type. The first one to fail is heard.
-  const std::string failure_key = format("failure/{}", name_);
-  const auto tell = [&](char kind, int rank, const char* message) {
-    try {
-      if (!store_->find(failure_key))
-        store_->set(failure_key, format("{} {} {}", kind, rank, message));
-    } catch (const std::exception&) {  // the meeting point is gone: they find out by themselves
-    }
-  };
-  try {
-    std::rethrow_exception(error);
-  } catch (const PeerLost& lost) {
-    tell('L', lost.rank(), lost.what());
-    throw;
-  } catch (const TimeoutError& timeout) {
-    tell('T', rank_, timeout.what());
-    throw;
-  } catch (const MismatchError& mismatch) {
-    tell('M', rank_, mismatch.what());
-    throw;
-  } catch (const std::exception& other) {
-    tell('E', rank_, other.what());
-    throw;
-  }
+  tell_failure(*store_, name_, rank_, error);
+  if (hosts_meeting_point_ && is_first) let_others_hear(*store_);
+  std::rethrow_exception(error);
 }
 
 void Watch::check_agreement(
@@ -139,19 +188,12 @@ void Watch::check_agreement(
        [&](int rank) { return reinterpret_cast<const int64_t*>(record(rank) + counts_at); }});
 }
 
+void Watch::throw_if_told() const {
+  if (const auto failure = look_up(failure_key(name_))) throw_failure(*failure);
+}
+
 void Watch::throw_if_lost(const Operation& operation, uint64_t sequence) const {
-  if (const auto failure = look_up(format("failure/{}", name_))) {
-    std::istringstream words(*failure);
-    char kind = 'E';
-    int rank = -1;
-    std::string message;
-    words >> kind >> rank;
-    std::getline(words.ignore(), message);
-    if (kind == 'L') throw PeerLost(rank, message);
-    if (kind == 'T') throw TimeoutError(message);
-    if (kind == 'M') throw MismatchError(message);
-    throw CommError(message);
-  }
+  throw_if_told();
   for (int peer = 0; peer < static_cast<int>(members_.size()); ++peer) {
     if (peer == rank_) continue;
     const auto how = look_up(launch::lost_key(members_[static_cast<size_t>(peer)]));
@@ -183,13 +225,22 @@ std::string Watch::describe_wait(const Operation& operation, uint64_t sequence,
 void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
                  const std::function<bool(milliseconds)>& poll) const {
   bool warned = false;
+  std::optional<Clock::time_point> alone_since;
   milliseconds slice = kFirstLook;
   const auto left = [&] {
     return std::chrono::ceil<milliseconds>(started + operation.timeout - Clock::now());
   };
   while (!poll(std::max(milliseconds{1}, std::min(slice, left())))) {
     slice = kLookInterval;
-    throw_if_lost(operation, sequence);
+    try {
+      throw_if_lost(operation, sequence);
+    } catch (const MeetingPointGone&) {
+      // The rank that hosts it may have finished and left, its part of this operation done: what
+      // it has sent is still on its way.
+      if (!alone_since) alone_since = Clock::now();
+      if (Clock::now() - *alone_since > kAlone || left() <= milliseconds{0}) throw;
+      continue;
+    }
     if (left() <= milliseconds{0}) {
       throw TimeoutError(describe_wait(operation, sequence, seconds_since(started)) +
                          "; that is the deadline");

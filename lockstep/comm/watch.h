@@ -13,14 +13,27 @@
 
 namespace lockstep::comm::detail {
 
+// Tells all members of a group what broke it, and throws what one of them has told. The first is
+// heard.
+void tell_failure(launch::Store& store, const std::string& group, int rank,
+                  const std::exception_ptr& error);
+void throw_if_told(launch::Store& store, const std::string& group);
+
 // One for each group. Thread safe.
 class Watch {
  public:
-  explicit Watch(const Membership& membership);
+  // `engine` keeps apart what two of them report for one group.
+  explicit Watch(const Membership& membership, std::string engine = {});
 
   // An operation has begun; returns its number. Throws what broke the group, if something has.
   uint64_t begin(const fabric::Operation& operation);
+  void throw_if_failed() const;
+  // What another member has said of a failure, if one has.
+  void throw_if_told() const;
   void end(const fabric::Operation& operation, uint64_t sequence);
+  // For an operation that is run by other means: it ends with what is returned, which the group
+  // must outlive.
+  std::shared_ptr<Pending> announce(const fabric::Operation& operation, uint64_t sequence);
 
   // Calls poll(at most so long) until it says true. Warns after two seconds; throws PeerLost when a
   // member has died and TimeoutError at the operation's deadline, counted from `started`.
@@ -52,10 +65,11 @@ class Watch {
   std::string key(int rank) const;
   std::optional<std::string> look_up(const std::string& key) const;
 
-  std::string name_;
+  std::string name_, engine_;
   int rank_;
   std::vector<int> members_;
   std::shared_ptr<launch::Store> store_;
+  bool hosts_meeting_point_;
   std::shared_ptr<ActivityReporter> reporter_;
   ActivityReporter::Word activity_;
   std::atomic<uint64_t> sequence_{0}, messages_{0};

@@ -15,7 +15,8 @@ class Pending;
 // A value: copies share the operation. Thread safe, except that one thread at a time may wait.
 // The operation goes on, and keeps its tensors alive, if the handle is dropped; but results of
 // tensors that had to be copied (non-contiguous ones, those on a device, 16-bit floats on some
-// backends) arrive only in wait().
+// backends) arrive only in wait(). Under nccl, tensors on the device are not copied, and wait()
+// makes the calling thread's current stream wait for the operation instead of the thread.
 class [[nodiscard]] Work {
  public:
   Work() = default;  // already done
@@ -24,8 +25,8 @@ class [[nodiscard]] Work {
                 std::shared_ptr<std::atomic<int64_t>> blocked = nullptr)
       : pending_(std::move(pending)), blocked_(std::move(blocked)) {}
 
-  // Returns when the operation is complete. Throws what went wrong: TimeoutError, PeerLost,
-  // MismatchError.
+  // Returns when the operation is complete, or will be for what the current stream does next.
+  // Throws what went wrong: TimeoutError, PeerLost, MismatchError.
   void wait();
   bool done() const;
 

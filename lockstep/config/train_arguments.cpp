@@ -110,4 +110,21 @@ std::string print_config(const TrainArguments& arguments) {
   return toml_text(schema);
 }
 
+std::string common_lines(const TrainConfig& config) {
+  constexpr std::string_view own[] = {
+      "model.path",     "data.path",         "data.tokenizer", "data.validation",
+      "train.threads",  "memory.disk",       "offload.disk",   "parallel.schedule_file",
+      "checkpoint.dir", "checkpoint.resume", "metrics.file",   "metrics.trace"};
+  TrainConfig copy = config;
+  const Schema schema = train_schema(copy);
+  std::string lines;
+  for (const Section& section : schema.sections()) {
+    for (const Option& option : section.options) {
+      if (std::find(std::begin(own), std::end(own), option.name) != std::end(own)) continue;
+      lines += format("{} = {}\n", option.name, toml_literal(option.get()));
+    }
+  }
+  return lines;
+}
+
 }  // namespace lockstep::config

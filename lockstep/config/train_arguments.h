@@ -27,4 +27,8 @@ std::string train_help();
 // TOML with the origin of each value; as --config it gives the same configuration.
 std::string print_config(const TrainArguments& arguments);
 
+// "train.steps = 1000": a line for every key that must be the same on all ranks of a run. Paths and
+// the number of threads may differ from host to host.
+std::string common_lines(const TrainConfig& config);
+
 }  // namespace lockstep::config

@@ -16,13 +16,6 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw ConfigError(message);
 }
 
-// What the trainer cannot do yet. Whoever adds one of these deletes its line.
-void refuse_unsupported(const TrainConfig& config) {
-  require(config.comm.strategy == layout::CommStrategy::all_reduce,
-          format("comm.strategy is {}, only all-reduce, the backend's own, is supported",
-                 layout::name_of(config.comm.strategy)));
-}
-
 void validate_layout(const TrainConfig& config, int world) {
   const LayoutConfig& parallel = config.parallel;
   require(world >= 1, format("{} ranks, must be at least 1", world));
@@ -107,6 +100,21 @@ void validate_data(const TrainConfig& config) {
                  config.train.eval_every));
 }
 
+void validate_compression(const TrainConfig& config) {
+  const std::string& compression = config.comm.compression;
+  if (compression == "none") return;
+  const auto refuse = [&](const std::string& what) {
+    throw ConfigError(format("comm.compression is {}, but {}", compression, what));
+  };
+  if (config.parallel.shard != Shard::none)
+    refuse(format("parallel.shard is {}: it is for none", name_of(config.parallel.shard)));
+  if (config.offload.any()) refuse("state is offloaded: it is for whole models on the device");
+  if (config.train.reproducible)
+    refuse("train.reproducible is true: rounded gradients depend on the layout");
+  if (config.parallel.chunks > 1)
+    refuse(format("parallel.chunks is {}: it is for one stage of a rank", config.parallel.chunks));
+}
+
 void validate_checkpoints(const CheckpointConfig& checkpoint) {
   require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
   const bool from_path = checkpoint.resume != "none" && checkpoint.resume != "auto";
@@ -134,7 +142,6 @@ void TrainConfig::validate(int world) const {
   TrainConfig copy = *this;
   train_schema(copy).check();
   validate_layout(*this, world);
-  refuse_unsupported(*this);
   // A folder's sizes are checked when it is read.
   if (model_path.empty()) {
     model.validate();
@@ -158,6 +165,7 @@ void TrainConfig::validate(int world) const {
   validate_optimizer(optim);
   validate_schedule(*this);
   validate_offload(*this);
+  validate_compression(*this);
   validate_checkpoints(checkpoint);
 }
 

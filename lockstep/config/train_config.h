@@ -98,7 +98,8 @@ struct MemoryConfig {
 struct CommConfig {
   std::string backend = "auto";  // a name that comm::init knows
   layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
-  double timeout = 0;  // seconds; 0: LOCKSTEP_TIMEOUT, or 30
+  std::string compression = "none";  // of gradients: a name that parallel::hooks knows
+  double timeout = 0;                // seconds; 0: LOCKSTEP_TIMEOUT, or 30
 
   bool operator==(const CommConfig&) const = default;
 };

@@ -190,12 +190,17 @@ void add_layout(Schema& schema, TrainConfig& config) {
              "Empty: TMPDIR, or /tmp.");
 
   schema.section("comm", "Communication");
-  schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo"},
+  schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo", "nccl"},
                     "What ranks communicate with. auto: the fastest that reaches all of them.");
   schema.add_choice("strategy", config.comm.strategy,
                     {"all-reduce", "hierarchical", "ring", "tree", "adaptive"},
                     "How sums are formed: the backend's own, within each host first, in a ring, in "
                     "a tree, or by size from a measured table.");
+  schema.add_choice(
+      "compression", config.comm.compression,
+      {"none", "fp16", "bf16", "power-sgd", "fp16-across-hosts", "bf16-across-hosts"},
+      "What gradients are sent as, where parallel.shard is none: 16-bit floats, thin factors, or "
+      "16-bit floats between hosts only, with full precision inside them.");
   schema.add("timeout", config.comm.timeout,
              "Seconds to wait for a rank that is late; 0: LOCKSTEP_TIMEOUT, or 30.",
              {.min = 0, .max = 604800});

@@ -82,6 +82,10 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
   const Reader reader(lookup);
   RankEnv env;
   env.master_addr = reader.text("MASTER_ADDR").value_or("");
+  // Some write an IPv6 address as it stands before a port.
+  if (env.master_addr.starts_with('[') && env.master_addr.ends_with(']')) {
+    env.master_addr = env.master_addr.substr(1, env.master_addr.size() - 2);
+  }
   env.master_port = reader.number("MASTER_PORT").value_or(0);
   env.restart_count = reader.number("TORCHELASTIC_RESTART_COUNT").value_or(0);
 

@@ -326,7 +326,7 @@ Task run_collective(Seat& seat, const Operation& operation) {
   seat.enter(operation);
   co_await seat.everyone();
   seat.compare();
-  if (operation.kind == OpKind::barrier) co_return;
+  if (operation.kind == OpKind::barrier || operation.announced) co_return;
 
   const bool reduces = is_reduction(operation.kind);
   const Movement movement(seat, operation);

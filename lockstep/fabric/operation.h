@@ -58,6 +58,11 @@ struct Operation {
   // all_reduce, of one block for gather and scatter, of the message for send and recv, 0 for
   // barrier and all_to_all (whose blocks are compared).
   int64_t count = 0;
+  // Compared with what the other ranks call, but run by other means: no data moves here.
+  bool announced = false;
+
+  // The device that input and output lie on, for groups that take such memory; -1: the host's.
+  int device = -1;
 };
 
 // What ranks compare before data moves: the parts of an operation that must be the same on all of

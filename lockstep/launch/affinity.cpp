@@ -1,9 +1,11 @@
 #include "lockstep/launch/affinity.h"
 
+#include <hwloc.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 
 #include "lockstep/core/error.h"
 
@@ -21,10 +23,31 @@ std::vector<int> allowed_cores() {
       if (CPU_ISSET_S(static_cast<size_t>(core), size, set)) cores.push_back(core);
     }
     CPU_FREE(set);
-    if (failure == 0) return cores;
+    if (failure == 0) return in_machine_order(cores);
     if (failure != EINVAL) throw SystemError("sched_getaffinity", failure);
   }
   throw SystemError("sched_getaffinity", EINVAL);
+}
+
+std::vector<int> in_machine_order(const std::vector<int>& cores) {
+  hwloc_topology_t made = nullptr;
+  if (hwloc_topology_init(&made) != 0) return cores;
+  const std::unique_ptr<hwloc_topology, decltype(&hwloc_topology_destroy)> topology(
+      made, &hwloc_topology_destroy);
+  if (hwloc_topology_load(made) != 0) return cores;
+  std::vector<int> ordered;
+  const auto add = [&](int core) {
+    const bool ours = std::find(cores.begin(), cores.end(), core) != cores.end();
+    if (ours && std::find(ordered.begin(), ordered.end(), core) == ordered.end()) {
+      ordered.push_back(core);
+    }
+  };
+  for (hwloc_obj_t unit = nullptr;
+       (unit = hwloc_get_next_obj_by_type(made, HWLOC_OBJ_PU, unit)) != nullptr;) {
+    add(static_cast<int>(unit->os_index));
+  }
+  for (const int core : cores) add(core);  // what hwloc does not know keeps its place at the end
+  return ordered;
 }
 
 int threads_per_rank(int cores, int ranks) { return std::max(1, cores / std::max(1, ranks)); }

@@ -17,8 +17,8 @@ std::string KeySpace::join(const wire::Hello& hello) {
     return format("{} {} is outside its world of {}", word, hello.rank, hello.world_size);
   }
   if (world_size_ != 0 && world_size_ != hello.world_size) {
-    return format("{} {} counts {} {}s in all, the others count {}", word, hello.rank,
-                  hello.world_size, word, world_size_);
+    return format("{} {} counts {} {}s in all, {} {} counts {}", word, hello.rank, hello.world_size,
+                  word, word, first_, world_size_);
   }
   if (present_.contains(hello.rank)) {
     return format("{} {} is already connected: two processes have the same number", word,
@@ -27,6 +27,7 @@ std::string KeySpace::join(const wire::Hello& hello) {
   if (lost_.contains(hello.rank)) {
     return format("{} {} was lost in this generation and may not come back", word, hello.rank);
   }
+  if (world_size_ == 0) first_ = hello.rank;
   world_size_ = hello.world_size;
   present_.insert(hello.rank);
   return {};
@@ -35,6 +36,11 @@ std::string KeySpace::join(const wire::Hello& hello) {
 void KeySpace::lose(int rank) {
   present_.erase(rank);
   lost_.insert(rank);
+}
+
+std::optional<wire::Request> KeySpace::end_meeting(const std::string& how) {
+  if (store_.find(kMeetingKey)) return std::nullopt;
+  return wire::Request{wire::Op::set, kMeetingKey, how};
 }
 
 wire::Reply KeySpace::answer(const wire::Request& request) {

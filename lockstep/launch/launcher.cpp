@@ -10,6 +10,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/launch/affinity.h"
 #include "lockstep/launch/attempt.h"
+#include "lockstep/launch/interface.h"
 #include "lockstep/launch/socket.h"
 
 namespace lockstep::launch {
@@ -112,6 +113,9 @@ void validate(const LaunchOptions& options) {
             format("--rendezvous {}: several nodes need a port that all know, not 0",
                    options.rendezvous));
   }
+  require(options.meet_time.count() >= 1000, format("--rendezvous-timeout {}: must be at least 1 s",
+                                                    options.meet_time.count() / 1000));
+  if (!options.interface.empty()) address_of_interface(options.interface);
   const char* const token = std::getenv("LOCKSTEP_TOKEN");
   require(
       options.nodes == 1 || !options.token_file.empty() || (token != nullptr && *token != '\0'),
@@ -122,6 +126,7 @@ void validate(const LaunchOptions& options) {
 
 int run(const LaunchOptions& given) {
   LaunchOptions options = given;
+  if (options.interface.empty()) options.interface = interface_from_environment();
   validate(options);
   prepare_logs(options);
   Poller poller;

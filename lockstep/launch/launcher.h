@@ -14,6 +14,8 @@ struct LaunchOptions {
   int nodes = 1;
   int node_rank = 0;
   std::string rendezvous;  // HOST:PORT on node 0; empty, on one node: loopback and a free port
+  std::string interface;  // that hosts talk over; empty: LOCKSTEP_INTERFACE, or what reaches node 0
+  milliseconds meet_time{60'000};  // that nodes wait for each other
   int max_restarts = 0;
   std::string log_dir;  // empty: no files
   int hang_rank = -1;   // -1: none

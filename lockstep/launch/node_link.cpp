@@ -3,21 +3,27 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdio>
+#include <map>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/version.h"
+#include "lockstep/launch/interface.h"
 #include "lockstep/launch/socket.h"
 
 namespace lockstep::launch {
 namespace {
 
-constexpr milliseconds kMeetTime{60'000};
 constexpr milliseconds kProgressEvery{5'000};
 constexpr milliseconds kPoll{50};
 constexpr milliseconds kLeaveTime{3'000};
+// That those who come too late to a meeting that has failed can still hear why.
+constexpr milliseconds kLateComers{1'000};
 
 Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1, false, text}; }
 
@@ -40,17 +46,22 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
       signals_(signals),
       nodes_(options.nodes),
       node_rank_(options.node_rank),
+      meet_time_(options.meet_time),
       news_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!news_fd_.valid()) throw SystemError("eventfd", errno);
   address_ = options.rendezvous.empty() ? "127.0.0.1:0" : options.rendezvous;
   master_addr_ = parse_host_port(address_, "--rendezvous").host;
   if (node_rank_ == 0) {
-    server_ = std::make_unique<RendezvousServer>(token, address_);
+    const HostPort here =
+        listening_address(parse_host_port(address_, "--rendezvous"), options.interface);
+    server_ = std::make_unique<RendezvousServer>(
+        token, here.text(),
+        RendezvousServer::Expected{.ranks = options.world_size(), .nodes = nodes_});
     address_ = server_->address();
     run_id_ = "lockstep-" + make_token().substr(0, 12);
     // Bound, never listening: Linux lets a rank's socket with SO_REUSEADDR listen on the port
     // meanwhile, and gives it to nobody who asks for any port.
-    master_port_holder_ = bind_socket({master_addr_, 0});
+    master_port_holder_ = bind_socket({here.host, 0});
     master_port_ = port_of(master_port_holder_);
     warn_of_address();
   }
@@ -58,7 +69,7 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
     meet(options, token);
     try {
       exchange_facts(options);
-    } catch (const ConfigError&) {
+    } catch (const Error&) {
       leave();  // the others shall see the reason, not a rendezvous that is gone
       throw;
     }
@@ -71,16 +82,17 @@ void NodeLink::warn_of_address() {
     console_.message(format("--rendezvous {}: listens on every address of this machine", address_));
   }
   // Debian's /etc/hosts gives a machine's own name such an address.
-  const bool meant = master_addr_.starts_with("127.") || master_addr_ == "localhost";
-  if (!alone() && bound.starts_with("127.") && !meant) {
+  const bool meant = is_loopback(master_addr_) || master_addr_ == "localhost";
+  if (!alone() && is_loopback(bound) && !meant) {
     console_.message(
-        format("--rendezvous {}: here this name means {}, where other nodes cannot come", address_,
-               bound));
+        format("--rendezvous {}: here this name means {}, where other nodes cannot come; name an "
+               "address, or an --interface",
+               address_, bound));
   }
 }
 
 void NodeLink::meet(const LaunchOptions& options, const std::string& token) {
-  const Deadline deadline(kMeetTime);
+  const Deadline deadline(meet_time_);
   Deadline progress(kProgressEvery);
   while (!client_) {
     try {
@@ -96,40 +108,72 @@ void NodeLink::meet(const LaunchOptions& options, const std::string& token) {
     }
     signals_.pause(milliseconds{0});
   }
-  client_->set(format("node/{}", node_rank_), std::to_string(options.ranks));
+  client_->set(format("node/{}", node_rank_),
+               format("{} ranks of Lockstep {}", options.ranks, LOCKSTEP_VERSION));
 }
 
 void NodeLink::exchange_facts(LaunchOptions& options) {
-  const auto require_same = [&](int node, int there) {
-    if (there == options.ranks) return;
-    throw ConfigError(
-        format("-n: node {} starts {} ranks and node {} starts {}; every node must start as many",
-               node_rank_, options.ranks, node, there));
-  };
   if (node_rank_ == 0) {
-    client_->set("job",
-                 format("{} {} {} {}", options.ranks, options.max_restarts, master_port_, run_id_));
-    for (int node = 1; node < nodes_; ++node) {
-      require_same(node, std::stoi(wait_for(format("node/{}", node), format("node {}", node))));
-    }
-    return;
+    const std::string verdict = judge(options);
+    if (!client_->find(kMeetingKey)) client_->set(kMeetingKey, verdict);
   }
-  int ranks = 0;
+  std::optional<std::string> verdict;
+  // Longer than node 0 waits: it can say who is missing.
+  wait_until([&] { return (verdict = client_->find(kMeetingKey)).has_value(); },
+             meet_time_ + kLeaveTime, [] { return std::string("the other nodes"); });
+  const std::string facts = meeting_result(*verdict);
   char run_id[64] = "";
-  const std::string facts = wait_for("job", "node 0");
-  if (std::sscanf(facts.c_str(), "%d %d %hu %63s", &ranks, &options.max_restarts, &master_port_,
-                  run_id) != 4) {
+  if (std::sscanf(facts.c_str(), "%d %hu %63s", &options.max_restarts, &master_port_, run_id) !=
+      3) {
     throw CommError(format("rendezvous {}: the job's facts are malformed", address_));
   }
   run_id_ = run_id;
-  require_same(0, ranks);
 }
 
-std::string NodeLink::wait_for(const std::string& key, const std::string& what) {
-  const Deadline deadline(kMeetTime);
+// Waits for all nodes and compares what they start. What the meeting came to, for all of them.
+std::string NodeLink::judge(const LaunchOptions& options) {
+  std::vector<std::string> starts;
+  const auto find_node = [&](int node) { return client_->find(format("node/{}", node)); };
+  const auto missing = [&] {
+    std::vector<int> nodes;
+    for (int node = 0; node < nodes_; ++node) {
+      if (!find_node(node)) nodes.push_back(node);
+    }
+    return format("node{} {}", nodes.size() > 1 ? "s" : "", join(nodes));
+  };
+  const auto all_came = [&] {
+    while (static_cast<int>(starts.size()) < nodes_) {
+      const auto found = find_node(static_cast<int>(starts.size()));
+      if (!found) return client_->find(kMeetingKey).has_value();
+      starts.push_back(*found);
+    }
+    return true;
+  };
+  try {
+    wait_until(all_came, meet_time_, missing);
+  } catch (const TimeoutError& late) {
+    return format("late {}", late.what());
+  }
+  const auto differs = [&](const std::string& start) { return start != starts.front(); };
+  if (std::none_of(starts.begin(), starts.end(), differs)) {
+    return format("met {} {} {}", options.max_restarts, master_port_, run_id_);
+  }
+  std::vector<std::string> parts;
+  std::map<std::string, std::vector<size_t>> holders;
+  for (size_t node = 0; node < starts.size(); ++node) holders[starts[node]].push_back(node);
+  for (const auto& [start, nodes] : holders) {
+    parts.push_back(format("node{} {} {} {}", nodes.size() > 1 ? "s" : "", join(nodes),
+                           nodes.size() > 1 ? "start" : "starts", start));
+  }
+  return format("refused -n or the version differs: {}; it must be the same on every node",
+                join(parts, "; "));
+}
+
+void NodeLink::wait_until(const std::function<bool()>& done, milliseconds patience,
+                          const std::function<std::string()>& what) {
+  const Deadline deadline(patience);
   Deadline progress(kProgressEvery);
-  while (true) {
-    if (auto value = client_->find(key)) return std::move(*value);
+  while (!done()) {
     if (const auto stop = client_->find("stop")) throw Interrupted{std::stoi(*stop)};
     for (int node = 0; node < nodes_; ++node) {
       const auto how = client_->find(lost_key(node));
@@ -137,14 +181,19 @@ std::string NodeLink::wait_for(const std::string& key, const std::string& what) 
     }
     if (deadline.passed()) {
       throw TimeoutError(
-          format("node {} waited {} s for {}", node_rank_, kMeetTime.count() / 1000, what));
+          format("node {} has waited {} s for {}", node_rank_, patience.count() / 1000, what()));
     }
     if (progress.passed()) {
-      console_.message(format("node {} waits for {}", node_rank_, what));
+      console_.message(format("node {} waits for {}", node_rank_, what()));
       progress = Deadline(kProgressEvery);
     }
     signals_.pause(kPoll);
   }
+}
+
+void NodeLink::wait_for(const std::string& key) {
+  wait_until([&] { return client_->find(key).has_value(); }, meet_time_,
+             [] { return std::string("the other nodes"); });
 }
 
 void NodeLink::begin(int generation) {
@@ -155,11 +204,11 @@ void NodeLink::begin(int generation) {
   const std::string full = format("full/{}", generation), go = format("go/{}", generation);
   if (client_->add(format("ready/{}", generation), 1) == nodes_) client_->set(full, "yes");
   if (node_rank_ == 0) {
-    wait_for(full, "the other nodes");
+    wait_for(full);
     server_->begin_generation(generation);
     client_->set(go, "yes");
   }
-  wait_for(go, "the other nodes");
+  wait_for(go);
   listener_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
 }
 
@@ -237,9 +286,11 @@ void NodeLink::leave() {
   if (alone()) return;
   try_telling([&] {
     client_->set(format("left/{}", node_rank_), "yes");
-    const Deadline deadline(kLeaveTime);
+    const Deadline deadline(kLeaveTime), late(kLateComers);
     for (int node = 1; server_ && node < nodes_ && !deadline.passed();) {
-      if (client_->find(format("left/{}", node)) || client_->find(lost_key(node))) {
+      const bool came = client_->find(format("node/{}", node)).has_value();
+      if ((!came && late.passed()) || client_->find(format("left/{}", node)) ||
+          client_->find(lost_key(node))) {
         ++node;
       } else {
         signals_.pause(kPoll);

@@ -3,8 +3,8 @@
 //
 // Node 0 hosts the rendezvous; launchers meet there in a space of their own (kControlGeneration),
 // with these keys:
-//   job       node 0's facts: ranks per node, restarts, master port, run id
-//   node/R    ranks per node as node R has it
+//   node/R    what node R starts: ranks per node, and of which version
+//   meeting   (kMeetingKey) node 0's facts once all are there: restarts, master port, run id
 //   ready/G   how many nodes have nothing running and wait for generation G
 //   full/G    all are ready; go/G: begin
 //   claim/G   who adds first may set end/G, how generation G ended
@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,7 +35,7 @@ namespace lockstep::launch {
 class NodeLink {
  public:
   // Meets the other nodes and takes over into `options` what node 0 decides. Throws ConfigError
-  // where they disagree, TimeoutError after a minute, Interrupted.
+  // where they disagree, TimeoutError after options.meet_time, Interrupted.
   NodeLink(LaunchOptions& options, const std::string& token, Console& console, Signals& signals);
 
   bool alone() const { return nodes_ == 1; }
@@ -69,13 +70,17 @@ class NodeLink {
   void warn_of_address();
   void meet(const LaunchOptions& options, const std::string& token);
   void exchange_facts(LaunchOptions& options);
-  std::string wait_for(const std::string& key, const std::string& what);
+  std::string judge(const LaunchOptions& options);
+  void wait_until(const std::function<bool()>& done, milliseconds patience,
+                  const std::function<std::string()>& what);
+  void wait_for(const std::string& key);
   void listen(const std::stop_token& stop);
   void post(const News& news);
 
   Console& console_;
   Signals& signals_;
   int nodes_ = 1, node_rank_ = 0, generation_ = 0;
+  milliseconds meet_time_;
   std::string address_, master_addr_, run_id_;
   uint16_t master_port_ = 0;
   Fd master_port_holder_, news_fd_;

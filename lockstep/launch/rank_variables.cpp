@@ -48,6 +48,12 @@ std::vector<std::string> rank_variables(const LaunchOptions& options, const JobF
   const std::string threads = number(threads_per_rank(facts.cores, options.ranks));
   values.emplace("OMP_NUM_THREADS", threads);
   values.emplace("OPENBLAS_NUM_THREADS", threads);
+  if (!options.interface.empty()) {
+    values["LOCKSTEP_INTERFACE"] = options.interface;
+    // For programs that bring engines of their own.
+    values.emplace("GLOO_SOCKET_IFNAME", options.interface);
+    values.emplace("NCCL_SOCKET_IFNAME", "=" + options.interface);  // "=": not every eth1*
+  }
   // A rank that sits in a debugger is not late.
   if (options.hang_rank >= 0) values.emplace("LOCKSTEP_TIMEOUT", "86400");
 

@@ -22,8 +22,14 @@ class RendezvousServer {
   // Listens on exactly `bind_address` ("host:port"; port 0 lets the kernel choose). Throws
   // ConfigError for a bad address or a token that is empty or above 128 bytes, SystemError where
   // the port cannot be had.
+  // How many will come; 0: as many as the first of them says. Who counts otherwise is refused.
+  struct Expected {
+    int ranks = 0, nodes = 0;
+  };
   explicit RendezvousServer(const std::string& token,
                             const std::string& bind_address = "127.0.0.1:0");
+  RendezvousServer(const std::string& token, const std::string& bind_address,
+                   const Expected& expected);
   ~RendezvousServer();
   RendezvousServer(const RendezvousServer&) = delete;
   RendezvousServer& operator=(const RendezvousServer&) = delete;
@@ -56,14 +62,20 @@ struct Identity {
 // server that went away is a CommError.
 class RendezvousClient final : public Store {
  public:
-  // Tries until the deadline, then throws TimeoutError. Throws ConfigError where the server
-  // refuses: a wrong token, a rank that is taken, another world size, an earlier generation.
+  // `address` is "host:port" or several with commas between them, of which the first that answers
+  // is taken. Tries until the deadline, then throws TimeoutError. Throws ConfigError where the
+  // server refuses: a wrong token, a rank that is taken, another world size, an earlier generation.
   RendezvousClient(const std::string& address, const std::string& token, const Identity& identity,
                    const Deadline& deadline);
   // Says good-bye, without waiting: a rank that ends so is not lost.
   ~RendezvousClient() override;
   RendezvousClient(const RendezvousClient&) = delete;
   RendezvousClient& operator=(const RendezvousClient&) = delete;
+
+  // The numeric addresses of the two ends of the connection: by which this host reaches the server,
+  // and the server's.
+  std::string local_address() const;
+  std::string server_address() const;
 
   // Keys have at most 4 KiB and values at most 16 MiB (ConfigError).
   void set(const std::string& key, const std::string& value) override;

@@ -39,13 +39,15 @@ class RendezvousClient::Impl {
  public:
   Impl(const std::string& address, const std::string& token, const Identity& identity,
        const Deadline& deadline)
-      : where_(parse_host_port(address, "rendezvous")), identity_(identity) {
+      : where_(address), places_(parse_host_ports(address, "rendezvous")), identity_(identity) {
     if (token.empty() || token.size() > wire::kMaxToken) {
       throw ConfigError(format("rendezvous {}: the token has {} bytes, must have 1 to {}", address,
                                token.size(), wire::kMaxToken));
     }
     greeting_ = wire::greeting(token);
     main_ = join(identity_, deadline);
+    local_ = host_of(main_);
+    server_ = peer_host_of(main_);
   }
 
   ~Impl() {
@@ -79,9 +81,12 @@ class RendezvousClient::Impl {
     }
   }
 
+  const std::string& local_address() const { return local_; }
+  const std::string& server_address() const { return server_; }
+
  private:
   std::string describe(const wire::Request& request, const std::string& what) const {
-    return format("rendezvous {}: '{}': {}", where_.text(), request.key, what);
+    return format("rendezvous {}: '{}': {}", where_, request.key, what);
   }
 
   void check_sizes(const wire::Request& request) const {
@@ -124,7 +129,7 @@ class RendezvousClient::Impl {
   // starting: try again.
   Fd join(const Identity& identity, const Deadline& deadline) {
     while (true) {
-      Fd fd = connect_socket(where_, deadline);
+      Fd fd = connect_socket(places_, deadline);
       try {
         send_bytes(fd, greeting_, deadline);
         const auto proven = receive(fd, deadline);
@@ -142,10 +147,10 @@ class RendezvousClient::Impl {
       } catch (const SystemError&) {
       } catch (const TimeoutError&) {
         throw TimeoutError(
-            format("rendezvous {}: connected, but it does not answer; is it one?", where_.text()));
+            format("rendezvous {}: connected, but it does not answer; is it one?", where_));
       }
       if (deadline.passed()) {
-        throw TimeoutError(format("rendezvous {}: it closes every connection", where_.text()));
+        throw TimeoutError(format("rendezvous {}: it closes every connection", where_));
       }
       std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
     }
@@ -153,12 +158,13 @@ class RendezvousClient::Impl {
 
   void require_ok(const wire::Reply& reply) const {
     if (reply.status == wire::Status::ok) return;
-    throw ConfigError(format("rendezvous {}: {}", where_.text(), reply.value));
+    throw ConfigError(format("rendezvous {}: {}", where_, reply.value));
   }
 
-  const HostPort where_;
+  const std::string where_;
+  const std::vector<HostPort> places_;
   const Identity identity_;
-  std::string greeting_;
+  std::string greeting_, local_, server_;
   std::mutex mutex_;
   Fd main_;               // says that this rank lives
   std::vector<Fd> idle_;  // for waiting
@@ -168,6 +174,9 @@ RendezvousClient::RendezvousClient(const std::string& address, const std::string
                                    const Identity& identity, const Deadline& deadline)
     : impl_(std::make_unique<Impl>(address, token, identity, deadline)) {}
 RendezvousClient::~RendezvousClient() = default;
+
+std::string RendezvousClient::local_address() const { return impl_->local_address(); }
+std::string RendezvousClient::server_address() const { return impl_->server_address(); }
 
 void RendezvousClient::set(const std::string& key, const std::string& value) {
   impl_->ask({wire::Op::set, key, value});

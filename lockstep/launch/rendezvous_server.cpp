@@ -53,8 +53,11 @@ struct Connection {
 
 class RendezvousServer::Impl {
  public:
-  Impl(const std::string& token, const std::string& bind_address)
-      : where_(parse_host_port(bind_address, "rendezvous")) {
+  Impl(const std::string& token, const std::string& bind_address, const Expected& expected)
+      : where_(parse_host_port(bind_address, "rendezvous")),
+        ranks_(expected.ranks),
+        control_(std::make_shared<KeySpace>(kControlGeneration, expected.nodes)),
+        current_(std::make_shared<KeySpace>(0, ranks_)) {
     if (token.empty() || token.size() > wire::kMaxToken) {
       throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}",
                                token.size(), wire::kMaxToken));
@@ -95,12 +98,16 @@ class RendezvousServer::Impl {
       if (connection.space == current_) old.push_back(fd);
     }
     for (const int fd : old) forget(fd);
-    current_ = std::make_shared<KeySpace>(generation);
+    current_ = std::make_shared<KeySpace>(generation, ranks_);
   }
 
   void mark_lost(const std::shared_ptr<KeySpace>& space, int rank, const std::string& how) {
     space->lose(rank);
     ask(space, {wire::Op::set, lost_key(rank), how});
+    const char* const word = space == control_ ? "node" : "rank";
+    const auto news = space->end_meeting(
+        format("lost {} {} {} was lost before all {}s had come: {}", rank, word, rank, word, how));
+    if (news) ask(space, *news);
   }
   void mark_lost(int rank, const std::string& how) { mark_lost(current_, rank, how); }
 
@@ -272,6 +279,10 @@ class RendezvousServer::Impl {
     const auto& space = hello->generation == kControlGeneration ? control_ : current_;
     const std::string reason = space->join(*hello);
     if (!reason.empty()) {
+      // Who comes from an earlier generation has nothing to do with those who meet now.
+      const bool ours = hello->generation == space->generation();
+      const auto news = ours ? space->end_meeting("refused " + reason) : std::nullopt;
+      if (news) ask(space, *news);
       connection.closing = true;
       return say(connection, {wire::Status::refused, reason});
     }
@@ -348,8 +359,8 @@ class RendezvousServer::Impl {
   std::map<int, Connection> connections_;
   std::list<int> unproven_;  // oldest first
   std::optional<Clock::time_point> accept_again_;
-  std::shared_ptr<KeySpace> control_ = std::make_shared<KeySpace>(kControlGeneration);
-  std::shared_ptr<KeySpace> current_ = std::make_shared<KeySpace>(0);
+  const int ranks_;
+  std::shared_ptr<KeySpace> control_, current_;
   size_t refused_ = 0;
   Clock::time_point refusal_report_due_{};
   std::mutex calls_mutex_;
@@ -358,7 +369,10 @@ class RendezvousServer::Impl {
 };
 
 RendezvousServer::RendezvousServer(const std::string& token, const std::string& bind_address)
-    : impl_(std::make_unique<Impl>(token, bind_address)) {}
+    : RendezvousServer(token, bind_address, Expected{}) {}
+RendezvousServer::RendezvousServer(const std::string& token, const std::string& bind_address,
+                                   const Expected& expected)
+    : impl_(std::make_unique<Impl>(token, bind_address, expected)) {}
 RendezvousServer::~RendezvousServer() = default;
 
 const std::string& RendezvousServer::address() const { return impl_->address(); }

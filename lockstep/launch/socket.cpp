@@ -18,6 +18,9 @@
 namespace lockstep::launch {
 namespace {
 
+// Then all addresses are tried anew: one may have come up that was refused before.
+constexpr milliseconds kRound{3'000};
+
 using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
 // Empty, and `reason` filled in, where the name is not known.
@@ -34,12 +37,6 @@ Addresses resolve(const HostPort& where, std::string& reason) {
     list = nullptr;
   }
   return {list, &freeaddrinfo};
-}
-
-Fd new_socket(int family, int flags) {
-  Fd socket(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | flags, 0));
-  if (!socket.valid()) throw SystemError("socket", errno);
-  return socket;
 }
 
 void set_option(const Fd& socket, int level, int name, int value) {
@@ -61,7 +58,13 @@ Name name_of(const Fd& socket, int (*ask)(int, sockaddr*, socklen_t*)) {
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
     return {};
   }
-  return {host, port};
+  // What a listener on all addresses of both families says of an IPv4 peer.
+  const std::string_view mapped = "::ffff:";
+  const std::string text(host);
+  if (text.starts_with(mapped) && text.find('.') != std::string::npos) {
+    return {text.substr(mapped.size()), port};
+  }
+  return {text, port};
 }
 
 // A loopback connect to a free port of the ephemeral range can meet itself (simultaneous open).
@@ -74,33 +77,50 @@ bool connected_to_itself(const Fd& socket) {
   return my_size == their_size && std::memcmp(&mine, &theirs, my_size) == 0;
 }
 
-// One try; an invalid Fd and the reason when it failed.
-Fd try_connect(const addrinfo& address, const Deadline& deadline, std::string& reason) {
-  Fd socket = new_socket(address.ai_family, SOCK_NONBLOCK);
-  if (connect(socket.get(), address.ai_addr, address.ai_addrlen) != 0) {
-    if (errno != EINPROGRESS) {
-      reason = std::strerror(errno);
+// All addresses at once, so that one that swallows packets does not hold up the others. An invalid
+// Fd and the last reason when none has answered.
+Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, std::string& reason) {
+  std::vector<Fd> sockets;
+  for (const HostPort& place : places) {
+    const Addresses addresses = resolve(place, reason);
+    for (const addrinfo* address = addresses.get(); address != nullptr;
+         address = address->ai_next) {
+      Fd socket(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      const bool begun =
+          socket.valid() && (connect(socket.get(), address->ai_addr, address->ai_addrlen) == 0 ||
+                             errno == EINPROGRESS);
+      if (begun) {
+        sockets.push_back(std::move(socket));
+      } else {
+        reason = std::strerror(errno);
+      }
+    }
+  }
+  while (!sockets.empty()) {
+    std::vector<pollfd> items;
+    for (const Fd& socket : sockets) items.push_back({socket.get(), POLLOUT, 0});
+    const int ready = poll(items.data(), items.size(), static_cast<int>(deadline.left().count()));
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) {
+      reason = std::strerror(ready < 0 ? errno : ETIMEDOUT);
       return {};
     }
-    pollfd item{socket.get(), POLLOUT, 0};
-    int ready = 0;
-    do {
-      ready =
-          poll(&item, 1, static_cast<int>(std::min<long long>(deadline.left().count(), 60'000)));
-    } while (ready < 0 && errno == EINTR);
-    int failure = ready > 0 ? 0 : ETIMEDOUT;
-    socklen_t size = sizeof failure;
-    if (ready > 0) getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &size);
-    if (failure != 0) {
+    std::vector<Fd> pending;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (items[i].revents == 0) {
+        pending.push_back(std::move(sockets[i]));
+        continue;
+      }
+      int failure = 0;
+      socklen_t size = sizeof failure;
+      getsockopt(sockets[i].get(), SOL_SOCKET, SO_ERROR, &failure, &size);
+      if (failure == 0 && connected_to_itself(sockets[i])) failure = ECONNREFUSED;
+      if (failure == 0) return std::move(sockets[i]);
       reason = std::strerror(failure);
-      return {};
     }
+    sockets = std::move(pending);
   }
-  if (connected_to_itself(socket)) {
-    reason = std::strerror(ECONNREFUSED);
-    return {};
-  }
-  return socket;
+  return {};
 }
 
 }  // namespace
@@ -131,18 +151,51 @@ HostPort parse_host_port(const std::string& text, const std::string& what) {
   return result;
 }
 
+std::vector<HostPort> parse_host_ports(const std::string& text, const std::string& what) {
+  std::vector<HostPort> places;
+  size_t at = 0;
+  do {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    places.push_back(parse_host_port(text.substr(at, comma - at), what));
+    at = comma + 1;
+  } while (at <= text.size());
+  return places;
+}
+
+std::vector<std::string> addresses_of(const std::string& host) {
+  std::string reason;
+  const Addresses addresses = resolve({host, 0}, reason);
+  std::vector<std::string> texts;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    char text[NI_MAXHOST];
+    if (getnameinfo(address->ai_addr, address->ai_addrlen, text, sizeof text, nullptr, 0,
+                    NI_NUMERICHOST) == 0) {
+      texts.emplace_back(text);
+    }
+  }
+  return texts;
+}
+
 Fd bind_socket(const HostPort& where) {
   std::string reason;
   const Addresses addresses = resolve(where, reason);
   if (!addresses) throw ConfigError(format("cannot listen on {}: {}", where.text(), reason));
-  Fd socket = new_socket(addresses->ai_family, SOCK_NONBLOCK);
-  // Connections of an earlier job that still time out on this port do not block it.
-  set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
-  if (bind(socket.get(), addresses->ai_addr, addresses->ai_addrlen) != 0) {
-    const std::string hint = errno == EADDRNOTAVAIL ? " (not an address of this machine)" : "";
-    throw SystemError(format("cannot listen on {}{}", where.text(), hint), errno);
+  int failure = 0;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Fd socket(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket.valid()) {
+      failure = errno;  // such as a kernel without IPv6
+      continue;
+    }
+    // Connections of an earlier job that still time out on this port do not block it.
+    set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+    // "::" is every address of both families, whatever this machine's default is.
+    if (address->ai_family == AF_INET6) set_option(socket, IPPROTO_IPV6, IPV6_V6ONLY, 0);
+    if (bind(socket.get(), address->ai_addr, address->ai_addrlen) == 0) return socket;
+    failure = errno;
   }
-  return socket;
+  const std::string hint = failure == EADDRNOTAVAIL ? " (not an address of this machine)" : "";
+  throw SystemError(format("cannot listen on {}{}", where.text(), hint), failure);
 }
 
 void start_listening(const Fd& socket, const HostPort& where) {
@@ -157,27 +210,27 @@ uint16_t port_of(const Fd& socket) {
 
 std::string host_of(const Fd& socket) { return name_of(socket, getsockname).host; }
 
+std::string peer_host_of(const Fd& socket) { return name_of(socket, getpeername).host; }
+
 std::string peer_of(const Fd& socket) {
   const Name peer = name_of(socket, getpeername);
-  return format("{}:{}", peer.host, peer.port);
+  return HostPort{peer.host, static_cast<uint16_t>(std::stoi(peer.port))}.text();
 }
 
-Fd connect_socket(const HostPort& where, const Deadline& deadline) {
+Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline) {
   const auto start = Clock::now();
   milliseconds pause{5};
   std::string reason = "no time left";
   while (true) {
-    const Addresses addresses = resolve(where, reason);
-    for (const addrinfo* address = addresses.get(); address != nullptr;
-         address = address->ai_next) {
-      Fd socket = try_connect(*address, deadline, reason);
-      if (socket.valid()) {
-        tune_connection(socket);
-        return socket;
-      }
+    Fd socket = try_connect(places, Deadline(std::min(deadline.left(), kRound)), reason);
+    if (socket.valid()) {
+      tune_connection(socket);
+      return socket;
     }
     if (deadline.passed()) {
-      throw TimeoutError(format("nothing answers at {} after {:.1f} s: {}", where.text(),
+      std::vector<std::string> texts;
+      for (const HostPort& place : places) texts.push_back(place.text());
+      throw TimeoutError(format("nothing answers at {} after {:.1f} s: {}", join(texts),
                                 seconds_since(start), reason));
     }
     std::this_thread::sleep_for(std::min(pause, deadline.left()));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "lockstep/core/clock.h"
 #include "lockstep/core/fd.h"
@@ -17,6 +18,11 @@ struct HostPort {
 
 // Reads "host:port" or "[v6 host]:port"; `what` names the option or variable in the ConfigError.
 HostPort parse_host_port(const std::string& text, const std::string& what);
+// The same for one or several, with commas between them.
+std::vector<HostPort> parse_host_ports(const std::string& text, const std::string& what);
+
+// The numeric addresses that a name means here; none where it is not known.
+std::vector<std::string> addresses_of(const std::string& host);
 
 // A socket bound to exactly this address with SO_REUSEADDR; port 0 lets the kernel choose. Never
 // probes: the port is ours from here on. Throws SystemError naming the address.
@@ -27,15 +33,16 @@ void start_listening(const Fd& socket, const HostPort& where);
 
 uint16_t port_of(const Fd& socket);
 
-// The numeric address a socket is bound to.
+// The numeric addresses of a socket's two ends.
 std::string host_of(const Fd& socket);
+std::string peer_host_of(const Fd& socket);
 
 // "host:port" of the other end, for messages.
 std::string peer_of(const Fd& socket);
 
-// Tries until the deadline, because the other side may start later. Throws TimeoutError with the
-// last reason. The socket does not block.
-Fd connect_socket(const HostPort& where, const Deadline& deadline);
+// One of these places, the first that answers. Tries until the deadline, because the other side may
+// start later. Throws TimeoutError with the last reason. The socket does not block.
+Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline);
 
 // No delays for small messages; a vanished host is noticed within seconds.
 void tune_connection(const Fd& socket);

@@ -1,6 +1,7 @@
 #include "lockstep/launch/store.h"
 
 #include <charconv>
+#include <sstream>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -8,6 +9,19 @@
 namespace lockstep::launch {
 
 std::string lost_key(int rank) { return format("lost/{}", rank); }
+
+std::string meeting_result(const std::string& value) {
+  std::istringstream words(value);
+  std::string kind, text;
+  int number = -1;
+  words >> kind;
+  if (kind == "lost") words >> number;
+  std::getline(words.ignore(), text, '\0');
+  if (kind == "met") return text;
+  if (kind == "refused") throw ConfigError(text);
+  if (kind == "lost") throw PeerLost(number, text);
+  throw TimeoutError(text);
+}
 
 void LocalStore::set(const std::string& key, const std::string& value) {
   const std::lock_guard lock(mutex_);

@@ -30,6 +30,17 @@ class Store {
 // a good-bye. Its value says how, in words.
 std::string lost_key(int rank);
 
+// How the clients of a space came together, or why they did not: a word for the kind, then what it
+// says. Whoever knows first sets it, the rendezvous itself where it turns somebody away or a client
+// is lost before that; all wait for it.
+//   met TEXT       all are there and agree; what TEXT says is theirs
+//   refused WHY    they disagree, or one came twice
+//   lost N WHY     number N went away before all were there
+//   late WHY       some did not come in time
+inline constexpr const char* kMeetingKey = "meeting";
+// What it says after "met"; else throws ConfigError, PeerLost or TimeoutError with the reason.
+std::string meeting_result(const std::string& value);
+
 // For ranks that are threads of one process, and inside the rendezvous server.
 class LocalStore final : public Store {
  public:

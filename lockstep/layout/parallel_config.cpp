@@ -14,7 +14,7 @@ namespace {
 
 using Name = std::string_view;
 constexpr std::array<Name, 4> kMemory = {"basic", "standard", "aggressive", "extreme"};
-constexpr std::array<Name, 5> kComm = {"all_reduce", "hierarchical", "ring", "tree", "adaptive"};
+constexpr std::array<Name, 5> kComm = {"all-reduce", "hierarchical", "ring", "tree", "adaptive"};
 constexpr std::array<Name, 12> kSchedule = {"round-robin", "sequential", "gpipe",      "1f1b",
                                             "interleaved", "looped-bfs", "zb-h1",      "zb-h2",
                                             "zb-1p",       "zb-v",       "dualpipe-v", "file"};

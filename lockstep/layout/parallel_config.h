@@ -34,7 +34,7 @@ enum class PipelineSchedule {
 };
 enum class Recompute { none, selective, full };
 
-// The names are those of the values; of schedules with "-" for "_", and one_f_one_b is "1f1b".
+// The names are those of the values with "-" for "_"; one_f_one_b is "1f1b".
 // Parsing throws ConfigError with the list of names.
 std::string_view name_of(MemoryStrategy strategy);
 std::string_view name_of(CommStrategy strategy);

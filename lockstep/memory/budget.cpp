@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 
 namespace lockstep::memory {
 
@@ -29,8 +29,8 @@ Budget::Share Budget::take(size_t bytes, std::string_view what) const {
   const std::lock_guard lock(books_->mutex);
   if (bytes > books_->room()) {
     throw OverBudget(format("[{}] {} for {} are too many: {} of {} are taken", books_->name,
-                            short_size(bytes), what, short_size(books_->used),
-                            short_size(books_->limit)));
+                            size_text(bytes), what, size_text(books_->used),
+                            size_text(books_->limit)));
   }
   books_->used += bytes;
   books_->peak = std::max(books_->peak, books_->used);

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/memory/arena.h"
 
 namespace lockstep::memory {
@@ -111,8 +111,8 @@ std::shared_ptr<void> DeviceMemory::take(size_t bytes, std::string_view what, St
     if (place == stretch_->range.size()) {
       throw OverBudget(
           format("[{}] {} for {} do not fit: {} of {} are taken, but the largest gap is {}",
-                 budget_.name(), short_size(size), what, short_size(budget_.used() - size),
-                 short_size(stretch_->range.size()), short_size(gap)));
+                 budget_.name(), size_text(size), what, size_text(budget_.used() - size),
+                 size_text(stretch_->range.size()), size_text(gap)));
     }
     begin = place;
     stretch_->taken.emplace(begin, begin + size);
@@ -124,7 +124,7 @@ std::shared_ptr<void> DeviceMemory::take(size_t bytes, std::string_view what, St
         share.reset();
       });
   if (mprotect(taken.get(), size, PROT_READ | PROT_WRITE) != 0) {
-    throw SystemError(format("[{}] cannot use {} for {}", budget_.name(), short_size(size), what),
+    throw SystemError(format("[{}] cannot use {} for {}", budget_.name(), size_text(size), what),
                       errno);
   }
   return taken;

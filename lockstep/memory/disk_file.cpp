@@ -13,7 +13,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 
 namespace lockstep::memory::detail {
 namespace {
@@ -40,7 +40,7 @@ Fd open_unnamed(const std::string& folder) {
 std::string free_space(int file) {
   struct statvfs status {};
   if (fstatvfs(file, &status) != 0) return "an unknown number of bytes";
-  return short_size(static_cast<int64_t>(status.f_bavail * status.f_frsize));
+  return size_text(static_cast<int64_t>(status.f_bavail * status.f_frsize));
 }
 
 }  // namespace

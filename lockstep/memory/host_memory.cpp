@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/memory/pinning.h"
 
 namespace lockstep::memory {
@@ -48,7 +48,7 @@ class Pages {
         mmap(nullptr, share_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) {
       throw SystemError(
-          format("[host memory] cannot have {} for {}", short_size(share_.bytes()), what), errno);
+          format("[host memory] cannot have {} for {}", size_text(share_.bytes()), what), errno);
     }
     bytes_ = {static_cast<std::byte*>(start), share_.bytes()};
     madvise(bytes_.data(), bytes_.size(), MADV_HUGEPAGE);
@@ -70,11 +70,11 @@ class Pages {
     const std::string refusal = detail::cuda::register_pages(bytes_);
     registered_ = refusal.empty();
     if (!registered_) {
-      throw Error(format(
-          "[host memory] CUDA cannot pin {} for {}: {}; {} of {} are taken already ({}); "
-          "lower that, or set offload.pin to false",
-          short_size(bytes_.size()), what, refusal, short_size(budget.used() - bytes_.size()),
-          budget.limit() == 0 ? "no limit" : short_size(budget.limit()), budget.name()));
+      throw Error(
+          format("[host memory] CUDA cannot pin {} for {}: {}; {} of {} are taken already ({}); "
+                 "lower that, or set offload.pin to false",
+                 size_text(bytes_.size()), what, refusal, size_text(budget.used() - bytes_.size()),
+                 budget.limit() == 0 ? "no limit" : size_text(budget.limit()), budget.name()));
     }
   }
   std::span<std::byte> bytes() const { return bytes_; }

@@ -10,7 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 
 namespace lockstep::memory::detail {
 namespace {
@@ -28,7 +28,7 @@ std::string limit_text() {
   rlimit limit{};
   getrlimit(RLIMIT_MEMLOCK, &limit);
   return limit.rlim_cur == RLIM_INFINITY ? "unlimited"
-                                         : short_size(static_cast<int64_t>(limit.rlim_cur));
+                                         : size_text(static_cast<int64_t>(limit.rlim_cur));
 }
 
 }  // namespace
@@ -40,8 +40,8 @@ void lock_pages(std::span<std::byte> pages, std::string_view what) {
   throw SystemError(
       format("[host memory] cannot pin {} for {}: {} are pinned already and the limit is {}; raise "
              "it (ulimit -l) or set offload.pin to false",
-             short_size(static_cast<int64_t>(pages.size())), what,
-             short_size(locked_by_this_process()), limit_text()),
+             size_text(static_cast<int64_t>(pages.size())), what,
+             size_text(locked_by_this_process()), limit_text()),
       reason);
 }
 

@@ -1,7 +1,6 @@
 #include "lockstep/mesh/model_parallel_context.h"
 
 #include <ATen/ATen.h>
-#include <torch/cuda.h>
 
 #include <algorithm>
 #include <array>
@@ -32,10 +31,7 @@ Strategy parse_strategy(std::string_view name) {
   return layout::detail::parse_enum<Strategy>("model-parallel strategy", kStrategies, name);
 }
 
-std::string ModelParallelConfig::backend_name() const {
-  if (backend) return *backend;
-  return torch::cuda::is_available() && comm::has_backend("nccl") ? "nccl" : "auto";
-}
+std::string ModelParallelConfig::backend_name() const { return backend.value_or("auto"); }
 
 std::vector<Axis> ModelParallelConfig::mesh_axes() const {
   const int depth = pipeline_depth.value_or(num_devices);

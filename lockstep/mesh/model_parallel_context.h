@@ -32,8 +32,8 @@ struct ModelParallelConfig {
   std::optional<int64_t> tensor_split_dim =
       std::nullopt;  // where partition names no dim; not set: 0
   bool gradient_checkpointing = false;
-  // A built-in backend, or one registered under its own name. Not set: nccl where there are GPUs
-  // and the build has it, else auto.
+  // A built-in backend, or one registered under its own name. Not set: auto, which is nccl where
+  // every rank has a GPU.
   std::optional<std::string> backend = std::nullopt;
 
   std::string backend_name() const;

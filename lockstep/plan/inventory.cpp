@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/layout/partition_map.h"
 
 namespace lockstep::plan {
@@ -49,7 +49,7 @@ std::vector<std::string> line_of(const std::string& name, const Statistics& all)
           format("{:.0f}", all.median),
           format("{}", all.min),
           format("{}", all.max),
-          short_size(all.bytes)};
+          size_text(all.bytes)};
 }
 
 }  // namespace
@@ -105,7 +105,7 @@ std::string tensor_list(std::span<const TensorSpec> tensors, int64_t element_byt
   std::vector<std::vector<std::string>> lines{{"tensor", "shape", "bytes", "owner"}};
   for (size_t i = 0; i < tensors.size(); ++i) {
     lines.push_back({tensors[i].name, layout::describe(tensors[i].shape),
-                     short_size(layout::numel_of(tensors[i].shape) * element_bytes),
+                     size_text(layout::numel_of(tensors[i].shape) * element_bytes),
                      format("{}", map.owner(static_cast<int64_t>(i)))});
   }
   return table(lines, 2);

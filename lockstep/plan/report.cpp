@@ -7,7 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 
 namespace lockstep::plan {
 namespace {
@@ -65,10 +65,9 @@ std::string to_table(std::span<const Memory> ranks) {
   std::vector<std::array<std::string, 7>> lines{
       {"ranks", "parameters", "gradients", "optimizer", "activations", "buffers", "total"}};
   for (const auto& [memory, members] : rows_of(ranks)) {
-    lines.push_back({ranges_of(members), short_size(memory.parameters),
-                     short_size(memory.gradients), short_size(memory.optimizer),
-                     short_size(memory.activations), short_size(memory.buffers),
-                     short_size(memory.total())});
+    lines.push_back({ranges_of(members), size_text(memory.parameters), size_text(memory.gradients),
+                     size_text(memory.optimizer), size_text(memory.activations),
+                     size_text(memory.buffers), size_text(memory.total())});
   }
   std::array<size_t, 7> widths{};
   for (const auto& line : lines) {
@@ -87,8 +86,8 @@ std::string offload_line(std::span<const Memory> ranks) {
   const auto away = [](const Memory& memory) { return memory.on_host + memory.on_disk; };
   const auto most = std::ranges::max_element(ranks, {}, away);
   const bool alike = away(*std::ranges::min_element(ranks, {}, away)) == away(*most);
-  return format("offload: {} on the host, {} on the disk{}", short_size(most->on_host),
-                short_size(most->on_disk),
+  return format("offload: {} on the host, {} on the disk{}", size_text(most->on_host),
+                size_text(most->on_disk),
                 alike ? "" : format(" (rank {}, the most)", most - ranks.begin()));
 }
 
@@ -112,8 +111,8 @@ void require_state_fits(const config::TrainConfig& config, const config::ModelSp
       format("memory.max_per_device is {}, but rank {} needs {} for what it keeps from step to "
              "step: parameters {}, gradients {}, optimizer state {}; share them among more ranks "
              "(parallel.shard, tp, pp), use a smaller model or allow more",
-             short_size(limit), rank, short_size(memory.state()), short_size(memory.parameters),
-             short_size(memory.gradients), short_size(memory.optimizer)));
+             size_text(limit), rank, size_text(memory.state()), size_text(memory.parameters),
+             size_text(memory.gradients), size_text(memory.optimizer)));
 }
 
 }  // namespace lockstep::plan

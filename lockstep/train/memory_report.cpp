@@ -9,7 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/metrics.h"
@@ -60,7 +60,7 @@ std::string out_of_memory_message(const std::exception& error, const MemoryRepor
   const std::string what = error.what();
   std::string text = what.substr(0, what.find('\n'));
   const auto line = [&](const std::string& name, int64_t predicted, int64_t measured) {
-    text += format("\n  {:<24}{:>10}{:>10}", name, short_size(predicted), short_size(measured));
+    text += format("\n  {:<24}{:>10}{:>10}", name, size_text(predicted), size_text(measured));
   };
   text += format("\n  {:<24}{:>10}{:>10}", format("rank {}", report.rank), "predicted", "measured");
   const plan::Memory &a = report.predicted, &b = report.measured;

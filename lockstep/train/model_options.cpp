@@ -2,7 +2,7 @@
 
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/model/hugging_face.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/progress.h"
@@ -120,8 +120,8 @@ std::string describe_offload(std::span<const parallel::ShardedModel> models) {
   return format(
       "offload {} of parameters and optimizer state on the device, {} on the host{}; updates on "
       "the {}",
-      short_size(device), short_size(host),
-      disk > 0 ? format(", {} on disk", short_size(disk)) : "", site);
+      size_text(device), size_text(host), disk > 0 ? format(", {} on disk", size_text(disk)) : "",
+      site);
 }
 
 }  // namespace lockstep::train

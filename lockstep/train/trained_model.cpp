@@ -34,7 +34,8 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
       .device = device};
   if (config.offload.params) options.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == config::Shard::none && !config.offload.any()) {
-    options.data = parallel::DdpOptions{.reproducible = config.train.reproducible};
+    options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
+                                        .hook = parallel::hooks::by_name(config.comm.compression)};
   } else {
     options.data = shard_options(config, mesh["dp"]);
   }

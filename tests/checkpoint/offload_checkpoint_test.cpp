@@ -1,6 +1,7 @@
 // Checkpoints do not know what is offloaded: what one saved, the other goes on from.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 
 #include "lockstep/checkpoint/checkpoint.h"
@@ -148,6 +149,65 @@ TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
     ASSERT_EQ(plain.weights.size(), moved.weights.size());
     for (size_t i = 0; i < plain.weights.size(); ++i)
       EXPECT_TRUE(plain.weights[i].equal(moved.weights[i])) << i;
+  }
+}
+
+// A line of several parameters of which the checkpoint lacks one: that one keeps its values and its
+// moments, which nothing was written into.
+TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
+  const TempDir folder;
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const auto train_flat = [&](int steps, auto&& body) {
+      Tower model(2, 40);
+      fill_parameters(*model, 3);
+      model->to(dtype);
+      auto sharded = parallel::fully_shard(*model, comm::Group{},
+                                           {.units = parallel::ByType{{"Layer"}},
+                                            .use_orig_params = false,
+                                            .offload = everything(UpdateSite::device)});
+      parallel::OffloadedAdamW optimizer(sharded, {.lr = 3e-3});
+      for (int step = 0; step < steps; ++step) {
+        model->forward(at::ones({2, 40})).square().mean().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      sharded.begin_update();
+      body(sharded, optimizer);
+    };
+    const auto all_of = [](auto& sharded, auto& optimizer) {
+      return slices_of(sharded) + slices_of(sharded, optimizer);
+    };
+    const auto values = [](const std::vector<checkpoint::NamedSlice>& slices) {
+      std::map<std::string, at::Tensor> found;
+      for (const auto& slice : slices) {
+        if (slice.saving) slice.saving();
+        found[slice.placement.name] = slice.tensor.clone();
+      }
+      return found;
+    };
+    const auto lacks = [](const std::string& name) {
+      return name.find("layer1.bias") != std::string::npos;
+    };
+    std::string saved;
+    std::map<std::string, at::Tensor> there;
+    train_flat(3, [&](auto& sharded, auto& optimizer) {
+      auto slices = all_of(sharded, optimizer);
+      there = values(slices);
+      std::erase_if(slices, [&](const auto& slice) { return lacks(slice.placement.name); });
+      saved = checkpoint::save(folder.path() + "/" + c10::toString(dtype),
+                               {.step = 3, .slices = slices}, comm::Group{});
+    });
+    train_flat(1, [&](auto& sharded, auto& optimizer) {
+      const auto before = values(all_of(sharded, optimizer));
+      checkpoint::load(saved, all_of(sharded, optimizer), comm::Group{}, {.partial = true});
+      int kept = 0;
+      for (const auto& [name, tensor] : values(all_of(sharded, optimizer))) {
+        if (name.ends_with(".step")) continue;
+        EXPECT_TRUE(tensor.equal(lacks(name) ? before.at(name) : there.at(name))) << name;
+        kept += lacks(name);
+      }
+      EXPECT_EQ(kept, dtype == at::kFloat ? 3 : 4);
+    });
   }
 }
 

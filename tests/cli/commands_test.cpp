@@ -25,7 +25,9 @@ TEST(Commands, BenchPrintsOneArray) {
   const auto rows = nlohmann::json::parse(result.out);
   ASSERT_EQ(rows.size(), 2 * (backends.size() + 1));  // shm is measured in both kinds of memory
   for (const auto& row : rows) {
-    EXPECT_EQ(row.size(), 9u);
+    EXPECT_EQ(row.size(), 11u);
+    EXPECT_EQ(row["strategy"], "all-reduce");
+    EXPECT_EQ(row["ratio"], 1);
     EXPECT_EQ(row["bytes"], 4096);
     EXPECT_EQ(row["ranks"], 2);
     EXPECT_GT(row["p50_us"], 0);
@@ -41,18 +43,80 @@ TEST(Commands, BenchPrintsATable) {
   const Result result =
       lockstep_command({"bench", "collectives", "--bytes", "64", "--seconds", "0.01"});
   EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.out, HasSubstr("backend  op"));
-  EXPECT_THAT(result.out, HasSubstr("shm      all_reduce      symmetric"));
+  EXPECT_THAT(result.out, HasSubstr("backend  strategy"));
+  EXPECT_THAT(result.out, HasSubstr("shm      all-reduce    all_reduce      symmetric"));
+}
+
+TEST(Commands, BenchCalibratesForAdaptive) {
+  const TempDir cache;
+  const std::string table = cache.path() + "/lockstep/collectives.json";
+  const auto bench = [&](const std::vector<std::string>& options) {
+    std::vector<std::string> words{LOCKSTEP_COMMAND, "bench",       "collectives", "-n",  "2",
+                                   "--bytes",        "1024,300000", "--seconds",   "0.01"};
+    words.insert(words.end(), options.begin(), options.end());
+    Subprocess process(words, {"XDG_CACHE_HOME=" + cache.path()});
+    return process.wait(milliseconds{60'000});
+  };
+  const Result calibrated = bench({"--calibrate"});
+  ASSERT_EQ(calibrated.code, 0) << calibrated.err;
+  const auto tables = nlohmann::json::parse(read_file(table))["tables"];
+  ASSERT_TRUE(tables.contains("shm 2")) << tables;
+  for (const char* op : {"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
+    EXPECT_EQ(tables["shm 2"][op].size(), 2u) << tables;
+
+  const Result adaptive = bench({"--strategy", "all", "--json"});
+  EXPECT_EQ(adaptive.code, 0) << adaptive.err;
+  EXPECT_EQ(adaptive.err, "");
+  const auto rows = nlohmann::json::parse(adaptive.out);
+  std::vector<std::string> strategies;
+  for (size_t i = 0; i < 5; ++i) strategies.push_back(rows[i]["strategy"]);
+  EXPECT_THAT(strategies,
+              testing::ElementsAre("all-reduce", "hierarchical", "ring", "tree", "adaptive"));
+
+  // Of no use: one line that names it, and the documented default.
+  const std::string good = read_file(table);
+  const auto expect_ignored = [&](const std::string& text, const std::string& why) {
+    write_file(table, text);
+    const Result result = bench({"--strategy", "adaptive"});
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.err, HasSubstr(table + " is ignored: " + why));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  };
+  expect_ignored(good.substr(0, good.size() / 2), "");
+  auto foreign = nlohmann::json::parse(good);
+  foreign["machine"] = "elsewhere, 3 cores";
+  expect_ignored(foreign.dump(), "it was measured on \"elsewhere, 3 cores\", this is ");
+}
+
+TEST(Commands, SelftestSaysWhatRanAndWhatHolds) {
+  const auto expect = [](const Result& result, const std::string& backend) {
+    EXPECT_EQ(result.code, 0) << result.err;
+    for (const std::string& part :
+         {std::string("lockstep 0."), std::string(", libtorch "), std::string(" core"),
+          std::string("GPU"), std::string(": ranks 0-1"), "backend " + backend + ", 2 ranks",
+          std::string("reduce: every root"), std::string(" ok ("), std::string("all hold")})
+      EXPECT_THAT(result.out, HasSubstr(part)) << backend;
+  };
+  expect(lockstep_command({"selftest", "-n", "2", "--backend", "thread"}), "thread");
+  // Under a launcher the ranks are its own.
+  expect(lockstep_command({"run", "-n", "2", LOCKSTEP_COMMAND, "selftest", "--backend", "shm"}),
+         "shm");
+  const Result twice =
+      lockstep_command({"run", "-n", "2", LOCKSTEP_COMMAND, "selftest", "-n", "2"});
+  EXPECT_EQ(twice.code, 2);
+  EXPECT_THAT(twice.err, HasSubstr("which has started the ranks already; leave -n out"));
 }
 
 // One line, exit status 2, and no rank was started: ranks would put their number before the line.
 TEST(Commands, WrongOptionsAreOneLine) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
       {{"selftest", "-n", "0"}, "selftest: -n is 0, must be at least 1"},
-      {{"selftest", "--backend", "pigeon"}, "--backend: pigeon not in {thread,shm,mpi,gloo}"},
+      {{"selftest", "--backend", "pigeon"}, "--backend: pigeon not in {thread,shm,mpi,gloo,nccl}"},
       {{"bench", "collectives", "--ops", "juggle"}, "--ops: juggle not in {all_reduce,"},
       {{"bench", "collectives", "--bytes", "-4"}, "--bytes: Value -4 not in range 1 to"},
       {{"bench", "collectives", "--bytes", "many"}, "--bytes: Value many not in range"},
+      {{"bench", "collectives", "--strategy", "star"},
+       "'star' is unknown, must be one of all-reduce"},
       {{"bench", "everything"}, "bench: 'everything' is not known"},
       {{"selftest", "--fast"}, "--fast"},
       {{"dance"}, "unknown command 'dance'"}};

@@ -1,5 +1,4 @@
-// What the conformance checks do not ask: a user's own backend, memory that lives on, tags and
-// deadlines in messages.
+// What the conformance checks do not ask: memory that lives on, tags and deadlines in messages.
 #include "lockstep/comm/group.h"
 
 #include <ATen/ATen.h>
@@ -12,7 +11,7 @@
 #include <thread>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/custom_backend.h"
+#include "lockstep/comm/conformance.h"
 #include "lockstep/comm/gloo/no_sigpipe.h"
 #include "lockstep/core/error.h"
 
@@ -32,23 +31,17 @@ TEST(Group, OfOneIsANoOp) {
   EXPECT_TRUE(Work().done());
 }
 
-TEST(Group, AUsersBackendIsChosenByItsName) {
-  static std::atomic<int> made{0};
-  register_backend("counting", [](detail::Membership membership) {
-    ++made;
-    return detail::find_backend("thread").create(std::move(membership));
-  });
-  run_threads(2,
-              [](const Group& group) {
-                at::Tensor data = at::ones({4});
-                all_reduce(data, group).wait();
-                EXPECT_EQ(data[0].item<float>(), 2);
-              },
-              {.backend = "counting"});
-  EXPECT_EQ(made, 2);
-  EXPECT_THROW(register_backend("counting", {}), ConfigError);
-  EXPECT_THROW(register_backend("shm", {}), ConfigError);
-  EXPECT_THROW(register_backend("auto", {}), ConfigError);
+TEST(Group, OfOneIsMadeByTheBackendWhereThatIsAsked) {
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    run_threads(1,
+                [&](const Group& group) {
+                  EXPECT_EQ(group.backend(), backend);
+                  for (const ConformanceCheck& check : conformance_checks())
+                    EXPECT_NO_THROW(check.run(group)) << backend << ": " << check.name;
+                  EXPECT_EQ(group.split(0, 0).backend(), backend);
+                },
+                {.backend = backend, .even_alone = true});
+  }
 }
 
 TEST(SymmetricMemory, OutlivesItsGroupAndCannotGrow) {

@@ -1,7 +1,8 @@
-// A rank for tests of init(): says who it is and what it sums up to. init_rank [BACKEND]
+// A rank for tests of init(): says who it is and what it sums up to. init_rank [BACKEND [ELEMENTS]]
 #include <ATen/ATen.h>
 
 #include <cstdio>
+#include <cstdlib>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
@@ -10,7 +11,7 @@ int main(int argc, char** argv) {
   using namespace lockstep;
   try {
     const comm::Group world = comm::init({.backend = argc > 1 ? argv[1] : "auto"});
-    at::Tensor sum = at::full({3}, world.rank() + 1, at::kLong);
+    at::Tensor sum = at::full({argc > 2 ? std::atol(argv[2]) : 3}, world.rank() + 1, at::kLong);
     comm::all_reduce(sum, world).wait();
     std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
                 world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),

@@ -83,6 +83,19 @@ TEST(TrainArguments, Refused) {
                  file.path() + ":4: train.seqlen is not an option; did you mean train.seq_len?");
 }
 
+TEST(TrainArguments, RanksHaveAllInCommonButWhatBelongsToAHost) {
+  const auto lines = [](const std::vector<std::string>& arguments) {
+    return common_lines(parse_train_arguments(arguments).config);
+  };
+  const std::string plain = lines({});
+  EXPECT_THAT(plain, HasSubstr("model.hidden = "));
+  EXPECT_NE(lines({"--model.hidden", "32"}), plain);
+  EXPECT_NE(lines({"--optim.lr", "0.5"}), plain);
+  EXPECT_NE(lines({"--parallel.shard", "full"}), plain);
+  EXPECT_EQ(lines({"--data.path", "/here", "--checkpoint.dir", "/there", "--train.threads", "3"}),
+            plain);
+}
+
 TEST(TrainArguments, HelpComesFirst) {
   EXPECT_TRUE(parse_train_arguments({"--nonsense", "--help"}).help);
   EXPECT_TRUE(parse_train_arguments({"-h"}).help);
@@ -155,10 +168,6 @@ TEST(TrainArguments, ReferencePageIsCurrent) {
       "started.\n\n"
       "Of TOML, files may use comments, sections, dotted keys, strings on one line, numbers, true "
       "and false, and lists of numbers.\n\n"
-      "This version trains with data parallelism, whole or sharded, and pipelines. It refuses "
-      "values of `parallel.tp` and `comm.strategy` other\n"
-      "than the defaults, and `memory.strategy = \"extreme\"`, with a line that says what there "
-      "is.\n\n"
       "This page is made from the program's own table of options "
       "(`lockstep/config/train_schema.cpp`) "
       "by a test; change it there.\n" +

@@ -229,10 +229,19 @@ TEST(TrainConfig, ThreadsAndTimeout) {
   EXPECT_EQ(config.timeout(), milliseconds{250});
 }
 
-TEST(TrainConfig, RefusesWhatTheTrainerLacks) {
+TEST(TrainConfig, CompressionIsForWholeModels) {
+  const auto with = [](auto change) {
+    return [change](auto& c) {
+      c.comm.compression = "bf16-across-hosts";
+      change(c);
+    };
+  };
   expect_refused(
-      2, [](auto& c) { c.comm.strategy = layout::CommStrategy::tree; },
-      "comm.strategy is tree, only all-reduce, the backend's own, is supported");
+      2, with([](auto& c) { c.parallel.shard = Shard::full; }),
+      "comm.compression is bf16-across-hosts, but parallel.shard is full: it is for none");
+  expect_refused(2, with([](auto& c) { c.train.reproducible = true; }),
+                 "comm.compression is bf16-across-hosts, but train.reproducible is true: rounded "
+                 "gradients depend on the layout");
 }
 
 TEST(TrainConfig, TensorParallelRanksDivideTheModel) {

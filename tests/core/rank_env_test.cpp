@@ -95,6 +95,12 @@ TEST(RankEnv, Torchrun) {
   EXPECT_EQ(env.restart_count, 2);
 }
 
+TEST(RankEnv, AnAddressInBracketsIsTheOneInside) {
+  Variables variables = kTorchrun;
+  variables["MASTER_ADDR"] = "[fd00::1]";
+  EXPECT_EQ(detect(variables).master_addr, "fd00::1");
+}
+
 TEST(RankEnv, OurLauncherSetsTheSameVariablesAndItsOwn) {
   expect_ranks(detect(kTorchrun + Variables{{"LOCKSTEP_RENDEZVOUS", "127.0.0.1:5000"}}), 5, 8,
                Launcher::lockstep);

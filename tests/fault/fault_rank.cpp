@@ -1,5 +1,5 @@
-// A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS. After two rounds of work
-// together the victim dies (die), dies with a message under way (die_in_message), stops itself
+// A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS [STRATEGY]. After two rounds of
+// work together the victim dies (die), dies with a message under way (die_in_message), stops itself
 // (stop), never comes (late), or leaves (leave). The others say what they caught and how long after
 // the victim's last sign of life.
 #include <ATen/ATen.h>
@@ -34,7 +34,9 @@ int main(int argc, char** argv) {
   const std::string backend = argv[1], mode = argv[2];
   const int victim = std::atoi(argv[3]);
   const comm::Group world =
-      comm::init({.backend = backend, .timeout = milliseconds{std::atoi(argv[4])}});
+      comm::init({.backend = backend,
+                  .strategy = layout::parse_comm_strategy(argc > 5 ? argv[5] : "all-reduce"),
+                  .timeout = milliseconds{std::atoi(argv[4])}});
   at::Tensor data = at::ones({100'000});
   for (int round = 0; round < 2; ++round) comm::all_reduce(data, world).wait();
   // The victim's last sign of life, on everybody's clock: one host, one monotonic clock.

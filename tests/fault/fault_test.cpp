@@ -27,27 +27,29 @@ double after_ms(const std::string& line) {
   return std::regex_search(line, match, std::regex("after_ms=([0-9]+)")) ? std::stod(match[1]) : -1;
 }
 
+const std::string kProgram = std::string(LOCKSTEP_TEST_BIN) + "/fault_rank";
+
+void expect_everybody_lost(const Result& result, int survivors, int victim) {
+  const auto caught = lines_with(result.out, "caught");
+  ASSERT_EQ(caught.size(), survivors) << result.out << result.err;
+  for (const std::string& line : caught) {
+    EXPECT_THAT(line, HasSubstr("caught PeerLost lost=" + std::to_string(victim)));
+    EXPECT_THAT(line, HasSubstr("all_reduce(float32[100000], sum)"));
+    // The deadline of the operation is 60 s; that it was not needed shows that the death was
+    // seen.
+    EXPECT_LT(after_ms(line), 20'000) << line;
+    std::cout << line << "\n";
+  }
+  EXPECT_NE(result.code, 0);
+}
+
 class Faults : public ::testing::TestWithParam<std::string> {
  protected:
   // Grace: the launcher leaves the survivors time to say what they caught.
   Result run(int ranks, const std::string& mode, int victim, int timeout_ms,
              const std::string& grace = "20000") {
-    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace,
-                             std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", GetParam(), mode,
-                             std::to_string(victim), std::to_string(timeout_ms)});
-  }
-  void expect_everybody_lost(const Result& result, int survivors, int victim) {
-    const auto caught = lines_with(result.out, "caught");
-    ASSERT_EQ(caught.size(), survivors) << result.out << result.err;
-    for (const std::string& line : caught) {
-      EXPECT_THAT(line, HasSubstr("caught PeerLost lost=" + std::to_string(victim)));
-      EXPECT_THAT(line, HasSubstr("all_reduce(float32[100000], sum)"));
-      // The deadline of the operation is 60 s; that it was not needed shows that the death was
-      // seen.
-      EXPECT_LT(after_ms(line), 20'000) << line;
-      std::cout << line << "\n";
-    }
-    EXPECT_NE(result.code, 0);
+    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace, kProgram,
+                             GetParam(), mode, std::to_string(victim), std::to_string(timeout_ms)});
   }
 };
 
@@ -100,6 +102,43 @@ TEST_P(Faults, ARankThatLeavesEndsTheWait) {
 
 INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"),
                          [](const auto& info) { return info.param; });
+
+// Ranks by twos on hosts of their own; what fails is a group that users never see.
+class StrategyFaults : public ::testing::TestWithParam<std::pair<const char*, const char*>> {
+ protected:
+  Result run(int ranks, const std::string& mode, int victim, int timeout_ms,
+             const std::string& grace = "20000") {
+    const auto [backend, strategy] = GetParam();
+    const std::string host =
+        std::string(backend) == "shm" ? "" : "LOCKSTEP_HOST=host$((RANK / 2)) ";
+    return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", grace, "sh", "-c",
+                             host + "GLOO_SOCKET_IFNAME=lo exec " + kProgram + " " + backend + " " +
+                                 mode + " " + std::to_string(victim) + " " +
+                                 std::to_string(timeout_ms) + " " + strategy});
+  }
+};
+
+TEST_P(StrategyFaults, AKilledRankIsNamedByEverySurvivor) {
+  expect_everybody_lost(run(4, "die", 2, 60'000), 3, 2);
+}
+
+TEST_P(StrategyFaults, ALateRankIsATimeoutForAll) {
+  const Result result = run(4, "late", 1, 3'500, "2000");
+  const auto caught = lines_with(result.out, "caught");
+  ASSERT_EQ(caught.size(), 3) << result.out << result.err;
+  for (const std::string& line : caught) {
+    EXPECT_THAT(line, HasSubstr("caught TimeoutError"));
+    EXPECT_THAT(line, HasSubstr("all_reduce(float32[100000], sum)"));
+    EXPECT_THAT(line, HasSubstr("that is the deadline"));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, StrategyFaults,
+                         ::testing::Values(std::pair("gloo", "hierarchical"),
+                                           std::pair("gloo", "ring"), std::pair("shm", "tree")),
+                         [](const auto& info) {
+                           return std::string(info.param.first) + "_" + info.param.second;
+                         });
 
 #ifdef LOCKSTEP_MPIRUN
 Result run_mpi(const std::string& mode, const std::string& timeout_ms) {

@@ -303,7 +303,7 @@ TEST(RankProgram, DISABLED_ListensOnTheMasterPort) {
     launch::start_listening(socket, where);
     store->get("connected", Deadline(kDefaultTimeout));
   } else {
-    EXPECT_NO_THROW(launch::connect_socket(where, Deadline(kDefaultTimeout)));
+    EXPECT_NO_THROW(launch::connect_socket({where}, Deadline(kDefaultTimeout)));
     store->set("connected", "yes");
   }
 }

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <memory>
 
+#include "lockstep/launch/rendezvous.h"
 #include "lockstep/launch/socket.h"
 #include "tests/support/subprocess.h"
 
@@ -140,14 +141,35 @@ TEST_F(Nodes, ANumberThatIsTakenIsRefused) {
   auto first = node(0, "true", 1, {}, 3);
   auto second = node(1, "true", 1, {}, 3);
   auto twin = node(1, "true", 1, {}, 3);
-  // One of the two is refused; the third node never comes, so the rest is stopped.
-  EXPECT_TRUE(eventually([&] {
-    return (second->err() + twin->err()).find("node 1 is already connected") != std::string::npos;
-  }));
-  first->kill(SIGTERM);
-  const Result a = first->wait();
-  EXPECT_EQ(a.code, 128 + SIGTERM);
-  EXPECT_THAT(a.last_line(), HasSubstr("stopped by SIGTERM"));
+  // One of the two is refused, and all are told.
+  for (const auto& node : {&first, &second, &twin}) {
+    const Result result = (*node)->wait();
+    EXPECT_EQ(result.code, 2);
+    EXPECT_THAT(result.last_line(), HasSubstr("node 1 is already connected"));
+  }
+}
+
+TEST_F(Nodes, WhoDoesNotComeInTimeIsNamedEverywhere) {
+  auto first = node(0, "true", 1, {"--rendezvous-timeout", "3"}, 4);
+  auto second = node(2, "true", 1, {"--rendezvous-timeout", "3"}, 4);
+  for (const auto& node : {&first, &second}) {
+    const Result result = (*node)->wait();
+    EXPECT_EQ(result.code, 1);
+    EXPECT_THAT(result.last_line(), HasSubstr("waited 3 s for nodes 1, 3"));
+  }
+}
+
+TEST_F(Nodes, OfAnotherVersionAreRefused) {
+  auto first = node(0, "true", 2);
+  launch::RendezvousClient other(address_, "two-nodes-one-secret",
+                                 {1, 2, launch::kControlGeneration}, Deadline(kDefaultTimeout));
+  other.set("node/1", "2 ranks of Lockstep 9.9.9");
+  EXPECT_THAT(other.get(launch::kMeetingKey, Deadline(kDefaultTimeout)),
+              AllOf(HasSubstr("refused "), HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9")));
+  other.set("left/1", "yes");
+  const Result result = first->wait();
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.last_line(), HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9"));
 }
 
 TEST_F(Nodes, AWrongSecretIsRefused) {

@@ -40,7 +40,7 @@ std::string message_of(Call call) {
 
 // A connection that knows nothing of the protocol.
 Fd raw(const RendezvousServer& server, const std::string& bytes) {
-  Fd fd = connect_socket(parse_host_port(server.address(), "test"), in(20'000));
+  Fd fd = connect_socket({parse_host_port(server.address(), "test")}, in(20'000));
   write_full(fd, std::as_bytes(std::span(bytes)), in(20'000));
   return fd;
 }
@@ -213,6 +213,69 @@ TEST(Rendezvous, ARankConnectsOnceAndAllCountTheSameWorld) {
   EXPECT_THROW(client(server, 4, 4), ConfigError);
   EXPECT_NO_THROW(client(server, 2, 4));
   EXPECT_NO_THROW(client(server, 2, 4));  // it left in order, so it may come again
+}
+
+// What those who wait for the meeting hear.
+std::string meeting(RendezvousClient& waiting) { return waiting.get(kMeetingKey, in(20'000)); }
+
+TEST(Rendezvous, OneWhoIsTurnedAwayEndsTheMeetingForAll) {
+  {
+    RendezvousServer server(kToken);
+    auto first = client(server, 0, 3);
+    EXPECT_THROW(client(server, 0, 3), ConfigError);
+    const std::string why = message_of<ConfigError>([&] { meeting_result(meeting(first)); });
+    EXPECT_THAT(why, HasSubstr("rank 0 is already connected"));
+  }
+  // Even if it is the first to come.
+  RendezvousServer server(kToken, "127.0.0.1:0", {.ranks = 3});
+  EXPECT_THROW(client(server, 2, 4), ConfigError);
+  auto good = client(server, 1, 3);
+  EXPECT_EQ(meeting(good), "refused rank 2 counts 4 ranks in all, rank 0 counts 3");
+}
+
+TEST(Rendezvous, NothingEndsAMeetingThatIsOverAndNobodyOfAnEarlierGenerationDoes) {
+  RendezvousServer server(kToken);
+  server.begin_generation(1);
+  auto first = client(server, 0, 2, 1);
+  EXPECT_THROW(client(server, 0, 2, 0), ConfigError);
+  EXPECT_EQ(first.find(kMeetingKey), std::nullopt);
+  first.set(kMeetingKey, "met all");
+  EXPECT_THROW(client(server, 0, 2, 1), ConfigError);
+  EXPECT_EQ(meeting_result(meeting(first)), "all");
+}
+
+TEST(Rendezvous, OneWhoIsLostEndsTheMeetingForAll) {
+  RendezvousServer server(kToken);
+  auto first = client(server, 0, 3);
+  server.mark_lost(2, "ended with code 9");
+  try {
+    meeting_result(meeting(first));
+    ADD_FAILURE() << "no exception";
+  } catch (const PeerLost& lost) {
+    EXPECT_EQ(lost.rank(), 2);
+    EXPECT_THAT(lost.what(), HasSubstr("rank 2 was lost before all ranks had come: ended with"));
+  }
+  EXPECT_THROW(meeting_result("late 1 of 2 came"), TimeoutError);
+}
+
+TEST(Rendezvous, TheFirstOfSeveralAddressesThatAnswersIsTaken) {
+  const Fd nobody = bind_socket({"127.0.0.1", 0});  // bound, so nothing else answers there
+  const std::string dead = HostPort{"127.0.0.1", port_of(nobody)}.text();
+  RendezvousServer server(kToken);
+  // 192.0.2.0/24 is for documents: what is sent there is swallowed, or refused.
+  RendezvousClient found("192.0.2.1:9," + dead + "," + server.address() + ",no.such.name.invalid:1",
+                         kToken, {0, 1, 0}, in(20'000));
+  EXPECT_EQ(found.local_address(), "127.0.0.1");
+  EXPECT_EQ(found.server_address(), "127.0.0.1");
+}
+
+TEST(Rendezvous, ListensOnBothFamilies) {
+  RendezvousServer server(kToken, "[::]:0");
+  const std::string port = server.address().substr(server.address().rfind(':'));
+  for (const std::string address : {"127.0.0.1", "[::1]"}) {
+    RendezvousClient one(address + port, kToken, {}, in(20'000));
+    EXPECT_EQ("[" + one.server_address() + "]", address == "[::1]" ? address : "[127.0.0.1]");
+  }
 }
 
 TEST(Rendezvous, ARankThatVanishesIsLostAndOneThatLeavesIsNot) {

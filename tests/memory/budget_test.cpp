@@ -38,7 +38,7 @@ TEST(Budget, SaysWhatDoesNotFitAndWhy) {
   const Share most = budget.take(1000 * kMega, "parameters");
   EXPECT_THAT([&] { static_cast<void>(budget.take(512 * kMega, "optimizer state of blocks.3")); },
               ThrowsMessage<OverBudget>("[offload.host_budget] 512 MB for optimizer state of "
-                                        "blocks.3 are too many: 0.98 GB of 1.00 GB are taken"));
+                                        "blocks.3 are too many: 0.98 GB of 1 GB are taken"));
   EXPECT_EQ(budget.used(), 1000 * kMega);  // nothing of it is held
   EXPECT_NO_THROW(static_cast<void>(budget.take(24 * kMega, "the rest")));
   // No sum of sizes is too large to be seen as too large.

@@ -67,7 +67,7 @@ TEST(DeviceMemory, HoldsToItsLimit) {
   EXPECT_THAT([&] { device.take(57 * kPage, "blocks.1"); },
               ThrowsMessage<OverBudget>(AllOf(
                   HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.1 are too many"),
-                  HasSubstr(kPage == 4096 ? "800 kB of 1.00 MB are taken" : " are taken"))));
+                  HasSubstr(kPage == 4096 ? "800 kB of 1 MB are taken" : " are taken"))));
   EXPECT_EQ(device.budget().used(), 200 * kPage);
   const std::shared_ptr<void> rest = device.take(56 * kPage, "blocks.1");
   EXPECT_EQ(device.budget().pressure(), 1.0);
@@ -124,10 +124,10 @@ TEST(DeviceMemory, SaysWhereGapsAreTooSmall) {
   parts[5].reset();
   EXPECT_THAT(
       [&] { device.take(65 * kPage, "blocks.7"); },
-      ThrowsMessage<OverBudget>(AllOf(
-          HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.7 do not fit: "),
-          HasSubstr(kPage == 4096 ? "640 kB of 1.00 MB are taken, but the largest gap is 256 kB"
-                                  : "but the largest gap is "))));
+      ThrowsMessage<OverBudget>(
+          AllOf(HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.7 do not fit: "),
+                HasSubstr(kPage == 4096 ? "640 kB of 1 MB are taken, but the largest gap is 256 kB"
+                                        : "but the largest gap is "))));
   EXPECT_EQ(device.budget().used(), 5 * 32 * kPage);
   EXPECT_TRUE(device.budget().fits(65 * kPage));
   EXPECT_FALSE(device.fits(64 * kPage + 1));

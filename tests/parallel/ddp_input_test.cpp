@@ -74,7 +74,7 @@ TEST(DdpInput, OptionsThatMakeNoSense) {
     parallel::hooks::by_name("fp8");
     FAIL();
   } catch (const ConfigError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("'fp8', must be none, fp16, bf16 or power-sgd"));
+    EXPECT_THAT(error.what(), HasSubstr("'fp8', must be none, fp16, bf16, power-sgd, fp16-across"));
   }
   EXPECT_THROW(parallel::hooks::power_sgd({.rank = 0}), ConfigError);
   auto ddp = parallel::ddp(Sequential(Linear(2, 2)), comm::Group());

@@ -64,6 +64,60 @@ TEST(Compression, SendsSharesNotSums) {
   EXPECT_FALSE(hooks::by_name("none"));
 }
 
+at::Tensor gradient_of(int rank) {
+  return at::randn({301, 7}, at::detail::createCPUGenerator(5u + static_cast<uint64_t>(rank)));
+}
+
+TEST(AcrossHosts, OnOneHostIsPlainAveraging) {
+  comm::run_threads(3, [](comm::Group group) {
+    const at::Tensor gradient = gradient_of(group.rank()), average = gradient.clone();
+    comm::all_reduce(average, group, {.op = comm::ReduceOp::avg}).wait();
+    for (const char* name : {"fp16-across-hosts", "bf16-across-hosts"}) {
+      EXPECT_TRUE(at::equal(mean_of_steps(hooks::by_name(name), gradient, 1, group), average));
+    }
+  });
+}
+
+TEST(AcrossHosts, AveragesOverAllRanks) {
+  // Hosts of different sizes too, whose averages must not count the same.
+  for (const std::vector<int>& hosts : std::vector<std::vector<int>>{
+           {0, 0, 1, 1}, {0, 1, 1}, {0, 1}, {0, 1, 0, 1, 0, 2}, {0, 0, 0, 1, 1}}) {
+    comm::run_threads(
+        static_cast<int>(hosts.size()),
+        [&](comm::Group group) {
+          const at::Tensor gradient = gradient_of(group.rank()), average = gradient.clone();
+          comm::all_reduce(average, group, {.op = comm::ReduceOp::avg}).wait();
+          const auto error = [&](const GradientHook& hook) {
+            const at::Tensor found = mean_of_steps(hook, gradient, 1, group), first = found.clone();
+            comm::broadcast(first, group).wait();
+            EXPECT_TRUE(at::equal(found, first));  // the same bits on all ranks
+            return (found - average).abs().max().item<double>();
+          };
+          EXPECT_LT(error(hooks::across_hosts({})), 1e-6);
+          EXPECT_LT(error(hooks::across_hosts(hooks::fp16())), 4e-3);
+          EXPECT_LT(error(hooks::across_hosts(hooks::bf16())), 4e-2);
+          EXPECT_GT(error(hooks::across_hosts(hooks::bf16())), 0);
+        },
+        {.backend = "thread"}, hosts);
+  }
+}
+
+TEST(AcrossHosts, AFailureReachesWhoCompletes) {
+  comm::run_threads(4,
+                    [](comm::Group group) {
+                      const GradientHook hook =
+                          hooks::across_hosts([](GradientBucket&, const comm::Group&) {
+                            throw std::runtime_error("cannot compress");
+                            return std::function<void()>();
+                          });
+                      GradientBucket bucket;
+                      bucket.flat = at::ones({64});
+                      const auto complete = hook(bucket, group);
+                      EXPECT_THROW(complete(), std::runtime_error);
+                    },
+                    {.backend = "thread"}, {0, 0, 1, 1});
+}
+
 TEST(SumTree, CombinesAsRanksAre) {
   for (int leaves = 1; leaves <= 17; ++leaves) {
     std::vector<at::Tensor> values;

@@ -51,11 +51,13 @@ struct OffloadRun {
   int64_t layers = 4, width = 40;
   int steps = 5, accumulation = 1;
   at::ScalarType dtype = at::kFloat;
-  double clip = 0.05;  // 0: not at all
+  double clip = 0.05;     // 0: not at all
+  bool measures = false;  // the norm, where gradients are not clipped
   bool use_orig_params = true;
   bool zeroes = true;  // gradients, before each step
-  // Called after each step.
-  std::function<void(int step, const parallel::ShardedModel&, optim::Optimizer&)> after = {};
+  // Called before and after each step of the optimizer.
+  std::function<void(int step, const parallel::ShardedModel&, optim::Optimizer&)> before = {},
+                                                                                  after = {};
 };
 
 struct OffloadCurve {
@@ -104,7 +106,10 @@ inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& 
       (loss / run.accumulation).backward();
       sum += loss.item<double>();
     }
-    curve.norms.push_back(run.clip > 0 ? sharded.clip_grad_norm(run.clip) : 0);
+    curve.norms.push_back(run.clip > 0   ? sharded.clip_grad_norm(run.clip)
+                          : run.measures ? sharded.grad_norm()
+                                         : 0);
+    if (run.before) run.before(step, sharded, *optimizer);
     optimizer->step();
     if (run.zeroes) optimizer->zero_grad();
     curve.losses.push_back(sum);

@@ -62,7 +62,7 @@ TEST(Inventory, Tables) {
   EXPECT_EQ(inventory_table(tensors, 4),
             "kind           tensors  elements  mean  median  min  max    bytes\n"
             "embed                1        80    80      80   80   80    320 B\n"
-            "blocks.mlp.up        1       256   256     256  256  256  1.00 kB\n"
+            "blocks.mlp.up        1       256   256     256  256  256     1 kB\n"
             "norms                1         8     8       8    8    8     32 B\n"
             "all                  3       344   115      80    8  256  1.34 kB\n");
   EXPECT_EQ(tensor_list(tensors, 2, 2),

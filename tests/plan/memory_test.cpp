@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/core/short_size.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/plan/report.h"
 
 namespace lockstep::plan {
@@ -272,9 +272,9 @@ TEST(Report, RanksWithEqualNumbersShareALine) {
   const Memory a{.parameters = 1, .gradients = 2, .optimizer = 3, .activations = 4, .buffers = 5};
   const Memory b{.parameters = 2048};
   EXPECT_EQ(to_table(std::vector{a, a, b, a}),
-            "ranks   parameters  gradients  optimizer  activations  buffers    total\n"
-            "0-1, 3         1 B        2 B        3 B          4 B      5 B     15 B\n"
-            "2          2.00 kB        0 B        0 B          0 B      0 B  2.00 kB\n");
+            "ranks   parameters  gradients  optimizer  activations  buffers  total\n"
+            "0-1, 3         1 B        2 B        3 B          4 B      5 B   15 B\n"
+            "2             2 kB        0 B        0 B          0 B      0 B   2 kB\n");
 }
 
 // Shards that are cut at rows differ by a little.
@@ -296,7 +296,7 @@ TEST(Report, RefusesStateThatDoesNotFit) {
   config.memory.max_per_device = state - 1;
   EXPECT_THAT([&] { require_state_fits(config, model, 1); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("memory.max_per_device is "),
-                                               HasSubstr("rank 0 needs " + short_size(state)),
+                                               HasSubstr("rank 0 needs " + size_text(state)),
                                                HasSubstr("optimizer state"))));
   config.parallel.shard = Shard::full;
   EXPECT_NO_THROW(require_state_fits(config, model, 2));

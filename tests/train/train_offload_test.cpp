@@ -65,6 +65,15 @@ TEST_F(TrainOffload, GoesOnFromACheckpointMadeWithout) {
   EXPECT_EQ(numbers(steps("back", all + Words{"--checkpoint.resume", "auto"})), expected);
 }
 
+// Parameters have been updated when the norm is known: no step can be skipped, so training ends.
+TEST_F(TrainOffload, GradientsThatAreNotFiniteEndTrainingWithoutClipping) {
+  const Result result = run(model_ + offload("device") +
+                            Words{"--offload.clip_mode", "none", "--optim.clip", "0", "--optim.lr",
+                                  "1e30", "--offload.device_limit", "4MB"});
+  EXPECT_NE(result.code, 0);
+  EXPECT_THAT(result.err, HasSubstr("are not finite, and offload.clip_mode none has updated"));
+}
+
 TEST_F(TrainOffload, RefusesWhatCannotBe) {
   const Words all = model_ + offload("device");
   expect_refused(all + Words{"--offload.disk", path("missing")}, path("missing"));

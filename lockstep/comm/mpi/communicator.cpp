@@ -76,14 +76,13 @@ Communicator::Communicator(MPI_Comm comm) : comm_(comm) {
   MPI_Comm_size(comm_, &size_);
 }
 
-Communicator::Communicator(const std::vector<int>& members, int tag) {
-  MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
-  check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
-  check_mpi(MPI_Group_incl(world, to_int(members.size()), members.data(), &group),
-            "MPI_Group_incl");
-  check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, group, tag, &comm_), "MPI_Comm_create_group");
+Communicator::Communicator(MPI_Comm world, const std::vector<int>& members, int tag) {
+  MPI_Group all = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
+  check_mpi(MPI_Comm_group(world, &all), "MPI_Comm_group");
+  check_mpi(MPI_Group_incl(all, to_int(members.size()), members.data(), &group), "MPI_Group_incl");
+  check_mpi(MPI_Comm_create_group(world, group, tag, &comm_), "MPI_Comm_create_group");
   MPI_Group_free(&group);
-  MPI_Group_free(&world);
+  MPI_Group_free(&all);
   MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
   MPI_Comm_rank(comm_, &rank_);
   MPI_Comm_size(comm_, &size_);

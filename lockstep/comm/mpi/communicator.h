@@ -13,8 +13,8 @@ namespace lockstep::comm::mpi {
 // An MPI communicator that frees itself, unless MPI has ended.
 class Communicator {
  public:
-  // Of these ranks of MPI_COMM_WORLD, which must all call this with the same tag.
-  Communicator(const std::vector<int>& members, int tag);
+  // Of these ranks of `world`, which must all call this with the same tag.
+  Communicator(MPI_Comm world, const std::vector<int>& members, int tag);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;

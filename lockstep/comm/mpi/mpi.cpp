@@ -11,6 +11,8 @@
 #include <thread>
 
 #include "lockstep/comm/adapt.h"
+#include "lockstep/comm/adopt.h"
+#include "lockstep/comm/mpi/adopt.h"
 #include "lockstep/comm/mpi/communicator.h"
 #include "lockstep/comm/mpi/runtime.h"
 #include "lockstep/comm/op_trace.h"
@@ -34,6 +36,7 @@ struct Progress {
   std::condition_variable changed;
   Communicator::Running running;              // empty for a large collective
   std::unique_ptr<fabric::Signature> header;  // of a message, where messages are checked
+  std::shared_ptr<const void> memory;         // what MPI reads and writes
   bool done = false;
   std::exception_ptr error;
   Clock::time_point finished;
@@ -42,6 +45,7 @@ struct Progress {
     done = true;
     error = std::move(failure);
     finished = Clock::now();
+    memory.reset();
     changed.notify_all();
   }
   // One look at non-blocking requests; with `mutex` held.
@@ -61,11 +65,12 @@ struct Progress {
 
 class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_this<MpiGroup> {
  public:
-  explicit MpiGroup(detail::Membership membership)
+  // Ranks of the job are ranks of `world`.
+  MpiGroup(detail::Membership membership, MPI_Comm world)
       : GroupImpl(std::move(membership), "mpi"),
         watch_(this->membership()),
         trace_(this->membership()),
-        small_(this->membership().members,
+        small_(world, this->membership().members,
                static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
         large_(small_.duplicate()),
         messages_(small_.duplicate()) {}
@@ -82,10 +87,22 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
       thread_.request_stop();
       thread_.detach();
     }
+    // What MPI will write to some day must be there then.
+    const std::lock_guard lock(mutex_);
+    for (auto& progress : in_flight_) {
+      const std::lock_guard progress_lock(progress->mutex);
+      if (!progress->done) new std::shared_ptr<Progress>(progress);
+    }
   }
 
   std::shared_ptr<detail::Pending> submit(Operation operation,
                                           std::shared_ptr<const void> memory) override;
+  std::shared_ptr<detail::Pending> announce(Operation operation) override {
+    const std::lock_guard lock(submit_mutex_);
+    const uint64_t sequence = watch_.begin(operation);
+    if (membership().world->check) check(operation, sequence);
+    return watch_.announce(operation, sequence);
+  }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
 
@@ -101,6 +118,18 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
             Progress& progress);
   void work(std::stop_token stop);
+  // With mutex_ held.
+  void start_thread() {
+    if (!thread_.joinable())
+      thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
+    arrived_.notify_one();
+  }
+  // Nobody waits for it; MPI still has its memory.
+  void abandon(std::shared_ptr<Progress> progress) {
+    const std::lock_guard lock(mutex_);
+    in_flight_.push_back(std::move(progress));
+    start_thread();
+  }
 
   detail::Watch watch_;
   detail::OperationTrace trace_;
@@ -113,8 +142,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::mutex mutex_;
   std::condition_variable_any arrived_;
   std::deque<Large> queue_;
-  std::vector<std::weak_ptr<Progress>>
-      in_flight_;  // messages that may need a push while their owners compute
+  // Messages, which may need a push while their owners compute, and what nobody waits for any more.
+  std::vector<std::shared_ptr<Progress>> in_flight_;
   std::jthread thread_;
 };
 
@@ -130,6 +159,15 @@ class MpiGroup::MpiPending final : public detail::Pending {
         progress_(std::move(progress)),
         memory_(std::move(memory)),
         finish_(std::move(finish)) {}
+
+  ~MpiPending() override {
+    if (ended_) return;
+    {
+      const std::lock_guard lock(progress_->mutex);
+      if (progress_->done || progress_->running.requests.empty()) return;  // the thread has it
+    }
+    group_->abandon(std::move(progress_));
+  }
 
   void wait() override {
     if (ended_) return;
@@ -207,18 +245,22 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
 }
 
 void MpiGroup::check(const Operation& operation, uint64_t sequence) {
-  watch_.check_agreement(
-      operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-        Progress progress;
-        Operation gather{
-            .kind = OpKind::all_gather,
-            .input = mine,
-            .output = all,
-            .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()),
-                                                static_cast<int64_t>(mine.size()))};
-        small_.begin(gather, progress.running);
-        wait(operation, sequence, Clock::now(), progress);
-      });
+  try {
+    watch_.check_agreement(
+        operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+          Progress progress;
+          Operation gather{
+              .kind = OpKind::all_gather,
+              .input = mine,
+              .output = all,
+              .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()),
+                                                  static_cast<int64_t>(mine.size()))};
+          small_.begin(gather, progress.running);
+          wait(operation, sequence, Clock::now(), progress);
+        });
+  } catch (const MismatchError&) {
+    watch_.fail(std::current_exception());
+  }
 }
 
 // With checking on, a header travels beside the data, under a tag of its own.
@@ -247,13 +289,7 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
   const bool message = fabric::is_message(operation.kind);
-  if (membership().world->check && !message) {
-    try {
-      check(operation, sequence);
-    } catch (const MismatchError&) {
-      watch_.fail(std::current_exception());
-    }
-  }
+  if (membership().world->check && !message) check(operation, sequence);
   std::function<void()> finish;
   Operation adapted = operation;
   if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
@@ -269,6 +305,7 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
   const bool small = operation.kind != OpKind::all_to_all &&
                      static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
   auto progress = message ? begin_message(operation) : std::make_shared<Progress>();
+  progress->memory = memory;
   if (!message && small) small_.begin(adapted, progress->running);
   const bool large = progress->running.requests.empty();
   if (large || message) {
@@ -278,9 +315,7 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
     } else {
       in_flight_.push_back(progress);
     }
-    if (!thread_.joinable())
-      thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
-    arrived_.notify_one();
+    start_thread();
   }
   return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started,
                                       std::move(progress), std::move(memory), std::move(finish));
@@ -310,11 +345,9 @@ void MpiGroup::work(std::stop_token stop) {
       continue;
     }
     std::erase_if(in_flight_, [](const auto& item) {
-      const auto progress = item.lock();
-      if (!progress) return true;
-      const std::lock_guard progress_lock(progress->mutex);
-      progress->test();
-      return progress->done;
+      const std::lock_guard progress_lock(item->mutex);
+      item->test();
+      return item->done;
     });
     const auto wanted = [this] { return stopping_ || !queue_.empty(); };
     if (in_flight_.empty()) {
@@ -330,6 +363,14 @@ void MpiGroup::work(std::stop_token stop) {
 
 bool is_available() { return true; }
 
+std::string version() {
+  char words[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+  int length = 0;
+  MPI_Get_library_version(words, &length);
+  const std::string text(words, static_cast<size_t>(length));
+  return text.substr(0, text.find_first_of(",\n"));
+}
+
 std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
   require_mpi();
   int size = 0;
@@ -340,7 +381,47 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
                "mpirun or srun",
                membership.world->hosts.size(), size));
   }
-  return std::make_shared<MpiGroup>(std::move(membership));
+  return std::make_shared<MpiGroup>(std::move(membership), MPI_COMM_WORLD);
+}
+
+void require_running() {
+  int started = 0, ended = 0;
+  MPI_Initialized(&started);
+  MPI_Finalized(&ended);
+  if (started == 0 || ended != 0)
+    throw ConfigError(format("[adopt] MPI {}, must run: call MPI_Init_thread before",
+                             started == 0 ? "has not been started" : "has been ended"));
+  require_mpi();
+}
+
+Group adopt(int handle, InitOptions options) {
+  const MPI_Comm given = MPI_Comm_f2c(handle);
+  if (given == MPI_COMM_NULL) throw ConfigError("[adopt] the communicator is MPI_COMM_NULL");
+  int between_groups = 0;
+  check_mpi(MPI_Comm_test_inter(given, &between_groups), "MPI_Comm_test_inter");
+  if (between_groups != 0)
+    throw ConfigError(
+        "[adopt] the communicator lies between two groups; merge them with "
+        "MPI_Intercomm_merge");
+  // The program's own traffic and ours must not meet. Like all communicators it ends with MPI.
+  MPI_Comm own = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_dup(given, &own), "MPI_Comm_dup");
+  MPI_Comm_set_errhandler(own, MPI_ERRORS_RETURN);
+  int rank = 0, size = 0;
+  MPI_Comm_rank(own, &rank);
+  MPI_Comm_size(own, &size);
+  const auto gather = [&](const std::string& text) {
+    const auto mine = detail::to_record(text);
+    std::vector<std::byte> all(mine.size() * static_cast<size_t>(size));
+    check_mpi(MPI_Allgather(mine.data(), static_cast<int>(mine.size()), MPI_BYTE, all.data(),
+                            static_cast<int>(mine.size()), MPI_BYTE, own),
+              "MPI_Allgather");
+    return detail::from_records(all);
+  };
+  const auto create = [own](detail::Membership membership) {
+    return std::make_shared<MpiGroup>(std::move(membership), own);
+  };
+  return detail::adopt_world(rank, size, gather, {"mpi", is_available, create}, std::move(options));
 }
 
 }  // namespace lockstep::comm::mpi

@@ -6,6 +6,8 @@
 namespace lockstep::comm::mpi {
 
 bool is_available();
+// In the words of the library, up to the first comma.
+std::string version();
 std::shared_ptr<detail::GroupImpl> create(detail::Membership membership);
 
 }  // namespace lockstep::comm::mpi

@@ -1,4 +1,5 @@
 // Takes the place of mpi.cpp in a build without MPI.
+#include "lockstep/comm/mpi/adopt.h"
 #include "lockstep/comm/mpi/bootstrap.h"
 #include "lockstep/comm/mpi/mpi.h"
 #include "lockstep/core/error.h"
@@ -6,10 +7,14 @@
 namespace lockstep::comm::mpi {
 
 bool is_available() { return false; }
+std::string version() { return ""; }
 
 std::shared_ptr<detail::GroupImpl> create(detail::Membership) {
   throw ConfigError("backend 'mpi' is not part of this build");
 }
+
+void require_running() { throw ConfigError("[adopt] MPI is not part of this build of Lockstep"); }
+Group adopt(int, InitOptions) { return {}; }
 
 std::string share_from_rank0(const std::string&) {
   throw ConfigError(

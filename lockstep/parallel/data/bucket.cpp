@@ -27,9 +27,8 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 
 at::Tensor allocate(int64_t count, const at::Tensor& like, const comm::Group& group) {
   // Padding is reduced with the rest, so it must hold numbers.
-  if (!like.device().is_cpu()) return at::zeros({count}, like.options().requires_grad(false));
   const auto dtype = comm::detail::dtype_of(like, "ddp");
-  return comm::symmetric_empty(std::span(&count, 1), dtype, group).zero_();
+  return comm::symmetric_empty(std::span(&count, 1), dtype, group, like.device()).zero_();
 }
 
 }  // namespace

@@ -22,10 +22,7 @@ class NarrowBuffers {
     at::Tensor& buffer = buffers_[bucket.index];
     const int64_t count = bucket.flat.numel();
     if (buffer.defined() && buffer.numel() == count) return buffer;
-    buffer =
-        bucket.flat.device().is_cpu()
-            ? comm::symmetric_empty(std::span(&count, 1), dtype_, group)
-            : at::empty({count}, bucket.flat.options().dtype(comm::detail::to_scalar_type(dtype_)));
+    buffer = comm::symmetric_empty(std::span(&count, 1), dtype_, group, bucket.flat.device());
     return buffer;
   }
 
@@ -60,8 +57,12 @@ GradientHook by_name(std::string_view name) {
   if (name == "fp16") return fp16();
   if (name == "bf16") return bf16();
   if (name == "power-sgd") return power_sgd();
-  throw ConfigError(
-      format("[ddp] gradient hook is '{}', must be none, fp16, bf16 or power-sgd", name));
+  if (name == "fp16-across-hosts") return across_hosts(fp16());
+  if (name == "bf16-across-hosts") return across_hosts(bf16());
+  throw ConfigError(format(
+      "[ddp] gradient hook is '{}', must be none, fp16, bf16, power-sgd, fp16-across-hosts or "
+      "bf16-across-hosts",
+      name));
 }
 
 }  // namespace lockstep::parallel::hooks

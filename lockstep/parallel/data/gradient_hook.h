@@ -47,7 +47,14 @@ struct PowerSgdOptions {
 // Sends two thin factors of every gradient matrix in its place (Vogels et al., 2019).
 GradientHook power_sgd(PowerSgdOptions options = {});
 
-// "none", "fp16", "bf16", "power-sgd": for programs that take the name from a user.
+// Inside a host gradients are averaged in full precision; the hosts' averages, of which each rank
+// has a share, are averaged by `inner`, so that only these are compressed. It sees shares of
+// buckets without the parameters' names and shapes: fp16() and bf16() do not need them. Empty: full
+// precision there too. On one host this is plain averaging.
+GradientHook across_hosts(GradientHook inner);
+
+// "none", "fp16", "bf16", "power-sgd", "fp16-across-hosts", "bf16-across-hosts": for programs that
+// take the name from a user.
 GradientHook by_name(std::string_view name);
 
 }  // namespace hooks

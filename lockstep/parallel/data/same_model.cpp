@@ -5,11 +5,11 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <set>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/compare.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/bucket.h"
@@ -30,25 +30,6 @@ int64_t digest(const std::string& text) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return static_cast<int64_t>(hash);
-}
-
-// Each rank's text, in rank order. Collective.
-std::vector<std::string> gather_texts(const std::string& text, const comm::Group& group) {
-  const at::Tensor sizes = at::empty({group.size()}, at::kLong);
-  comm::all_gather(sizes, at::full({1}, static_cast<int64_t>(text.size()), at::kLong), group)
-      .wait();
-  std::vector<int64_t> counts(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + group.size());
-  const at::Tensor bytes = at::empty({sizes.sum().item<int64_t>()}, at::kByte);
-  const at::Tensor mine = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(mine.data_ptr(), text.data(), text.size());
-  comm::all_gather(bytes, mine, group, {.counts = counts}).wait();
-  std::vector<std::string> texts;
-  const char* next = static_cast<const char*>(bytes.data_ptr());
-  for (const int64_t count : counts) {
-    texts.emplace_back(next, static_cast<size_t>(count));
-    next += count;
-  }
-  return texts;
 }
 
 // "fc.weight Float[4, 8] on ranks 0, 2; fc.weight Float[4, 9] on rank 1"
@@ -94,7 +75,7 @@ void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
       join(std::vector<int64_t>(counts.data_ptr<int64_t>(),
                                 counts.data_ptr<int64_t>() + group.size()),
            "/"),
-      who_has_what(gather_texts(mine, group))));
+      who_has_what(comm::detail::gather_texts(mine, group))));
 }
 
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root) {

@@ -41,14 +41,23 @@ const std::shared_ptr<OffloadTiers>& tiers_of(const ShardedModel& model) {
 }  // namespace
 
 struct OffloadedAdamW::State {
+  // A part of the state in float32, as long as somebody has it.
+  struct Shown {
+    std::weak_ptr<at::Tensor> memory = {};
+    bool fresh = false;  // refreshed: what is written into it from then on may be adopted
+  };
   // A tensor that is updated.
   struct Tensor {
     optim::NamedParameter parameter;
     size_t group;
     std::unique_ptr<OffloadedState> state;
     at::Tensor step = at::zeros({}, at::kLong);
-    bool updated = false;                                   // in this step already
-    at::Tensor exp_avg = {}, exp_avg_sq = {}, master = {};  // shown to others
+    bool updated = false;  // in this step already
+    // Shown to others, who keep them: 12 bytes of an element are too many to hold for the next
+    // checkpoint.
+    Shown exp_avg = {}, exp_avg_sq = {}, master = {};
+
+    bool has_master() const { return parameter.tensor.scalar_type() == at::kBFloat16; }
   };
   struct OffloadedFlat {
     Flat* flat;
@@ -78,7 +87,6 @@ struct OffloadedAdamW::State {
   void update(Model& model, size_t flat);
   void hold_values(Model& model);
   std::vector<optim::NamedTensor> shown(Tensor& tensor);
-  void make_shown(Tensor& tensor);
   Tensor& find(const std::string& name);
   void wait();
 
@@ -182,6 +190,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
                                    .lr = options.lr * group.lr_scale,
                                    .weight_decay = *group.weight_decay})}});
     tensor.updated = true;
+    tensor.exp_avg.fresh = tensor.exp_avg_sq.fresh = tensor.master.fresh = false;
   }
   if (jobs.empty()) {
     if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients({});
@@ -266,21 +275,22 @@ void OffloadedAdamW::State::wait() {
 
 void OffloadedAdamW::wait() { state_->wait(); }
 
-void OffloadedAdamW::State::make_shown(Tensor& tensor) {
-  if (tensor.exp_avg.defined()) return;
-  const at::Tensor& param = tensor.parameter.tensor;
-  const auto like = [&] { return at::empty(param.sizes(), at::kFloat); };
-  tensor.exp_avg = like();
-  tensor.exp_avg_sq = like();
-  if (param.scalar_type() == at::kBFloat16) tensor.master = like();
-}
-
 std::vector<optim::NamedTensor> OffloadedAdamW::State::shown(Tensor& tensor) {
-  make_shown(tensor);
+  const at::IntArrayRef sizes = tensor.parameter.tensor.sizes();
+  const auto show = [&](Shown& part) {
+    auto memory = part.memory.lock();
+    if (!memory) {
+      memory = std::make_shared<at::Tensor>(at::empty(sizes, at::kFloat));
+      part = {.memory = memory};
+    }
+    // Views of it keep the memory too.
+    return at::from_blob(
+        memory->data_ptr(), sizes, [memory](void*) {}, at::kFloat);
+  };
   const std::string& name = tensor.parameter.name;
-  std::vector<optim::NamedTensor> entries{{name + ".exp_avg", tensor.exp_avg},
-                                          {name + ".exp_avg_sq", tensor.exp_avg_sq}};
-  if (tensor.master.defined()) entries.push_back({name + ".master", tensor.master});
+  std::vector<optim::NamedTensor> entries{{name + ".exp_avg", show(tensor.exp_avg)},
+                                          {name + ".exp_avg_sq", show(tensor.exp_avg_sq)}};
+  if (tensor.has_master()) entries.push_back({name + ".master", show(tensor.master)});
   entries.push_back({name + ".step", tensor.step});
   return entries;
 }
@@ -293,30 +303,36 @@ OffloadedAdamW::State::Tensor& OffloadedAdamW::State::find(const std::string& en
   return *found;
 }
 
-namespace {
-
-float* data_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.data_ptr<float>() : nullptr;
-}
-
-}  // namespace
-
 void OffloadedAdamW::refresh(const std::string& name) {
-  state_->wait();
   State::Tensor& tensor = state_->find(name);
-  const auto is = [&](const char* what) { return name.ends_with(what); };
-  tensor.state->unpack(is(".exp_avg") ? data_of(tensor.exp_avg) : nullptr,
-                       is(".exp_avg_sq") ? data_of(tensor.exp_avg_sq) : nullptr,
-                       is(".master") ? data_of(tensor.master) : nullptr);
+  const auto fill = [&](const char* what, State::Shown& part) -> float* {
+    const auto memory = name.ends_with(what) ? part.memory.lock() : nullptr;
+    if (!memory) return nullptr;
+    part.fresh = true;
+    return memory->data_ptr<float>();
+  };
+  float* const exp_avg = fill(".exp_avg", tensor.exp_avg);
+  float* const exp_avg_sq = fill(".exp_avg_sq", tensor.exp_avg_sq);
+  float* const master = fill(".master", tensor.master);
+  if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
+  state_->wait();
+  tensor.state->unpack(exp_avg, exp_avg_sq, master);
 }
 
 void OffloadedAdamW::adopt(const std::string& name) {
-  state_->wait();
+  if (name.ends_with(".step")) return;
   State::Tensor& tensor = state_->find(name);
-  // Once, after the last of them.
-  const char* const last = tensor.master.defined() ? ".master" : ".exp_avg_sq";
-  if (!name.ends_with(last)) return;
-  tensor.state->pack(data_of(tensor.exp_avg), data_of(tensor.exp_avg_sq), data_of(tensor.master));
+  // All of them at once, with the first; what nobody has refreshed, nobody has written.
+  const auto take = [](State::Shown& part) {
+    const auto memory = std::exchange(part.fresh, false) ? part.memory.lock() : nullptr;
+    return memory ? memory->data_ptr<float>() : nullptr;
+  };
+  const float* const exp_avg = take(tensor.exp_avg);
+  const float* const exp_avg_sq = take(tensor.exp_avg_sq);
+  const float* const master = take(tensor.master);
+  if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
+  state_->wait();
+  tensor.state->pack(exp_avg, exp_avg_sq, master);
 }
 
 std::vector<optim::NamedTensor> OffloadedAdamW::state() {

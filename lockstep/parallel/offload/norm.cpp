@@ -1,12 +1,24 @@
-// The norm of gradients that are gone when it is asked for.
+#include "lockstep/parallel/offload/norm.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
 #include "lockstep/parallel/shard/engine.h"
+#include "lockstep/parallel/shard/sharded.h"
 
 namespace lockstep::parallel::detail {
+
+void require_clipping(const ShardedModel& model) {
+  const auto& engine = model.shared()->engine;
+  if (engine && engine->tiers() && engine->tiers()->updates_in_backward()) {
+    throw ConfigError(
+        "[clip_grad_norm] clip_mode none updates parameters in backward, before the norm of all "
+        "gradients is known: ask for grad_norm(), or choose clip_mode exact");
+  }
+}
 
 double consumed_norm(const ShardEngine& engine) {
   auto& norms = engine.tiers()->consumed;

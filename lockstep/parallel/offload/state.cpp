@@ -162,19 +162,27 @@ void OffloadedState::pack(const float* exp_avg, const float* exp_avg_sq, const f
   mirror_.reset();
   held_.reset();
   const at::Tensor values = values_.to(at::kCPU);
-  const auto from = [](const float* array, int64_t begin) {
-    return array ? const_cast<float*>(array) + begin : nullptr;
-  };
+  const bool has_master = plan_.format.param != DType::float32;
+  at::Tensor kept[3];
   for_each_on_host([&](Slice& slice, std::byte* state) {
     const int64_t begin = slice.place.begin;
-    optim::detail::pack(plan_.format,
-                        {.param = at_element(values, begin),
-                         .grad = nullptr,
-                         .state = state,
-                         .elements = slice.place.count},
-                        {.exp_avg = from(exp_avg, begin),
-                         .exp_avg_sq = from(exp_avg_sq, begin),
-                         .master = from(master, begin)});
+    const auto from = [&](const float* array, at::Tensor& own) {
+      if (array != nullptr) return const_cast<float*>(array) + begin;
+      own = at::empty({slice.place.count}, at::kFloat);
+      return own.data_ptr<float>();
+    };
+    const PackedSlice packed{.param = at_element(values, begin),
+                             .grad = nullptr,
+                             .state = state,
+                             .elements = slice.place.count};
+    const optim::detail::UnpackedState all{.exp_avg = from(exp_avg, kept[0]),
+                                           .exp_avg_sq = from(exp_avg_sq, kept[1]),
+                                           .master = has_master ? from(master, kept[2]) : nullptr};
+    optim::detail::unpack(plan_.format, packed,
+                          {.exp_avg = exp_avg == nullptr ? all.exp_avg : nullptr,
+                           .exp_avg_sq = exp_avg_sq == nullptr ? all.exp_avg_sq : nullptr,
+                           .master = master == nullptr ? all.master : nullptr});
+    optim::detail::pack(plan_.format, packed, all);
   });
   if (values_.is_cuda()) values_.copy_(values);
 }

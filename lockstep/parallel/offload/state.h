@@ -52,7 +52,7 @@ class OffloadedState {
 
   // For checkpoints. Nothing may be under way. Null where not wanted.
   void unpack(float* exp_avg, float* exp_avg_sq, float* master);
-  // Null: zeros, and for the master the parameter.
+  // Null: as it is.
   void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
 
  private:

@@ -90,7 +90,6 @@ class UpdateRing {
   std::vector<Item> fetched_;      // for the next slots, in their order
   size_t num_used_ = 0;            // of these
   at::Tensor gradient_stages_[2];  // on the host
-  memory::Event stage_read_[2];
 };
 
 }  // namespace lockstep::parallel::detail

@@ -1,6 +1,7 @@
 #include "lockstep/parallel/pipeline/mailbox.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <condition_variable>
 #include <deque>
@@ -50,14 +51,16 @@ at::Tensor header_of(const Tensors& tensors) {
   return header;
 }
 
-// What arrived, in host memory. It goes to the device when it is taken, by the thread and the
-// stream that use it.
+// What arrived, in host memory, unless the group brings it to the device. It goes there when it is
+// taken, by the thread and the stream that use it; what the group brings is waited for then.
 struct Message {
   at::Tensor header;
   Tensors values;
+  std::vector<comm::Work> arriving = {};
 };
 
-Message message_of(at::Tensor header) {
+// `place` is where the group brings tensors of the device.
+Message message_of(at::Tensor header, c10::Device place) {
   const int64_t* word = header.data_ptr<int64_t>();
   Tensors values(static_cast<size_t>(*word++));
   for (at::Tensor& value : values) {
@@ -65,17 +68,24 @@ Message message_of(at::Tensor header) {
     word += kTensorWords;
     if (begin[0] == kUndefined) continue;
     value = at::empty(at::IntArrayRef(begin + 4, static_cast<size_t>(begin[3])),
-                      static_cast<at::ScalarType>(begin[1]));
+                      at::TensorOptions()
+                          .dtype(static_cast<at::ScalarType>(begin[1]))
+                          .device(begin[0] == kOnDevice ? place : c10::Device(at::kCPU)));
   }
   return {std::move(header), std::move(values)};
 }
 
 Tensors unpack(Message message, c10::Device device) {
+  for (comm::Work& work : message.arriving) work.wait();
   const int64_t* word = message.header.data_ptr<int64_t>() + 1;
   for (at::Tensor& value : message.values) {
     const int64_t* const begin = word;
     word += kTensorWords;
     if (!value.defined()) continue;
+    if (begin[0] == kOnDevice && !value.is_cpu()) {
+      // It was made by another thread: its memory may serve others only after this one's stream.
+      value.record_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
     if (begin[0] == kOnDevice) value = value.to(device);
     value.requires_grad_(begin[2] != 0);
   }
@@ -100,6 +110,7 @@ struct Mailbox::Shared {
 
   comm::Group group;
   c10::Device device = at::kCPU;
+  c10::Device place = at::kCPU;  // where the group brings what is on the device
   milliseconds timeout{};
   std::mutex mutex;
   std::condition_variable changed;
@@ -115,10 +126,12 @@ comm::Options Mailbox::Shared::patient() const { return {.timeout = timeout}; }
 Message Mailbox::Shared::receive(int from) const {
   at::Tensor header = at::empty({kHeaderWords}, at::kLong);
   comm::recv(header, from, group, patient()).wait();
-  Message message = message_of(std::move(header));
+  Message message = message_of(std::move(header), place);
   std::vector<comm::Work> parts;
   for (const at::Tensor& value : message.values) {
-    if (has_values(value)) parts.push_back(comm::recv(value, from, group, patient()));
+    if (!has_values(value)) continue;
+    (value.is_cpu() ? parts : message.arriving)
+        .push_back(comm::recv(value, from, group, patient()));
   }
   for (comm::Work& part : parts) part.wait();
   return message;
@@ -155,6 +168,7 @@ Mailbox::Mailbox(comm::Group group, c10::Device device, milliseconds timeout)
     : shared_(std::make_shared<Shared>()) {
   shared_->group = std::move(group);
   shared_->device = device;
+  if (shared_->group.impl().device_for(at::empty({0}, device)) >= 0) shared_->place = device;
   shared_->timeout = timeout;
 }
 

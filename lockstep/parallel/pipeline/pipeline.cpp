@@ -1,5 +1,6 @@
 #include "lockstep/parallel/pipeline/pipeline.h"
 
+#include "lockstep/parallel/offload/norm.h"
 #include "lockstep/parallel/pipeline/engine.h"
 
 namespace lockstep::parallel {
@@ -48,6 +49,7 @@ double Pipeline::grad_norm(optim::NormOptions options) const {
   return engine_->grad_norm(std::move(options));
 }
 double Pipeline::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+  for (const ShardedModel& model : sharded()) detail::require_clipping(model);
   const double norm = grad_norm(std::move(options));
   optim::clip_grad_with_norm(parameters(), max_norm, norm);
   return norm;

@@ -29,8 +29,7 @@ at::Tensor GradientMemory::allocate(size_t bytes) {
   const bool shared = device_.is_cpu() && group_.size() > 1;
   if (tiers_ && !shared) return tiers_->on_device(size[0], at::kByte, "gradients");
   if (tiers_) shares_.push_back(tiers_->device_budget.take(bytes, "gradients"));
-  if (device_.is_cpu()) return comm::symmetric_empty(size, DType::uint8, group_);
-  return at::empty(size, at::TensorOptions().dtype(at::kByte).device(device_));
+  return comm::symmetric_empty(size, DType::uint8, group_, device_);
 }
 
 at::Tensor GradientMemory::keep(size_t bytes) { return allocate(bytes); }

@@ -114,10 +114,10 @@ at::Tensor Flat::shared_memory(int64_t count, at::ScalarType dtype) {
     shares_.push_back((device ? tiers.device_budget : tiers.host_budget)
                           .take(bytes, "parameters of " + plan_.name));
   }
-  if (count == 0 || !plan_.rest_device.is_cpu() || plan_.shard.size() == 1)
+  if (count == 0 || plan_.shard.size() == 1)
     return at::empty({count}, options_of(dtype, plan_.rest_device));
   const std::array<int64_t, 1> bytes{count * static_cast<int64_t>(c10::elementSize(dtype))};
-  return comm::symmetric_empty(bytes, DType::uint8, plan_.shard).view(dtype);
+  return comm::symmetric_empty(bytes, DType::uint8, plan_.shard, plan_.rest_device).view(dtype);
 }
 
 void Flat::make_shard(const ValueOf& value_of) {

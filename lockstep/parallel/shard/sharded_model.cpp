@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/parallel/offload/norm.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/shard/sharded.h"
 
@@ -94,6 +95,7 @@ void ShardedModel::set_micro_batch(std::optional<int64_t> index) {
 }
 
 double ShardedModel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+  detail::require_clipping(*this);
   const double norm = grad_norm(std::move(options));
   optim::clip_grad_with_norm(parameters(), max_norm, norm);
   return norm;

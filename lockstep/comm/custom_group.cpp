@@ -1,0 +1,135 @@
+#include "lockstep/comm/custom_group.h"
+
+#include <map>
+#include <mutex>
+
+#include "lockstep/comm/lane.h"
+#include "lockstep/comm/message_collectives.h"
+#include "lockstep/comm/watched.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
+
+namespace lockstep::comm::detail {
+namespace {
+
+using fabric::Operation;
+using fabric::OpKind;
+
+// Collectives run one after another on one thread; messages on a thread for each peer and
+// direction, so that none waits for one that has nothing to do with it.
+class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<CustomGroup> {
+ public:
+  CustomGroup(Membership membership, std::string backend, std::unique_ptr<Transport> collectives,
+              std::unique_ptr<Transport> messages)
+      : GroupImpl(std::move(membership), std::move(backend)),
+        watch_(this->membership()),
+        trace_(this->membership()),
+        for_collectives_(std::move(collectives)),
+        for_messages_(std::move(messages)),
+        collectives_(*for_collectives_, this->membership().rank, this->membership().size()) {}
+
+  std::shared_ptr<Pending> submit(Operation operation,
+                                  std::shared_ptr<const void> memory) override {
+    const std::lock_guard lock(mutex_);  // operations are numbered in the order in which they run
+    const uint64_t sequence = watch_.begin(operation);
+    const auto started = Clock::now();
+    const bool message = fabric::is_message(operation.kind);
+    auto completion = std::make_shared<Completion>(1);
+    auto self = shared_from_this();
+    Lane& lane = message ? message_lanes_[{operation.kind, operation.root}] : collective_lane_;
+    lane.post([self, operation, sequence, completion, memory, message]() mutable {
+      std::exception_ptr error;
+      try {
+        message ? self->transfer(operation) : self->perform(operation, sequence);
+      } catch (...) {
+        error = std::current_exception();
+        // What comes next in this stream of bytes is not what its receiver thinks.
+        if (message) self->for_messages_->abort();
+      }
+      self.reset();  // whoever waits is the last to have the group, on a thread that ends well
+      completion->part_done(error);
+    });
+    return std::make_shared<WatchedPending>(WatchedPending::Owner{self, watch_, trace_,
+                                                                  [this] {
+                                                                    for_collectives_->abort();
+                                                                    for_messages_->abort();
+                                                                  }},
+                                            std::move(operation), sequence, started,
+                                            std::move(completion), std::move(memory), nullptr);
+  }
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  bool reaches(const void*, size_t) const override { return false; }
+
+ private:
+  void perform(const Operation& operation, uint64_t sequence) {
+    if (membership().world->check) {
+      watch_.check_agreement(
+          operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+            MessageCollectives::Outputs records;
+            for (; !all.empty(); all = all.subspan(mine.size()))
+              records.push_back(all.first(mine.size()));
+            collectives_.exchange(MessageCollectives::Inputs(records.size(), mine), records);
+          });
+    }
+    collectives_.run(operation);
+  }
+
+  // With checking on, a header goes before the data.
+  void transfer(const Operation& operation) {
+    const bool check = membership().world->check;
+    const fabric::Signature mine = fabric::signature_of(operation);
+    if (operation.kind == OpKind::send) {
+      if (check) for_messages_->send(operation.root, std::as_bytes(std::span(&mine, 1)));
+      if (!operation.input.empty()) for_messages_->send(operation.root, operation.input);
+      return;
+    }
+    if (check) {
+      fabric::Signature theirs = mine;
+      for_messages_->recv(operation.root, std::as_writable_bytes(std::span(&theirs, 1)));
+      fabric::check_message(membership().name, membership().rank, mine, theirs);
+    }
+    if (!operation.output.empty()) for_messages_->recv(operation.root, operation.output);
+  }
+
+  Watch watch_;
+  OperationTrace trace_;
+  std::unique_ptr<Transport> for_collectives_, for_messages_;
+  MessageCollectives collectives_;
+  std::mutex mutex_;
+  Lane collective_lane_;
+  std::map<std::pair<OpKind, int>, Lane> message_lanes_;
+};
+
+}  // namespace
+
+std::shared_ptr<GroupImpl> make_custom_group(Membership membership, const std::string& backend,
+                                             const TransportFactory& create) {
+  const World& world = *membership.world;
+  TransportSite site{.name = {},
+                     .rank = membership.rank,
+                     .size = membership.size(),
+                     .hosts = {},
+                     .timeout = world.timeout,
+                     .store = world.store};
+  for (const int member : membership.members)
+    site.hosts.push_back(world.hosts[static_cast<size_t>(member)]);
+  const auto make = [&](const char* purpose) {
+    site.name = format("{}/{}/{}", backend, membership.name, purpose);
+    try {
+      if (auto transport = create(site)) return transport;
+      throw ConfigError(format("[init] backend '{}' made no transport", backend));
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw CommError(format("[init] rank {}: backend '{}' could not connect group '{}': {}",
+                             membership.rank, backend, membership.name, error.what()));
+    }
+  };
+  auto collectives = make("collectives");
+  auto messages = make("messages");
+  return std::make_shared<CustomGroup>(std::move(membership), backend, std::move(collectives),
+                                       std::move(messages));
+}
+
+}  // namespace lockstep::comm::detail

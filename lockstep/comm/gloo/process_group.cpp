@@ -1,0 +1,382 @@
+// c10d's engines run an operation on threads of their own and call back when it is done. What Gloo
+// lacks is composed: uneven all_gather is a broadcast of each block, reduce_scatter an all_to_all
+// and a local reduction in the fixed order.
+#include "lockstep/comm/gloo/process_group.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <mutex>
+#include <thread>
+
+#include "lockstep/comm/adapt.h"
+#include "lockstep/comm/gloo/no_sigpipe.h"
+#include "lockstep/comm/tensor.h"
+#include "lockstep/comm/watched.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/fabric/agreement.h"
+#include "lockstep/fabric/reduce.h"
+
+namespace lockstep::comm::gloo {
+namespace {
+
+using detail::Adapted;
+using detail::Completion;
+using fabric::Operation;
+using fabric::OpKind;
+using WorkHandle = c10::intrusive_ptr<c10d::Work>;
+
+at::Tensor bytes_tensor(std::span<const std::byte> bytes) {
+  // from_blob refuses null; an empty message needs some address.
+  static std::byte nothing;
+  return at::from_blob(bytes.empty() ? &nothing : const_cast<std::byte*>(bytes.data()),
+                       {static_cast<int64_t>(bytes.size())}, at::kByte);
+}
+
+at::Tensor typed_tensor(std::span<std::byte> bytes, DType dtype) {
+  return at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size() / size_of(dtype))},
+                       at::TensorOptions().dtype(detail::to_scalar_type(dtype)));
+}
+
+c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {
+  switch (op) {
+    case fabric::ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+    case fabric::ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case fabric::ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    default:
+      return c10d::ReduceOp::SUM;
+  }
+}
+
+class EngineGroup final : public detail::GroupImpl,
+                          public std::enable_shared_from_this<EngineGroup> {
+ public:
+  EngineGroup(detail::Membership membership, std::string backend, c10::intrusive_ptr<Engine> engine)
+      : GroupImpl(std::move(membership), std::move(backend)),
+        watch_(this->membership()),
+        trace_(this->membership()),
+        size_(this->membership().size()),
+        rank_(this->membership().rank),
+        group_(std::move(engine)) {}
+
+  ~EngineGroup() override {
+    const NoSigpipe no_signal;
+    // A broken group may wait in Gloo until its own timeout: not here.
+    if (broken_) std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
+    group_.reset();
+  }
+
+  std::shared_ptr<detail::Pending> submit(Operation operation,
+                                          std::shared_ptr<const void> memory) override;
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  bool reaches(const void*, size_t) const override { return false; }
+  std::shared_ptr<detail::Pending> announce(Operation operation) override {
+    const uint64_t sequence = watch_.begin(operation);
+    const NoSigpipe no_signal;
+    compare(operation, sequence);
+    return watch_.announce(operation, sequence);
+  }
+
+ private:
+  struct Started {
+    std::vector<WorkHandle> works;
+    std::shared_ptr<const void> memory;
+    std::function<void()> finish;
+  };
+
+  Started start(const Operation& operation, std::shared_ptr<const void> memory);
+  Started start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory);
+  Started start_all_to_all(const Operation& operation, std::shared_ptr<const void> memory);
+  Started start_all_gather(const Operation& operation, std::shared_ptr<const void> memory);
+  std::shared_ptr<Completion> start_message(const Operation& operation,
+                                            std::shared_ptr<const void> memory, bool check);
+  // Where operations are checked: throws MismatchError, and breaks the group, unless ranks agree.
+  void compare(const Operation& operation, uint64_t sequence);
+  std::shared_ptr<detail::WatchedPending> pending(Operation operation, uint64_t sequence,
+                                                  Clock::time_point started,
+                                                  std::shared_ptr<Completion> completion,
+                                                  std::shared_ptr<const void> memory,
+                                                  std::function<void()> finish) {
+    return std::make_shared<detail::WatchedPending>(
+        detail::WatchedPending::Owner{shared_from_this(), watch_, trace_,
+                                      [this] { broken_ = true; }},
+        std::move(operation), sequence, started, std::move(completion), std::move(memory),
+        std::move(finish));
+  }
+  std::shared_ptr<Completion> completion_of(const std::vector<WorkHandle>& works,
+                                            const std::shared_ptr<const void>& memory);
+  milliseconds engine_timeout(const Operation& operation) const {
+    return operation.timeout + milliseconds{500};
+  }
+
+  detail::Watch watch_;
+  detail::OperationTrace trace_;
+  int size_, rank_;
+  std::atomic<bool> broken_{false};
+  std::mutex mutex_;
+  std::map<std::pair<OpKind, int>, int> message_numbers_;
+  c10::intrusive_ptr<Engine> group_;
+};
+
+std::shared_ptr<Completion> EngineGroup::completion_of(const std::vector<WorkHandle>& works,
+                                                       const std::shared_ptr<const void>& memory) {
+  auto completion = std::make_shared<Completion>(works.size());
+  if (works.empty()) completion = std::make_shared<Completion>(1), completion->part_done(nullptr);
+  for (const WorkHandle& work : works) {
+    // The callback holds the work and its memory: they must live until Gloo has let go of them,
+    // whether or not anybody waits.
+    work->getFuture()->addCallback([completion, work, memory](c10::ivalue::Future& future) {
+      completion->part_done(future.hasError() ? future.exception_ptr() : nullptr);
+    });
+  }
+  return completion;
+}
+
+void EngineGroup::compare(const Operation& operation, uint64_t sequence) {
+  if (!membership().world->check) return;
+  try {
+    watch_.check_agreement(
+        operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
+          std::vector<at::Tensor> inputs{bytes_tensor(mine)};
+          std::vector<std::vector<at::Tensor>> outputs(1);
+          for (int rank = 0; rank < size_; ++rank)
+            outputs[0].push_back(
+                bytes_tensor(all.subspan(static_cast<size_t>(rank) * mine.size(), mine.size())));
+          pending(operation, sequence, Clock::now(),
+                  completion_of({group_->allgather(outputs, inputs)}, nullptr), nullptr, nullptr)
+              ->wait();
+        });
+  } catch (const MismatchError&) {
+    broken_ = true;
+    watch_.fail(std::current_exception());
+  }
+}
+
+std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
+                                                     std::shared_ptr<const void> memory) {
+  const uint64_t sequence = watch_.begin(operation);
+  const NoSigpipe no_signal;
+  const auto started = Clock::now();
+  if (fabric::is_message(operation.kind)) {
+    auto completion = start_message(operation, memory, membership().world->check);
+    return pending(std::move(operation), sequence, started, std::move(completion),
+                   std::move(memory), nullptr);
+  }
+  compare(operation, sequence);
+  Started begun;
+  try {
+    begun = start(operation, std::move(memory));
+  } catch (const c10::Error& error) {
+    throw CommError(format("[{}] rank {}: {} refused {}: {}", fabric::name_of(operation.kind),
+                           rank_, backend(), fabric::describe(operation),
+                           error.what_without_backtrace()));
+  }
+  auto completion = completion_of(begun.works, std::make_shared<Started>(begun));
+  return pending(std::move(operation), sequence, started, std::move(completion),
+                 std::move(begun.memory), std::move(begun.finish));
+}
+
+EngineGroup::Started EngineGroup::start(const Operation& operation,
+                                        std::shared_ptr<const void> memory) {
+  const milliseconds timeout = engine_timeout(operation);
+  switch (operation.kind) {
+    case OpKind::all_reduce:
+    case OpKind::reduce: {
+      if (operation.output.empty()) return {{}, std::move(memory), {}};
+      Adapted adapted = detail::adapt_reduction(operation, std::move(memory), rank_, size_);
+      std::vector<at::Tensor> tensors{
+          typed_tensor(adapted.operation.output, adapted.operation.dtype)};
+      if (operation.kind == OpKind::all_reduce) {
+        c10d::AllreduceOptions options;
+        options.reduceOp = to_c10d(adapted.operation.reduce);
+        options.timeout = timeout;
+        return {{group_->allreduce(tensors, options)},
+                std::move(adapted.memory),
+                std::move(adapted.finish)};
+      }
+      // Gloo uses the tensors of the others as work space; ours stay as they are.
+      if (rank_ != operation.root) tensors[0] = tensors[0].clone();
+      c10d::ReduceOptions options;
+      options.reduceOp = to_c10d(adapted.operation.reduce);
+      options.rootRank = operation.root;
+      options.timeout = timeout;
+      return {
+          {group_->reduce(tensors, options)}, std::move(adapted.memory), std::move(adapted.finish)};
+    }
+    case OpKind::broadcast: {
+      if (operation.output.empty()) return {{}, std::move(memory), {}};
+      std::vector<at::Tensor> tensors{bytes_tensor(operation.output)};
+      c10d::BroadcastOptions options;
+      options.rootRank = operation.root;
+      options.timeout = timeout;
+      return {{group_->broadcast(tensors, options)}, std::move(memory), {}};
+    }
+    case OpKind::all_gather:
+      return start_all_gather(operation, std::move(memory));
+    case OpKind::reduce_scatter:
+      return start_reduce_scatter(operation, std::move(memory));
+    case OpKind::all_to_all:
+      return start_all_to_all(operation, std::move(memory));
+    case OpKind::gather:
+    case OpKind::scatter: {
+      if (operation.count == 0) return {{}, std::move(memory), {}};
+      const bool gathers = operation.kind == OpKind::gather;
+      const size_t block = gathers ? operation.input.size() : operation.output.size();
+      std::vector<std::vector<at::Tensor>> all;
+      std::vector<at::Tensor> mine{bytes_tensor(gathers ? operation.input : operation.output)};
+      if (rank_ == operation.root) {
+        const std::span<const std::byte> whole =
+            gathers ? std::span<const std::byte>(operation.output) : operation.input;
+        all.emplace_back();
+        for (int rank = 0; rank < size_; ++rank)
+          all[0].push_back(bytes_tensor(whole.subspan(static_cast<size_t>(rank) * block, block)));
+      }
+      if (gathers) {
+        c10d::GatherOptions options;
+        options.rootRank = operation.root;
+        options.timeout = timeout;
+        return {{group_->gather(all, mine, options)}, std::move(memory), {}};
+      }
+      c10d::ScatterOptions options;
+      options.rootRank = operation.root;
+      options.timeout = timeout;
+      return {{group_->scatter(mine, all, options)}, std::move(memory), {}};
+    }
+    default: {
+      c10d::BarrierOptions options;
+      options.timeout = timeout;
+      return {{group_->barrier(options)}, std::move(memory), {}};
+    }
+  }
+}
+
+EngineGroup::Started EngineGroup::start_all_gather(const Operation& operation,
+                                                   std::shared_ptr<const void> memory) {
+  const size_t width = size_of(operation.dtype);
+  std::vector<std::span<std::byte>> blocks;
+  size_t at = 0;
+  for (const int64_t count : operation.recv_counts) {
+    blocks.push_back(operation.output.subspan(at, static_cast<size_t>(count) * width));
+    at += blocks.back().size();
+  }
+  const bool even = std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) {
+    return block.size() == blocks[0].size();
+  });
+  if (even) {
+    if (blocks[0].empty()) return {{}, std::move(memory), {}};
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (const auto& block : blocks) outputs[0].push_back(bytes_tensor(block));
+    std::vector<at::Tensor> inputs{bytes_tensor(operation.input)};
+    c10d::AllgatherOptions options;
+    options.timeout = engine_timeout(operation);
+    return {{group_->allgather(outputs, inputs, options)}, std::move(memory), {}};
+  }
+  auto& mine = blocks[static_cast<size_t>(rank_)];
+  if (mine.data() != operation.input.data())
+    std::copy(operation.input.begin(), operation.input.end(), mine.begin());
+  Started started{{}, std::move(memory), {}};
+  for (int rank = 0; rank < size_; ++rank) {
+    if (blocks[static_cast<size_t>(rank)].empty()) continue;
+    std::vector<at::Tensor> tensors{bytes_tensor(blocks[static_cast<size_t>(rank)])};
+    c10d::BroadcastOptions options;
+    options.rootRank = rank;
+    options.timeout = engine_timeout(operation);
+    started.works.push_back(group_->broadcast(tensors, options));
+  }
+  return started;
+}
+
+EngineGroup::Started EngineGroup::start_all_to_all(const Operation& operation,
+                                                   std::shared_ptr<const void> memory) {
+  const auto bytes = [&](std::vector<int64_t> counts) {
+    for (auto& count : counts) count *= static_cast<int64_t>(size_of(operation.dtype));
+    return counts;
+  };
+  at::Tensor output = bytes_tensor(operation.output), input = bytes_tensor(operation.input);
+  std::vector<int64_t> receives = bytes(operation.recv_counts),
+                       sends = bytes(operation.send_counts);
+  c10d::AllToAllOptions options;
+  options.timeout = engine_timeout(operation);
+  return {{group_->alltoall_base(output, input, receives, sends, options)}, std::move(memory), {}};
+}
+
+EngineGroup::Started EngineGroup::start_reduce_scatter(const Operation& operation,
+                                                       std::shared_ptr<const void> memory) {
+  if (operation.input.empty()) return {{}, std::move(memory), {}};
+  const int64_t mine = operation.send_counts[static_cast<size_t>(rank_)];
+  const size_t block = static_cast<size_t>(mine) * size_of(operation.dtype);
+  auto parts = std::make_shared<std::vector<std::byte>>(block * static_cast<size_t>(size_));
+  Operation exchange = operation;
+  exchange.kind = OpKind::all_to_all;
+  exchange.output = *parts;
+  exchange.recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), mine);
+  Started started = start_all_to_all(exchange, std::move(memory));
+  started.finish = [parts, block, mine, size = size_, output = operation.output,
+                    dtype = operation.dtype, reduce = operation.reduce] {
+    std::vector<const std::byte*> inputs;
+    for (int rank = 0; rank < size; ++rank)
+      inputs.push_back(parts->data() + static_cast<size_t>(rank) * block);
+    std::byte* target = output.data();
+    fabric::reduce(dtype, reduce, std::span(&target, 1), inputs, static_cast<size_t>(mine));
+  };
+  return started;
+}
+
+// Every message has tags of its own, so that a header can be looked at before the data is asked
+// for. The works of sends and receives can only be waited for, so a thread does that.
+std::shared_ptr<Completion> EngineGroup::start_message(const Operation& operation,
+                                                       std::shared_ptr<const void> memory,
+                                                       bool check) {
+  const bool sends = operation.kind == OpKind::send;
+  const int peer = operation.root;
+  int tag = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    tag = 2 * (message_numbers_[{operation.kind, peer}]++ % (1 << 28));
+  }
+  auto header = std::make_shared<fabric::Signature>(fabric::signature_of(operation));
+  const auto transfer = [this, sends, peer](at::Tensor tensor, int with_tag) {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
+    return sends ? group_->send(tensors, peer, with_tag) : group_->recv(tensors, peer, with_tag);
+  };
+  const auto header_bytes = std::as_writable_bytes(std::span(header.get(), 1));
+  auto completion = std::make_shared<Completion>(1);
+  WorkHandle header_work, data_work;
+  const fabric::Signature expected = *header;
+  if (check) header_work = transfer(bytes_tensor(header_bytes), tag);
+  if (sends || !check)
+    data_work = transfer(
+        bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
+        tag + 1);
+  std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
+               completion, memory, tag, sends, output = operation.output]() mutable {
+    std::exception_ptr error;
+    try {
+      if (header_work) header_work->wait();
+      if (header_work && !sends) {
+        fabric::check_message(self->membership().name, self->rank_, expected, *header);
+        data_work = transfer(bytes_tensor(output), tag + 1);
+      }
+      data_work->wait();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    completion->part_done(error);
+  }).detach();
+  return completion;
+}
+
+}  // namespace
+
+std::shared_ptr<detail::GroupImpl> make_process_group(detail::Membership membership,
+                                                      std::string backend,
+                                                      c10::intrusive_ptr<Engine> engine) {
+  return std::make_shared<EngineGroup>(std::move(membership), std::move(backend),
+                                       std::move(engine));
+}
+
+}  // namespace lockstep::comm::gloo

@@ -1,0 +1,25 @@
+// Jobs one after another on a thread of their own.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+namespace lockstep::comm::detail {
+
+// The thread starts with the first job. Jobs must not throw. When the lane is destroyed its thread
+// ends the jobs that it has; nobody waits for that, so they own all they need. Thread safe.
+class Lane {
+ public:
+  Lane();
+  ~Lane();
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  void post(std::function<void()> job);
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace lockstep::comm::detail

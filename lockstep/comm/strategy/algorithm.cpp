@@ -1,0 +1,127 @@
+#include "lockstep/comm/strategy/algorithm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/fabric/reduce.h"
+
+namespace lockstep::comm::strategy {
+namespace {
+
+// Enough pieces to overlap, none so small that a message costs more than what it carries.
+constexpr size_t kMostPieces = 16;
+constexpr size_t kSmallestPiece = 256 << 10;
+
+void copy(std::span<std::byte> to, std::span<const std::byte> from) {
+  if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
+}
+
+}  // namespace
+
+std::span<std::byte> add_scratch(Job& job, size_t bytes) {
+  const std::shared_ptr<std::byte[]> scratch(new std::byte[bytes]);
+  job.memory =
+      std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
+          std::move(job.memory), scratch);
+  return {scratch.get(), bytes};
+}
+
+Operation Part::describe(const Job& job, OpKind kind) const {
+  return {.kind = kind,
+          .reduce = job.operation.reduce,
+          .dtype = job.operation.dtype,
+          .tag = job.operation.tag,
+          .timeout = std::max(milliseconds{1}, job.deadline.left())};
+}
+
+void Part::run(const Job& job, Operation operation) const {
+  try {
+    group_->submit(std::move(operation), job.memory)->wait();
+  } catch (const PeerLost& lost) {
+    throw PeerLost(ranks_[static_cast<size_t>(lost.rank())], lost.what());
+  }
+}
+
+std::shared_ptr<Pending> Part::send(const Job& job, ConstBytes data, int to) const {
+  Operation operation = describe(job, OpKind::send);
+  operation.input = data;
+  operation.root = to;
+  operation.count = static_cast<int64_t>(data.size() / job.width());
+  return group_->submit(std::move(operation), job.memory);
+}
+
+std::shared_ptr<Pending> Part::recv(const Job& job, Bytes data, int from) const {
+  Operation operation = describe(job, OpKind::recv);
+  operation.output = data;
+  operation.root = from;
+  operation.count = static_cast<int64_t>(data.size() / job.width());
+  return group_->submit(std::move(operation), job.memory);
+}
+
+void Part::all_reduce(const Job& job, Bytes data) const {
+  if (size() == 1 || data.empty()) return;
+  Operation operation = describe(job, OpKind::all_reduce);
+  operation.input = operation.output = data;
+  operation.count = static_cast<int64_t>(data.size() / job.width());
+  run(job, std::move(operation));
+}
+
+void Part::broadcast(const Job& job, Bytes data, int root) const {
+  if (size() == 1 || data.empty()) return;
+  Operation operation = describe(job, OpKind::broadcast);
+  operation.output = data;
+  if (rank() == root) operation.input = data;
+  operation.root = root;
+  operation.count = static_cast<int64_t>(data.size() / job.width());
+  run(job, std::move(operation));
+}
+
+void Part::reduce_scatter(const Job& job, Bytes output, ConstBytes input,
+                          std::vector<int64_t> counts) const {
+  if (size() == 1) return copy(output, input);
+  Operation operation = describe(job, OpKind::reduce_scatter);
+  operation.input = input;
+  operation.output = output;
+  operation.send_counts = std::move(counts);
+  operation.count = static_cast<int64_t>(input.size() / job.width());
+  run(job, std::move(operation));
+}
+
+void Part::all_gather(const Job& job, Bytes output, ConstBytes input,
+                      std::vector<int64_t> counts) const {
+  if (size() == 1) return copy(output, input);
+  Operation operation = describe(job, OpKind::all_gather);
+  operation.input = input;
+  operation.output = output;
+  operation.recv_counts = std::move(counts);
+  operation.count = static_cast<int64_t>(output.size() / job.width());
+  run(job, std::move(operation));
+}
+
+void Part::all_to_all(const Job& job, Bytes output, ConstBytes input,
+                      std::vector<int64_t> send_counts, std::vector<int64_t> recv_counts) const {
+  if (size() == 1) return copy(output, input);
+  Operation operation = describe(job, OpKind::all_to_all);
+  operation.input = input;
+  operation.output = output;
+  operation.send_counts = std::move(send_counts);
+  operation.recv_counts = std::move(recv_counts);
+  run(job, std::move(operation));
+}
+
+void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::byte> one,
+                std::span<const std::byte> other) {
+  std::byte* const output = to.data();
+  const std::byte* const inputs[] = {one.data(), other.data()};
+  fabric::reduce(job.operation.dtype, job.operation.reduce, {&output, 1}, inputs,
+                 to.size() / job.width());
+}
+
+Pieces::Pieces(size_t total, size_t width) {
+  const size_t share = std::max(kSmallestPiece, (total + kMostPieces - 1) / kMostPieces);
+  piece_ = (share + width - 1) / width * width;
+}
+
+}  // namespace lockstep::comm::strategy

@@ -1,0 +1,14 @@
+// Shared memory inside each host, the network between them.
+#pragma once
+
+#include "lockstep/comm/host_layout.h"
+#include "lockstep/comm/strategy/algorithm.h"
+
+namespace lockstep::comm::strategy {
+
+// `inside` has the ranks of this host, `across` those with this rank's place on every host (this
+// rank alone, where not all hosts have its place).
+std::unique_ptr<Algorithm> make_hierarchical(detail::HostLayout layout, int rank, Part inside,
+                                             Part across);
+
+}  // namespace lockstep::comm::strategy

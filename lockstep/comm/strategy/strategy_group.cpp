@@ -1,0 +1,242 @@
+#include "lockstep/comm/strategy/strategy_group.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "lockstep/comm/adapt.h"
+#include "lockstep/comm/watch.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::comm::strategy {
+
+using layout::CommStrategy;
+
+struct StrategyGroup::Item {
+  Operation operation;
+  std::shared_ptr<const void> memory;
+  Entry* entry;
+  uint64_t sequence;
+  std::shared_ptr<Pending> announcement;
+  std::atomic<bool> done{false};
+  std::exception_ptr error;  // set before done
+};
+
+struct StrategyGroup::ItemPending final : Pending {
+  ItemPending(std::shared_ptr<StrategyGroup> g, std::shared_ptr<Item> i)
+      : group(std::move(g)), item(std::move(i)) {}
+  void wait() override { group->wait(*item); }
+  bool done() const override { return item->done.load(std::memory_order_acquire); }
+
+  std::shared_ptr<StrategyGroup> group;  // an operation in flight keeps its group
+  std::shared_ptr<Item> item;
+};
+
+StrategyGroup::StrategyGroup(std::shared_ptr<GroupImpl> inner, Table table,
+                             std::vector<std::unique_ptr<Algorithm>> algorithms)
+    : GroupImpl(inner->membership(), inner->backend()),
+      inner_(std::move(inner)),
+      table_(std::move(table)) {
+  for (auto& algorithm : algorithms) {
+    const std::string name(layout::name_of(algorithm->strategy()));
+    entries_.push_back({std::move(algorithm),
+                        std::make_unique<detail::OperationTrace>(membership(), "comm", name)});
+  }
+}
+
+StrategyGroup::~StrategyGroup() {
+  thread_.request_stop();
+  bool busy = false;
+  {
+    const std::lock_guard lock(mutex_);
+    busy = running_ || !queue_.empty();
+  }
+  // Nobody can wait for what still runs, and the thread must come to its end.
+  if (busy) {
+    tell(std::make_exception_ptr(CommError(
+        format("group '{}' was destroyed while an operation was running", membership().name))));
+  }
+}
+
+StrategyGroup::Entry* StrategyGroup::choose(const Operation& operation) {
+  // Algorithms compute in host memory; what lies on a device is NCCL's.
+  if (fabric::is_message(operation.kind) || operation.device >= 0) return nullptr;
+  const CommStrategy strategy = table_.choose(
+      operation.kind, operation.count * static_cast<int64_t>(size_of(operation.dtype)));
+  for (Entry& entry : entries_) {
+    if (entry.algorithm->strategy() == strategy)
+      return entry.algorithm->covers(operation.kind) ? &entry : nullptr;
+  }
+  return nullptr;
+}
+
+std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
+                                               std::shared_ptr<const void> memory) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  Entry* entry = choose(operation);
+  if (entry == nullptr) return inner_->submit(std::move(operation), std::move(memory));
+  const std::lock_guard submit_lock(submit_mutex_);
+  auto item = std::make_shared<Item>();
+  item->announcement = inner_->announce(operation);
+  item->operation = std::move(operation);
+  item->memory = std::move(memory);
+  item->entry = entry;
+  item->sequence = ++sequence_;
+
+  const std::lock_guard lock(mutex_);
+  queue_.push_back(item);
+  if (!thread_.joinable())
+    thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
+  arrived_.notify_one();
+  return std::make_shared<ItemPending>(shared_from_this(), std::move(item));
+}
+
+void StrategyGroup::work(std::stop_token stop) {
+  std::unique_lock lock(mutex_);
+  while (arrived_.wait(lock, stop, [this] { return !queue_.empty() && !running_; }))
+    run_queue(lock, nullptr);
+}
+
+// With `lock` held, and nobody else running the queue.
+void StrategyGroup::run_queue(std::unique_lock<std::mutex>& lock, const Item* until) {
+  running_ = true;
+  while (!queue_.empty() && (until == nullptr || !until->done)) {
+    const std::shared_ptr<Item> item = queue_.front();
+    queue_.pop_front();
+    if (failure_) {
+      item->error = failure_;
+    } else {
+      lock.unlock();
+      try {
+        run(*item);
+      } catch (...) {
+        item->error = std::current_exception();
+      }
+      lock.lock();
+      if (item->error && !failure_) failure_ = item->error;
+    }
+    item->memory.reset();
+    item->announcement.reset();
+    item->done.store(true, std::memory_order_release);
+    ended_.notify_all();
+  }
+  running_ = false;
+  ended_.notify_all();  // whoever waits for a later one may go on
+  if (!queue_.empty()) arrived_.notify_one();
+}
+
+void StrategyGroup::wait(Item& item) {
+  if (!item.done.load(std::memory_order_acquire)) {
+    std::unique_lock lock(mutex_);
+    while (!item.done) {
+      if (running_) {
+        ended_.wait(lock, [&] { return item.done || !running_; });
+      } else {
+        run_queue(lock, &item);
+      }
+    }
+  }
+  if (item.error) std::rethrow_exception(item.error);
+}
+
+void StrategyGroup::run(Item& item) {
+  const auto started = Clock::now();
+  if (item.announcement) item.announcement->wait();  // its errors name the operation and the ranks
+  Job job{item.operation, item.memory, Deadline(item.operation.timeout)};
+  std::function<void()> finish;
+  const OpKind kind = item.operation.kind;
+  if (kind == OpKind::all_reduce || kind == OpKind::reduce_scatter) {
+    detail::Adapted form = detail::adapt_reduction(std::move(job.operation), std::move(job.memory),
+                                                   membership().rank, membership().size());
+    job.operation = std::move(form.operation);
+    job.memory = std::move(form.memory);
+    finish = std::move(form.finish);
+  }
+  try {
+    item.entry->algorithm->run(job);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    try {
+      explain(item, error);
+    } catch (...) {
+      tell(std::current_exception());
+      throw;
+    }
+  }
+  if (finish) finish();
+  item.entry->trace->add(item.operation, item.sequence, started, Clock::now());
+}
+
+// What went wrong in a group of the algorithm, as a failure of this group's operation. What another
+// rank has told is the cause of it.
+void StrategyGroup::explain(const Item& item, const std::exception_ptr& error) const {
+  detail::throw_if_told(*membership().world->store, membership().name);
+  const auto words = [&](const char* what) {
+    return format("[{}] rank {} of group '{}': operation {} by {} failed: {}",
+                  fabric::name_of(item.operation.kind), membership().rank, membership().name,
+                  fabric::describe(item.operation),
+                  layout::name_of(item.entry->algorithm->strategy()), what);
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    throw PeerLost(lost.rank(), words(lost.what()));
+  } catch (const TimeoutError& timeout) {
+    throw TimeoutError(words(timeout.what()));
+  } catch (const std::exception& other) {
+    throw CommError(words(other.what()));
+  }
+}
+
+void StrategyGroup::tell(const std::exception_ptr& error) {
+  launch::Store& store = *membership().world->store;
+  detail::tell_failure(store, membership().name, membership().rank, error);
+  std::string words;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& what) {
+    words = what.what();
+  }
+  // Ranks in another group of the algorithm wait for somebody who is alive, but will not come.
+  const auto end = std::make_exception_ptr(CommError(words));
+  for (const Entry& entry : entries_) {
+    for (GroupImpl* group : entry.algorithm->groups()) {
+      if (group->membership().size() == 1 || group->abort(words)) continue;
+      detail::tell_failure(store, group->membership().name, group->membership().rank, end);
+    }
+  }
+  inner_->abort(words);
+}
+
+bool StrategyGroup::abort(const std::string& why) {
+  const auto error = std::make_exception_ptr(CommError(why));
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = error;
+  }
+  tell(error);
+  return inner_->abort(why);
+}
+
+std::shared_ptr<std::byte> StrategyGroup::allocate(size_t bytes) {
+  if (auto memory = inner_->allocate(bytes)) return memory;
+  // Not all ranks reach it, but those of this host do.
+  for (const Entry& entry : entries_) {
+    for (GroupImpl* group : entry.algorithm->groups()) {
+      if (auto memory = group->allocate(bytes)) return memory;
+    }
+  }
+  return nullptr;
+}
+
+bool StrategyGroup::sums_in_rank_tree() const {
+  return inner_->sums_in_rank_tree() &&
+         std::all_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
+           return entry.algorithm->strategy() == CommStrategy::tree;
+         });
+}
+
+}  // namespace lockstep::comm::strategy

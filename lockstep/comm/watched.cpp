@@ -1,0 +1,76 @@
+#include "lockstep/comm/watched.h"
+
+#include <thread>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::comm::detail {
+
+void Completion::part_done(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  if (error && !error_) error_ = std::move(error);
+  --parts_;
+  if (parts_ == 0) finished_ = Clock::now();
+  changed_.notify_all();
+}
+
+bool Completion::wait_for(milliseconds time) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, time, [this] { return parts_ == 0 || error_; });
+}
+
+bool Completion::done() const {
+  const std::lock_guard lock(mutex_);
+  return parts_ == 0 || error_;
+}
+
+std::exception_ptr Completion::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+Clock::time_point Completion::finished() const {
+  const std::lock_guard lock(mutex_);
+  return finished_;
+}
+
+void WatchedPending::wait() {
+  if (ended_) return;
+  try {
+    owner_.watch.wait(operation_, sequence_, started_,
+                      [this](milliseconds time) { return completion_->wait_for(time); });
+    if (const auto error = completion_->error()) explain(error);
+  } catch (...) {
+    try {
+      owner_.watch.fail(std::current_exception());
+    } catch (...) {
+      owner_.on_broken();  // when the others have been told why
+      throw;
+    }
+  }
+  if (finish_) finish_();
+  owner_.watch.end(operation_, sequence_);
+  owner_.trace.add(operation_, sequence_, started_, completion_->finished());
+  memory_.reset();
+  ended_ = true;
+}
+
+void WatchedPending::explain(const std::exception_ptr& error) const {
+  try {
+    std::rethrow_exception(error);
+  } catch (const MismatchError&) {
+    throw;
+  } catch (const std::exception& failure) {
+    const std::string words = failure.what();
+    // Engines have deadlines of their own, some as long as ours: whichever passes first.
+    if (words.find("Timed out") != std::string::npos) {
+      owner_.watch.wait(operation_, sequence_, started_, [](milliseconds time) {
+        std::this_thread::sleep_for(time);
+        return false;
+      });
+    }
+    owner_.watch.explain(operation_, sequence_, words.substr(0, words.find('\n')));
+  }
+}
+
+}  // namespace lockstep::comm::detail

@@ -1,0 +1,11 @@
+// Gradients of models whose parameters are updated in backward. Private: not installed.
+#pragma once
+
+#include "lockstep/parallel/shard/fully_shard.h"
+
+namespace lockstep::parallel::detail {
+
+// Throws where the gradients of a backward are gone, so that nothing would be clipped.
+void require_clipping(const ShardedModel& model);
+
+}  // namespace lockstep::parallel::detail
