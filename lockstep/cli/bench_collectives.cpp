@@ -143,7 +143,9 @@ std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
     int repeats = 0;  // in each round
     std::vector<double> samples = {};
 
-    double time_one() const {
+    double time_one(const Group* after) const {
+      // Another strategy may have let ranks go at different times.
+      if (after != nullptr) comm::barrier(*after).wait();
       const auto start = Clock::now();
       benchmark.run();
       finish(device);
@@ -151,18 +153,20 @@ std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
     }
   };
   std::vector<Series> all;
+  const Group* const in_turns = contenders.size() > 1 ? &first : nullptr;
   for (const Contender& contender : contenders) {
     Series series{make_benchmark(op, buffers, contender.group), device_of(contender.group)};
     finish(series.device);
-    series.time_one();
-    const double estimate = slowest(std::min(series.time_one(), series.time_one()), first);
+    series.time_one(in_turns);
+    const double estimate =
+        slowest(std::min(series.time_one(in_turns), series.time_one(in_turns)), first);
     series.repeats = static_cast<int>(
         std::clamp(seconds * 1e6 / std::max(estimate, 0.1) / kRounds, 1.0, 2'000.0));
     all.push_back(std::move(series));
   }
   for (int round = 0; round < kRounds; ++round) {
     for (Series& series : all) {
-      for (int i = 0; i < series.repeats; ++i) series.samples.push_back(series.time_one());
+      for (int i = 0; i < series.repeats; ++i) series.samples.push_back(series.time_one(in_turns));
     }
   }
   std::vector<Json> rows;
