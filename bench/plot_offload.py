@@ -30,7 +30,7 @@ def results(paths):
 
 
 def colour(row):
-    return PYTORCH if row == PEER else RESIDENT if row.startswith("resident") else OURS
+    return PYTORCH if row.startswith(PEER) else RESIDENT if row.startswith("resident") else OURS
 
 
 def main(*arguments):
@@ -38,7 +38,6 @@ def main(*arguments):
     parts, y = [], TOP
     for model, rows in results(paths).items():
         most = max((rate for rate in rows.values() if rate), default=1)
-        peer = rows.get(PEER)
         tokens = LARGE[model]["rows"] * LARGE[model]["length"]
         parts.append(f'<text x="{LEFT}" y="{y + 18}" font-size="14" font-weight="bold">{model}, {tokens} tokens a step</text>')
         y += TITLE
@@ -46,7 +45,9 @@ def main(*arguments):
             middle = y + BAR / 2 + 4
             parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row}</text>')
             length = (WIDTH - LEFT - RIGHT) * (rate or 0) / most
-            ratio = f" ({rate / peer:.2f} x PyTorch)" if rate and peer and row != PEER else ""
+            _, cut, rows_each = row.partition(", micro-batches of ")
+            peer = rows.get(PEER + cut + rows_each)
+            ratio = f" ({rate / peer:.2f} x PyTorch)" if rate and peer and not row.startswith(PEER) else ""
             label = f"{rate:.0f} tokens/s{ratio}" if rate else "failed"
             parts.append(f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{colour(row)}"/>')
             parts.append(f'<text x="{LEFT + length + 6:.1f}" y="{middle}">{label}</text>')

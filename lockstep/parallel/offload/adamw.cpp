@@ -137,7 +137,7 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
     }
     model.flats.emplace(f, std::move(offloaded));
   }
-  model.ring = std::make_shared<UpdateRing>(tiers, tiers->site, tiers->ring);
+  model.ring = std::make_shared<UpdateRing>(tiers, tiers->site, tiers->ring_bytes);
   tiers->updater = &model;
 }
 
@@ -240,8 +240,7 @@ void OffloadedAdamW::step() {
       if (exact) state_->update(*model, index);
     }
     model->tiers->consumed.clear();
-    if (model->tiers->options.overlap)
-      model->tiers->driver->run([ring = model->ring] { ring->end_step(); }, "fetch state");
+    model->tiers->driver->run([ring = model->ring] { ring->end_step(); }, "fetch state");
   }
   for (State::Tensor& tensor : state_->tensors) tensor.updated = false;
 }

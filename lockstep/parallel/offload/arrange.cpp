@@ -126,7 +126,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
   std::vector<size_t> unit_of;  // per plan, in `units`; SIZE_MAX: it stays
   std::map<std::string, int64_t> lines;
   int64_t working = 0, largest_gradient = 0;
-  size_t num_slices = 0;
+  RingNeed ring;
   for (FlatPlan& plan : plans) {
     plan.resident = plan.whole_gradients = false;
     plan.offload.emplace();
@@ -143,9 +143,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
       StatePlan state = state_plan(plan, gradient, seen.count, seen.embedding, wanted.codec);
       for (int64_t begin = 0; begin < seen.count; begin += slice)
         state.slices.push_back({begin, std::min(slice, seen.count - begin)});
-      tiers->ring.slot_bytes =
-          std::max(tiers->ring.slot_bytes, UpdateRing::slot_bytes(state, wanted));
-      num_slices += state.slices.size();
+      ring += UpdateRing::need(state, wanted);
       offload.states.push_back(std::move(state));
     }
     const int64_t params = rounded(bytes(count, plan.dtype));
@@ -184,7 +182,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
     if (plan.trained) largest_gradient = std::max(largest_gradient, gradient_line);
   }
   // Lines of the unit in use and of the largest that may be fetched with it, where they come and
-  // go; gradients on their way; slots of the ring.
+  // go; gradients on their way; the ring.
   const bool local = std::all_of(plans.begin(), plans.end(),
                                  [](const FlatPlan& plan) { return plan.shard.size() == 1; });
   int64_t lines_needed = 0;
@@ -199,11 +197,8 @@ std::shared_ptr<OffloadTiers> arrange_offload(
   for (const layout::OffloadUnit& unit : units) {
     stays += (wanted.params ? 0 : unit.params) + (wanted.grads ? 0 : unit.grads);
   }
-  const int64_t slot = rounded(static_cast<int64_t>(tiers->ring.slot_bytes));
-  tiers->ring.slots = std::min(UpdateRing::num_slots(wanted, device, static_cast<size_t>(slot),
-                                                     wanted.device_limit - working - stays),
-                               std::max<size_t>(num_slices, 1));
-  working += static_cast<int64_t>(tiers->ring.slots) * slot;
+  tiers->ring_bytes = UpdateRing::bytes(ring, *tiers, wanted.device_limit - working - stays);
+  working += rounded(static_cast<int64_t>(tiers->ring_bytes));
   layout::OffloadPlaces places = layout::place(units, working, wanted);
   agree_on_parameters(plans, unit_of, places);
   for (size_t i = 0; i < plans.size(); ++i) {

@@ -35,7 +35,7 @@ double seconds_per_element(const std::shared_ptr<OffloadTiers>& tiers, UpdateSit
                                       .step_size = 1e-3,
                                       .root_scale = 1}};
   UpdateRing ring(tiers, site,
-                  {.slot_bytes = UpdateRing::slot_bytes(plan, tiers->options), .slots = 3});
+                  UpdateRing::bytes(UpdateRing::need(plan, tiers->options), *tiers, 0));
   double best = 1e30;
   for (int round = 0; round < 3; ++round) {  // the first one also makes memory
     const auto start = Clock::now();

@@ -40,9 +40,11 @@ OffloadTiers::OffloadTiers(layout::OffloadOptions given, c10::Device given_devic
       host_budget("offload.host_budget", static_cast<size_t>(options.host_budget)),
       device_memory(device, device_budget),
       host_memory(host_budget, kind_of(options, device)),
-      fetch(memory::make_queue(device, {.rank = rank, .name = "parameters to device"})),
+      fetch(memory::make_queue(device,
+                               {.rank = rank, .name = "parameters to device", .paced = true})),
       send(memory::make_queue(device, {.rank = rank, .name = "gradients from device"})),
-      in(memory::make_queue(device, {.rank = rank, .name = "state to device", .paced = true})),
+      in(memory::make_queue(
+          device, {.rank = rank, .name = "state to device", .paced = true, .behind = fetch})),
       home(memory::make_queue(device,
                               {.rank = rank, .name = "parameters from device", .paced = true})),
       out(memory::make_queue(

@@ -23,11 +23,6 @@
 
 namespace lockstep::parallel::detail {
 
-// Of the ring of updates.
-struct RingSize {
-  size_t slot_bytes = 0, slots = 0;
-};
-
 // Bytes that have crossed between tiers. Counted where copies are queued.
 struct TierTraffic {
   std::atomic<int64_t> to_device = 0, to_host = 0;
@@ -67,7 +62,7 @@ class OffloadTiers {
 
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;
-  RingSize ring;
+  size_t ring_bytes = 0;  // on the device, for state on its way
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
   std::vector<at::Tensor> consumed;
 

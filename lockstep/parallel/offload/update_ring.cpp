@@ -17,12 +17,11 @@ using optim::detail::PackedSlice;
 
 constexpr size_t kAlignment = 256;
 // One that comes, one that is computed with, one that goes.
-constexpr size_t kFewSlots = 3;
+constexpr size_t kFewSlices = 3;
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A slot has the state of a slice, and its parameter and its gradient where these may rest on the
-// host.
+// The state of a slice, and its parameter and its gradient where these may rest on the host.
 struct SlotLayout {
   size_t param, grad, total;
 };
@@ -43,48 +42,50 @@ std::byte* at_element(const at::Tensor& tensor, int64_t index) {
 
 }  // namespace
 
-size_t UpdateRing::num_slots(const layout::OffloadOptions& options, c10::Device device,
-                             size_t slot_bytes, int64_t room) {
-  if (!device.is_cuda()) return kFewSlots;
+RingNeed& RingNeed::operator+=(const RingNeed& other) {
+  largest = std::max(largest, other.largest);
+  all += other.all;
+  return *this;
+}
+
+RingNeed UpdateRing::need(const StatePlan& plan, const layout::OffloadOptions& options) {
+  RingNeed need;
+  for (const StateSlice& slice : plan.slices) {
+    const size_t bytes = slot_layout(plan.format, slice.count, options).total;
+    need += {.largest = bytes, .all = bytes};
+  }
+  return need;
+}
+
+size_t UpdateRing::bytes(const RingNeed& need, const OffloadTiers& tiers, int64_t room) {
   // What is fetched before gradients are known makes updates quick, but costs memory that could
-  // hold state for good: the more of it leaves, the more slots are worth, up to two fifths of the
+  // hold state for good: the more of it leaves, the more is worth it, up to two fifths of the
   // limit.
-  const double share = 0.4 * layout::aggressiveness(options.strategy);
-  const auto most = static_cast<int64_t>(share * static_cast<double>(options.device_limit));
-  const auto bytes = static_cast<size_t>(std::max<int64_t>(std::min(most, room), 0));
-  return std::max(bytes / std::max<size_t>(slot_bytes, 1), kFewSlots);
+  const auto limit = static_cast<double>(tiers.options.device_limit);
+  const auto most =
+      static_cast<int64_t>(0.4 * layout::aggressiveness(tiers.options.strategy) * limit);
+  const bool streams = tiers.device.is_cuda() && tiers.site != UpdateSite::cpu;
+  const auto useful = static_cast<size_t>(streams ? std::max<int64_t>(std::min(most, room), 0) : 0);
+  const size_t least = std::min(kFewSlices * need.largest, need.all);
+  return std::max(std::min(useful, need.all) / kAlignment * kAlignment, least);
 }
 
 int64_t UpdateRing::slice_elements(const layout::OffloadOptions& options, c10::Device device) {
-  // A few slots together have at most an eighth of the device's limit.
+  // A few of them together have at most an eighth of the device's limit.
   constexpr int64_t kBytes = 16;  // of an element at most: state, parameter and gradient
   const int64_t most = device.is_cuda() ? int64_t{16} << 20 : int64_t{1} << 20;
-  const auto slots = static_cast<int64_t>(kFewSlots);
-  const int64_t fits = options.device_limit / 8 / slots / kBytes / codec::kBlock * codec::kBlock;
+  const auto slices = static_cast<int64_t>(kFewSlices);
+  const int64_t fits = options.device_limit / 8 / slices / kBytes / codec::kBlock * codec::kBlock;
   return std::clamp(fits, codec::kBlock, most);
 }
 
-size_t UpdateRing::slot_bytes(const StatePlan& plan, const layout::OffloadOptions& options) {
-  size_t most = 0;
-  for (const StateSlice& slice : plan.slices)
-    most = std::max(most, slot_layout(plan.format, slice.count, options).total);
-  return most;
-}
-
-UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, RingSize size)
-    : tiers_(std::move(tiers)), site_(site), size_(size) {
-  for (size_t i = 0; i < size_.slots; ++i) {
-    slots_.push_back({std::static_pointer_cast<std::byte>(
-        tiers_->device_memory.take(size_.slot_bytes, "state on its way"))});
-  }
+UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, size_t bytes)
+    : tiers_(std::move(tiers)), site_(site), size_(bytes) {
+  if (size_ == 0) return;
+  memory_ =
+      std::static_pointer_cast<std::byte>(tiers_->device_memory.take(size_, "state on its way"));
   // The memory may have been another's.
   tiers_->in->wait(memory::computed(tiers_->device));
-}
-
-UpdateRing::Slot& UpdateRing::next_slot() {
-  Slot& slot = slots_[next_];
-  next_ = (next_ + 1) % slots_.size();
-  return slot;
 }
 
 void UpdateRing::compute(const OffloadedState& state, const PackedSlice& slice,
@@ -98,11 +99,22 @@ void UpdateRing::compute(const OffloadedState& state, const PackedSlice& slice,
   }
 }
 
-void UpdateRing::fetch(Slot& slot, const Item& item) {
+size_t UpdateRing::next_begin(size_t bytes) const {
+  const size_t place = next_ % size_;
+  return place + bytes <= size_ ? next_ : next_round();  // never in two parts
+}
+
+UpdateRing::Slot UpdateRing::fetch(const Item& item) {
   OffloadTiers& tiers = *tiers_;
   const auto& [state, slice] = item;
   const StateSlice& place = slice->place;
-  tiers.in->wait(slot.free);
+  const PackedFormat& format = state->plan().format;
+  const SlotLayout layout = slot_layout(format, place.count, tiers.options);
+  Slot slot{.item = item, .begin = next_begin(layout.total), .memory = nullptr};
+  slot.memory = memory_.get() + slot.begin % size_;
+  next_ = slot.begin + layout.total;
+  for (; !used_.empty() && used_.front().begin + size_ < next_; used_.pop_front())
+    tiers.in->wait(used_.front().free);
   tiers.in->wait(slice->saved);
   if (place.tier != Tier::device) {
     if (slice->memory) {
@@ -111,38 +123,56 @@ void UpdateRing::fetch(Slot& slot, const Item& item) {
       bring_home();
       slot.source = state->load(*slice);
     }
-    tiers.copy_in(slot.memory.get(), slot.source.get(), slice->bytes, state->name());
+    tiers.copy_in(slot.memory, slot.source.get(), slice->bytes, state->name());
   }
-  if (!state->params_on_host()) return;
-  const PackedFormat& format = state->plan().format;
-  tiers.copy_in(slot.memory.get() + slot_layout(format, place.count, tiers.options).param,
-                at_element(state->values(), place.begin),
-                static_cast<size_t>(place.count) * size_of(format.param), state->name());
+  if (state->params_on_host()) {
+    tiers.copy_in(slot.memory + layout.param, at_element(state->values(), place.begin),
+                  static_cast<size_t>(place.count) * size_of(format.param), state->name());
+  }
+  slot.arrived = tiers.in->record();
+  return slot;
 }
 
-bool UpdateRing::is_fetched(const Item& item) {
-  if (num_used_ == fetched_.size()) return false;
-  if (fetched_[num_used_] == item) {
-    ++num_used_;
-    return true;
+void UpdateRing::fetch_ahead() {
+  for (; num_fetched_ < order_.size(); ++num_fetched_) {
+    const Item& item = order_[num_fetched_];
+    if (!item.slice->memory) return;  // on disk or compressed
+    const size_t bytes =
+        slot_layout(item.state->plan().format, item.slice->place.count, tiers_->options).total;
+    if (!fetched_.empty() && next_begin(bytes) + bytes > fetched_.front().begin + size_) return;
+    fetched_.push_back(fetch(item));
   }
-  // Another order than before: what was fetched is of no use.
-  num_used_ = fetched_.size();
-  return false;
+}
+
+void UpdateRing::drop_fetched() {
+  for (const Slot& slot : fetched_) used_.push_back({slot.begin, slot.arrived});
+  fetched_.clear();
+}
+
+UpdateRing::Slot UpdateRing::slot_for(const Item& item) {
+  if (!fetched_.empty() && fetched_.front().item == item) {
+    Slot slot = std::move(fetched_.front());
+    fetched_.pop_front();
+    return slot;
+  }
+  drop_fetched();
+  if (num_fetched_ < order_.size() && order_[num_fetched_] == item)
+    ++num_fetched_;
+  else
+    order_.clear();  // it is another one now
+  return fetch(item);
 }
 
 void UpdateRing::end_step() {
-  fetched_.clear();
-  num_used_ = 0;
-  for (const Item& item : now_) {
-    const bool at_hand = item.slice->memory != nullptr;  // neither on disk nor compressed
-    if (fetched_.size() == slots_.size() || !at_hand) break;
-    Slot& slot = slots_[(next_ + fetched_.size()) % slots_.size()];
-    fetch(slot, item);
-    slot.free = tiers_->in->record();
-    fetched_.push_back(item);
-  }
-  now_.clear();
+  drop_fetched();
+  order_ = std::exchange(now_, {});
+  num_fetched_ = 0;
+  if (order_.empty()) return;
+  next_ = next_round();  // every step has the same slices at the same places
+  if (tiers_->options.overlap)
+    fetch_ahead();
+  else
+    order_.clear();
 }
 
 UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState::Slice& slice,
@@ -162,23 +192,23 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
     const memory::Event done = tiers.work->record();
     return {done, done};
   }
-  Slot& slot = next_slot();
   const SlotLayout layout = slot_layout(format, count, tiers.options);
   const size_t param_bytes = static_cast<size_t>(count) * size_of(format.param);
   const Item item{&state, &slice};
   now_.push_back(item);
-  if (!is_fetched(item)) fetch(slot, item);
-  if (moves_state) packed.state = slot.memory.get();
+  Slot slot = slot_for(item);
+  if (moves_state) packed.state = slot.memory;
   void* const home = packed.param;
-  if (state.params_on_host()) packed.param = slot.memory.get() + layout.param;
+  if (state.params_on_host()) packed.param = slot.memory + layout.param;
   if (input.gradient_on_host) {
-    void* const here = slot.memory.get() + layout.grad;
+    void* const here = slot.memory + layout.grad;
     tiers.in->wait(input.gradient_ready);
     tiers.copy_in(here, packed.grad, static_cast<size_t>(count) * size_of(format.grad),
                   state.name());
     packed.grad = here;
+    slot.arrived = tiers.in->record();
   }
-  tiers.work->wait(tiers.in->record());
+  tiers.work->wait(slot.arrived);
   tiers.work->wait(input.gradient_ready);
   compute(state, packed, input.factors);
   const memory::Event updated = tiers.work->record();
@@ -190,18 +220,19 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   }
   if (moves_state) {
     tiers.out->wait(written);
-    tiers.copy_out(slot.source.get(), slot.memory.get(), slice.bytes, state.name());
+    tiers.copy_out(slot.source.get(), slot.memory, slice.bytes, state.name());
     done = slice.saved = tiers.out->record();
     if (!slice.memory) returns_.push_back({&state, &slice, slot.source, done});
   }
-  slot.free = done;
+  used_.push_back({slot.begin, done});
+  fetch_ahead();
   return {updated, tiers.options.overlap ? written : done};
 }
 
 // What has arrived on the host goes on to the disk. Few at a time are under way.
 void UpdateRing::bring_home() {
-  const size_t under_way = slots_.size() - 1;
-  while (returns_.size() > under_way || (!returns_.empty() && returns_.front().arrived.passed())) {
+  constexpr size_t kUnderWay = kFewSlices - 1;
+  while (returns_.size() > kUnderWay || (!returns_.empty() && returns_.front().arrived.passed())) {
     Return& first = returns_.front();
     first.arrived.wait();
     first.state->store(*first.slice, std::move(first.memory));
@@ -215,7 +246,8 @@ void UpdateRing::finish() {
     each.state->store(*each.slice, std::move(each.memory));
   }
   returns_.clear();
-  num_used_ = fetched_.size();
+  drop_fetched();
+  num_fetched_ = 0;
 }
 
 UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput& input) {

@@ -1,10 +1,11 @@
-// Slots on the device through which state that rests elsewhere streams, and the updates that are
-// made there or on the CPU. Private: not installed.
+// A ring of device memory through which state that rests elsewhere streams, and the updates that
+// are made there or on the CPU. Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -28,19 +29,23 @@ struct UpdateEvents {
   memory::Event written;  // the parameter is where it rests
 };
 
-// The order of slices is recorded in every step; at its end the first of them are fetched for the
-// next one, so that they are on the device when the gradients are known.
+// Bytes that slices take in the ring.
+struct RingNeed {
+  size_t largest = 0, all = 0;
+  RingNeed& operator+=(const RingNeed& other);
+};
+
+// The order of slices is recorded in every step. In the next one as many as there is room for are
+// fetched before their gradients are known, from its beginning on.
 class UpdateRing {
  public:
-  UpdateRing(std::shared_ptr<OffloadTiers> tiers, layout::UpdateSite site, RingSize size);
+  UpdateRing(std::shared_ptr<OffloadTiers> tiers, layout::UpdateSite site, size_t bytes);
 
   // Elements of a slice: large enough for the link, small enough for the device's limit.
   static int64_t slice_elements(const layout::OffloadOptions& options, c10::Device device);
-  // Bytes of a slot that holds any of the plan's slices.
-  static size_t slot_bytes(const StatePlan& plan, const layout::OffloadOptions& options);
-  // As many as are useful in `room` bytes of the device, a few at least.
-  static size_t num_slots(const layout::OffloadOptions& options, c10::Device device,
-                          size_t slot_bytes, int64_t room);
+  static RingNeed need(const StatePlan& plan, const layout::OffloadOptions& options);
+  // As many as are useful in `room` bytes of the device, and for a few slices at least.
+  static size_t bytes(const RingNeed& need, const OffloadTiers& tiers, int64_t room);
 
   // By the driver. Queues the update of a tensor and its state.
   UpdateEvents update(OffloadedState& state, const UpdateInput& input);
@@ -50,16 +55,23 @@ class UpdateRing {
   void finish();
 
  private:
-  struct Slot {
-    std::shared_ptr<std::byte> memory;
-    memory::Event free = {};
-    std::shared_ptr<std::byte> source = {};  // kept while it is copied from
-  };
   // A slice in the order of updates.
   struct Item {
     OffloadedState* state;
     OffloadedState::Slice* slice;
     bool operator==(const Item&) const = default;
+  };
+  // What a slice has of the ring. Positions only grow: the ring's size later is the same memory.
+  struct Slot {
+    Item item;
+    size_t begin;
+    std::byte* memory;
+    std::shared_ptr<std::byte> source = {};  // kept while it is copied from
+    memory::Event arrived = {};
+  };
+  struct Used {
+    size_t begin;
+    memory::Event free;
   };
   // A slice on its way back to the disk.
   struct Return {
@@ -74,21 +86,28 @@ class UpdateRing {
   UpdateEvents update_on_cpu(OffloadedState& state, const UpdateInput& input);
   void compute(const OffloadedState& state, const optim::detail::PackedSlice& slice,
                const optim::detail::AdamWFactors& factors);
-  Slot& next_slot();
-  void fetch(Slot& slot, const Item& item);
-  // Whether the next slot was fetched for this slice.
-  bool is_fetched(const Item& item);
+  // Where the next slice of so many bytes begins.
+  size_t next_begin(size_t bytes) const;
+  size_t next_round() const { return (next_ + size_ - 1) / size_ * size_; }
+  Slot fetch(const Item& item);
+  // Those that come next, as long as they do not take the place of one that was not used yet.
+  void fetch_ahead();
+  void drop_fetched();
+  // The one that was fetched for this slice, or is now.
+  Slot slot_for(const Item& item);
   void bring_home();
 
   std::shared_ptr<OffloadTiers> tiers_;
   layout::UpdateSite site_;
-  RingSize size_;
-  std::vector<Slot> slots_;
-  size_t next_ = 0;
+  size_t size_;
+  std::shared_ptr<std::byte> memory_;
+  size_t next_ = 0;           // position
+  std::deque<Used> used_;     // behind these
+  std::deque<Slot> fetched_;  // come these
+  std::vector<Item> order_;   // of the step before
+  size_t num_fetched_ = 0;    // of these
+  std::vector<Item> now_;     // updated in this step
   std::vector<Return> returns_;
-  std::vector<Item> now_;          // updated in this step, through slots
-  std::vector<Item> fetched_;      // for the next slots, in their order
-  size_t num_used_ = 0;            // of these
   at::Tensor gradient_stages_[2];  // on the host
 };
 

@@ -169,6 +169,16 @@ std::vector<size_t> ShardEngine::ahead() const {
   return units;
 }
 
+// Few units are handed to the device before the first of them is computed. A thread that is further
+// ahead fills the queue of launches, and waits there with a lock that whoever copies needs too.
+void ShardEngine::stay_near() {
+  constexpr size_t kUnits = 4;
+  handed_over_.push_back(memory::computed(tiers_->device));
+  if (handed_over_.size() <= kUnits) return;
+  handed_over_.front().wait();
+  handed_over_.pop_front();
+}
+
 void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   const Phase phase = current_phase();
   const bool begins = order_.use(phase, index);
@@ -178,6 +188,7 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   std::vector<size_t> next;
   const Prefetch prefetch = prefetch_in(phase);
   if (begins) {
+    if (tiers_) stay_near();
     if (prefetch != Prefetch::none) {
       next = ahead();
       wanted.insert(next.begin(), next.end());

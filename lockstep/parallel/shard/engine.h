@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -130,6 +131,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void use(size_t unit, const std::set<size_t>& held);
   void gather(Flat& flat);
   void fetch_ahead(std::span<const size_t> units);  // the nearest first
+  void stay_near();
   std::vector<size_t> ahead() const;
   void release(Unit& unit);
   void make_way();
@@ -171,6 +173,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   bool drops_always_ = false;
   UnitOrder order_;
   size_t current_ = SIZE_MAX;
+  std::deque<memory::Event> handed_over_;  // of an offloaded model: before its last units
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads
   int no_sync_ = 0;
