@@ -1,8 +1,12 @@
 // All ranks call an operation again and again and wait for it each time. A rank's samples give its
 // median and 99th percentile; the slowest rank's are reported. Bytes are those of the whole buffer
 // of a rank (all_gather's output, reduce_scatter's input); bus bandwidth counts what a ring would
-// have to move, so that operations compare. Strategies take turns, so that a busy moment of the
-// machine falls on all of them.
+// have to move, so that operations compare.
+//
+// Strategies take turns in many rounds, each time in another order, so that a busy moment of the
+// machine, or what the one before has left behind, falls on all of them. They are compared within
+// each round, and the median over the rounds counts. Where a group's memory happens to lie makes
+// some percent of a small message, so groups are made anew several times.
 #include "lockstep/cli/bench_collectives.h"
 
 #include <ATen/ATen.h>
@@ -15,6 +19,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <random>
 
 #include "lockstep/cli/options.h"
 #include "lockstep/comm/collectives.h"
@@ -30,7 +35,8 @@ using comm::Group;
 using Json = nlohmann::ordered_json;
 using layout::CommStrategy;
 
-constexpr int kRounds = 12;
+constexpr int kSets = 3;                             // of groups
+constexpr int kFewestRounds = 11, kMostRounds = 67;  // of each set
 // Another strategy must be so much faster than the backend's own to be chosen for a table.
 constexpr double kWorthwhile = 0.95;
 
@@ -132,50 +138,115 @@ struct Contender {
   Group group;
 };
 
-// A row for each contender.
+// Each once more.
+std::vector<Contender> make_anew(const std::vector<Contender>& contenders) {
+  std::vector<Contender> others;
+  for (const auto& [strategy, group] : contenders)
+    others.push_back({strategy, group.with_strategy(strategy)});
+  return others;
+}
+
+// What was measured of a contender.
+struct Series {
+  CommStrategy strategy;
+  std::string backend;
+  double bus_factor;
+  int repeats = 0;                                // in each round
+  std::vector<double> samples = {}, rounds = {};  // rounds: the mean of each
+};
+
+// How series compare to the best of those that do not choose among the others.
+std::vector<double> to_best(const std::vector<Series>& all, const Group& group) {
+  std::vector<at::Tensor> rounds;
+  for (const Series& series : all) {
+    rounds.push_back(at::tensor(series.rounds, at::kDouble));
+    comm::all_reduce(rounds.back(), group, {.op = comm::ReduceOp::max}).wait();
+  }
+  const auto median = [](const at::Tensor& values) { return values.median().item<double>(); };
+  size_t best = all.size();
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].strategy == CommStrategy::adaptive) continue;
+    if (best == all.size() || median(rounds[i]) < median(rounds[best])) best = i;
+  }
+  if (best == all.size()) best = 0;
+  std::vector<double> ratios;
+  for (const at::Tensor& mine : rounds) ratios.push_back(median(mine / rounds[best]));
+  return ratios;
+}
+
+// Adds what one set of groups takes; the first one finds out how often. `meeting` has all ranks.
+void measure_set(const std::string& op, const Buffers& buffers,
+                 const std::vector<Contender>& contenders, double seconds, const Group& meeting,
+                 std::vector<Series>& all, int& num_rounds) {
+  std::vector<Benchmark> benchmarks;
+  for (const Contender& contender : contenders)
+    benchmarks.push_back(make_benchmark(op, buffers, contender.group));
+  const at::Device device = device_of(meeting);
+  const auto time_one = [&](size_t i) {
+    // Another strategy may have let ranks go at different times.
+    if (contenders.size() > 1) comm::barrier(meeting).wait();
+    const auto start = Clock::now();
+    benchmarks[i].run();
+    finish(device);
+    return seconds_since(start) * 1e6 / benchmarks[i].operations;
+  };
+  finish(device);
+  for (size_t i = 0; i < contenders.size(); ++i) time_one(i);
+
+  if (all.empty()) {
+    std::vector<double> estimates;
+    for (size_t i = 0; i < contenders.size(); ++i) {
+      estimates.push_back(std::max(0.1, slowest(std::min(time_one(i), time_one(i)), meeting)));
+      all.push_back({contenders[i].strategy, std::string(contenders[i].group.backend()),
+                     benchmarks[i].bus_factor});
+    }
+    const double longest = *std::max_element(estimates.begin(), estimates.end());
+    num_rounds = static_cast<int>(
+        std::clamp(seconds * 1e6 / longest, 1.0 * kFewestRounds, 1.0 * kMostRounds));
+    for (size_t i = 0; i < all.size(); ++i)
+      all[i].repeats =
+          static_cast<int>(std::clamp(seconds * 1e6 / estimates[i] / num_rounds, 1.0, 2'000.0));
+  }
+  std::vector<size_t> order(all.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937 random(static_cast<unsigned>(all[0].rounds.size()));  // the same on all ranks
+  for (int round = 0; round < num_rounds; ++round) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (const size_t turn : order) {
+      Series& series = all[turn];
+      double sum = 0;
+      for (int i = 0; i < series.repeats; ++i) {
+        series.samples.push_back(time_one(turn));
+        sum += series.samples.back();
+      }
+      series.rounds.push_back(sum / series.repeats);
+    }
+  }
+  comm::barrier(meeting).wait();  // all have ended before groups go
+}
+
+// A row for each contender. One alone is measured as it is; several beside a group that is none of
+// them.
 std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
                           const std::vector<Contender>& contenders, double seconds) {
   const Group& first = contenders[0].group;
   const Buffers buffers(op, std::max<int64_t>(bytes / 4, first.size()), symmetric, first);
-  struct Series {
-    Benchmark benchmark;
-    at::Device device;
-    int repeats = 0;  // in each round
-    std::vector<double> samples = {};
-
-    double time_one(const Group* after) const {
-      // Another strategy may have let ranks go at different times.
-      if (after != nullptr) comm::barrier(*after).wait();
-      const auto start = Clock::now();
-      benchmark.run();
-      finish(device);
-      return seconds_since(start) * 1e6 / benchmark.operations;
-    }
-  };
   std::vector<Series> all;
-  const Group* const in_turns = contenders.size() > 1 ? &first : nullptr;
-  for (const Contender& contender : contenders) {
-    Series series{make_benchmark(op, buffers, contender.group), device_of(contender.group)};
-    finish(series.device);
-    series.time_one(in_turns);
-    const double estimate =
-        slowest(std::min(series.time_one(in_turns), series.time_one(in_turns)), first);
-    series.repeats = static_cast<int>(
-        std::clamp(seconds * 1e6 / std::max(estimate, 0.1) / kRounds, 1.0, 2'000.0));
-    all.push_back(std::move(series));
+  int num_rounds = 0;
+  if (contenders.size() == 1) {
+    measure_set(op, buffers, contenders, seconds, first, all, num_rounds);
+  } else {
+    for (int set = 0; set < kSets; ++set)
+      measure_set(op, buffers, make_anew(contenders), seconds / kSets, first, all, num_rounds);
   }
-  for (int round = 0; round < kRounds; ++round) {
-    for (Series& series : all) {
-      for (int i = 0; i < series.repeats; ++i) series.samples.push_back(series.time_one(in_turns));
-    }
-  }
+  const std::vector<double> ratios = to_best(all, first);
   std::vector<Json> rows;
   for (size_t i = 0; i < all.size(); ++i) {
     const double p50 = slowest(percentile(all[i].samples, 0.5), first),
                  p99 = slowest(percentile(all[i].samples, 0.99), first);
     const double bandwidth = static_cast<double>(bytes) / p50 / 1e3;
-    rows.push_back({{"backend", contenders[i].group.backend()},
-                    {"strategy", layout::name_of(contenders[i].strategy)},
+    rows.push_back({{"backend", all[i].backend},
+                    {"strategy", layout::name_of(all[i].strategy)},
                     {"op", op},
                     {"memory", symmetric ? "symmetric" : "ordinary"},
                     {"bytes", bytes},
@@ -183,15 +254,9 @@ std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
                     {"p50_us", p50},
                     {"p99_us", p99},
                     {"algbw_gbs", bandwidth},
-                    {"busbw_gbs", bandwidth * all[i].benchmark.bus_factor}});
+                    {"busbw_gbs", bandwidth * all[i].bus_factor},
+                    {"ratio", ratios[i]}});
   }
-  // To the best of those that do not choose among the others.
-  double best = 0;
-  for (const Json& row : rows) {
-    const double p50 = row["p50_us"];
-    if (row["strategy"] != "adaptive" && (best == 0 || p50 < best)) best = p50;
-  }
-  for (Json& row : rows) row["ratio"] = best > 0 ? row["p50_us"].get<double>() / best : 1;
   return rows;
 }
 
@@ -202,7 +267,7 @@ CommStrategy fastest(const std::vector<std::vector<Json>>& kinds) {
   for (size_t i = 0; i < kinds[0].size(); ++i) {
     double ratio = 0;  // to the backend's own, which comes first; where it is worst
     for (const auto& rows : kinds)
-      ratio = std::max(ratio, rows[i]["p50_us"].get<double>() / rows[0]["p50_us"].get<double>());
+      ratio = std::max(ratio, rows[i]["ratio"].get<double>() / rows[0]["ratio"].get<double>());
     if (ratio >= least) continue;
     least = ratio;
     chosen = layout::parse_comm_strategy(kinds[0][i]["strategy"].get<std::string>());

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -18,7 +17,9 @@
 
 #include "lockstep/cli/options.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/compare.h"
 #include "lockstep/comm/conformance.h"
+#include "lockstep/comm/meeting.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/version.h"
@@ -28,8 +29,8 @@ namespace {
 
 // "lockstep 0.1.0, libtorch 2.11.0, Open MPI v4.1.4; Linux 6.1.0 x86_64"
 std::string describe_software(const comm::Group& world) {
-  const std::string library =
-      world.size() > 1 ? comm::backend_version(std::string(world.backend())) : "";
+  const std::string backend(world.backend());
+  const std::string library = backend == "none" ? "" : comm::backend_version(backend);
   utsname system{};
   uname(&system);
   return format("lockstep {}, libtorch {}{}{}; {} {} {}", LOCKSTEP_VERSION, TORCH_VERSION,
@@ -54,29 +55,15 @@ std::vector<std::string> gpu_models() {
 
 // "node1, 16 cores, 2 GPUs usable of 2 (NVIDIA H200)"
 std::string describe_host() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  std::string text = format("{}, {} core{}", name, cores, cores > 1 ? "s" : "");
+  std::string text =
+      format("{}, {} core{}", comm::detail::host_name(), cores, cores > 1 ? "s" : "");
   const auto models = gpu_models();
   const size_t usable = at::hasCUDA() ? torch::cuda::device_count() : 0;
   if (models.empty() && usable == 0) return text + ", no GPU";
   const std::set<std::string> kinds(models.begin(), models.end());
   return text + format(", {} GPU{} usable{}", usable, usable == 1 ? "" : "s",
                        kinds.empty() ? "" : format(" of {} ({})", models.size(), join(kinds)));
-}
-
-// Every rank's text, in rank order. Longer ones are cut.
-std::vector<std::string> gather_texts(const std::string& text, const comm::Group& world) {
-  constexpr size_t kBytes = 400;
-  const at::Tensor mine = at::zeros({static_cast<int64_t>(kBytes)}, at::kByte),
-                   all = at::zeros({world.size(), static_cast<int64_t>(kBytes)}, at::kByte);
-  std::memcpy(mine.data_ptr(), text.data(), std::min(text.size(), kBytes - 1));
-  comm::all_gather(all, mine, world).wait();
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < world.size(); ++rank)
-    texts.emplace_back(static_cast<const char*>(all[rank].data_ptr()));
-  return texts;
 }
 
 // "ranks 0-7, 16-23"
@@ -96,8 +83,8 @@ std::string ranks_with(const std::string& text, const std::vector<std::string>& 
 
 // What ran: whoever reads a report of a machine that they do not have needs no more than this.
 void introduce(const comm::Group& world) {
-  const auto versions = gather_texts(describe_software(world), world),
-             hosts = gather_texts(describe_host(), world);
+  const auto versions = comm::detail::gather_texts(describe_software(world), world),
+             hosts = comm::detail::gather_texts(describe_host(), world);
   if (world.rank() != 0) return;
   const auto print = [&](const std::vector<std::string>& texts) {
     std::vector<std::string> known;  // one line for each that differs

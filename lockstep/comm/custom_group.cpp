@@ -33,6 +33,27 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
                                   std::shared_ptr<const void> memory) override {
     const std::lock_guard lock(mutex_);  // operations are numbered in the order in which they run
     const uint64_t sequence = watch_.begin(operation);
+    return post(std::move(operation), sequence, std::move(memory));
+  }
+  std::shared_ptr<Pending> announce(Operation operation) override {
+    operation.announced = true;
+    uint64_t sequence = 0;
+    std::shared_ptr<Pending> comparison;
+    {
+      const std::lock_guard lock(mutex_);
+      sequence = watch_.begin(operation);
+      if (membership().world->check) comparison = post(operation, sequence, nullptr);
+    }
+    if (comparison) comparison->wait();
+    return watch_.announce(operation, sequence);
+  }
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  bool reaches(const void*, size_t) const override { return false; }
+
+ private:
+  // With mutex_ held.
+  std::shared_ptr<Pending> post(Operation operation, uint64_t sequence,
+                                std::shared_ptr<const void> memory) {
     const auto started = Clock::now();
     const bool message = fabric::is_message(operation.kind);
     auto completion = std::make_shared<Completion>(1);
@@ -58,21 +79,19 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
                                             std::move(operation), sequence, started,
                                             std::move(completion), std::move(memory), nullptr);
   }
-  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
-  bool reaches(const void*, size_t) const override { return false; }
 
- private:
   void perform(const Operation& operation, uint64_t sequence) {
     if (membership().world->check) {
       watch_.check_agreement(
-          operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-            MessageCollectives::Outputs records;
-            for (; !all.empty(); all = all.subspan(mine.size()))
-              records.push_back(all.first(mine.size()));
-            collectives_.exchange(MessageCollectives::Inputs(records.size(), mine), records);
+          operation, sequence, [&](const std::shared_ptr<Watch::Records>& records) {
+            const std::span<const std::byte> mine(records->mine);
+            MessageCollectives::Outputs blocks;
+            for (std::span all(records->all); !all.empty(); all = all.subspan(mine.size()))
+              blocks.push_back(all.first(mine.size()));
+            collectives_.exchange(MessageCollectives::Inputs(blocks.size(), mine), blocks);
           });
     }
-    collectives_.run(operation);
+    if (!operation.announced) collectives_.run(operation);
   }
 
   // With checking on, a header goes before the data.

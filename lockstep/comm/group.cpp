@@ -56,17 +56,19 @@ Group Group::split(int colour, int key, bool check) const {
     return Group(detail::make_group({name, 0, mine.members, mine.world}, impl_->backend()));
 
   const auto n = static_cast<size_t>(size());
-  const std::array<int64_t, 2> choice{colour, key};
-  std::vector<std::array<int64_t, 2>> choices(n);
+  // Mine, and after it those of all; the backend's, too, if it does not end well.
+  const auto memory = std::make_shared<std::vector<std::array<int64_t, 2>>>(n + 1);
+  memory->front() = {colour, key};
+  const auto choices = std::span(*memory).subspan(1);
   fabric::Operation gather{.kind = fabric::OpKind::all_gather,
                            .dtype = DType::int64,
-                           .input = std::as_bytes(std::span(choice)),
-                           .output = std::as_writable_bytes(std::span(choices)),
+                           .input = std::as_bytes(std::span(*memory).first(1)),
+                           .output = std::as_writable_bytes(choices),
                            .recv_counts = std::vector<int64_t>(n, 2),
                            .tag = "split",
                            .timeout = mine.world->timeout,
                            .count = static_cast<int64_t>(2 * n)};
-  impl_->submit(gather, nullptr)->wait();
+  impl_->submit(gather, memory)->wait();
 
   std::vector<int> chosen;  // ranks of this group that chose the same colour
   for (int peer = 0; peer < size(); ++peer) {

@@ -71,8 +71,8 @@ struct InitOptions {
   layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
   // Deadline of every wait that gives no other. LOCKSTEP_TIMEOUT (seconds) sets the default.
   milliseconds timeout = milliseconds{0};
-  // Compare the operations of all ranks before running them on mpi and gloo too (thread and shm
-  // always do). LOCKSTEP_CHECK=1 switches it on in a release build.
+  // Compare the operations of all ranks before running them on every backend (thread and shm always
+  // do). LOCKSTEP_CHECK=1 switches it on in a release build.
   bool check = kCheckByDefault;
   // A group of one, too, is made by the backend and runs its operations, instead of doing nothing:
   // to try a backend out.

@@ -77,32 +77,56 @@ std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
   return std::make_shared<launch::RendezvousServer>(token, "0.0.0.0:0", expected);
 }
 
-// What others may call it; which of the addresses they can reach only they can find out.
+// What others may call it.
 std::string places_of(const launch::RendezvousServer& server, const RankEnv& env) {
-  auto place = launch::parse_host_port(server.address(), "rendezvous");
+  const auto place = launch::parse_host_port(server.address(), "rendezvous");
   if (place.host != "::" && place.host != "0.0.0.0") return server.address();
-  std::vector<std::string> names = launch::outward_addresses();
-  // Engines connect ranks by the addresses that they came with, which must be of one family.
-  const auto is_v6 = [](const auto& name) { return name.find(':') != std::string::npos; };
-  if (!std::all_of(names.begin(), names.end(), is_v6)) std::erase_if(names, is_v6);
-  if (!env.master_addr.empty()) names = {env.master_addr};
-  if (names.empty()) names = {detail::host_name()};
-  for (std::string& name : names) name = launch::HostPort{name, place.port}.text();
-  return join(names, ",");
+  return detail::places(env.master_addr, launch::outward_addresses(), place.port);
 }
+
+// A rank that cannot take part shares why, instead of what the others wait for.
+class Contribution {
+ public:
+  template <class Make>
+  explicit Contribution(Make make) {
+    try {
+      text_ = make();
+    } catch (const std::exception& error) {
+      failure_ = std::current_exception();
+      text_ = (kRefusal + error.what()).substr(0, detail::kTextBytes);
+    }
+  }
+  const std::string& text() const { return text_; }
+  void throw_if_failed() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  static void throw_if_refused(int rank, const std::string& text) {
+    if (text.starts_with(kRefusal))
+      throw ConfigError(
+          format("[init] rank {} cannot take part: {}", rank, text.substr(kRefusal.size())));
+  }
+
+ private:
+  static inline const std::string kRefusal = "! ";
+  std::string text_;
+  std::exception_ptr failure_;
+};
 
 // The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
 // is.
 template <class Share>
 Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
                     Share share_from_rank0) {
-  std::string mine;
-  if (env.rank == 0) {
+  const Contribution mine([&]() -> std::string {
+    if (env.rank != 0) return {};
     const std::string token = launch::make_token();
     world.server = host_anywhere(env, token);
-    mine = places_of(*world.server, env) + " " + token;
-  }
-  std::istringstream words(share_from_rank0(mine));
+    return places_of(*world.server, env) + " " + token;
+  });
+  const std::string shared = share_from_rank0(mine.text());
+  mine.throw_if_failed();
+  Contribution::throw_if_refused(0, shared);
+  std::istringstream words(shared);
   std::string address, token;
   words >> address >> token;
   return join_at(address, token, env, deadline);
@@ -128,7 +152,12 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
                  " can join the job");
   }
   if (env.rank != 0) return join_at(address, token, env, deadline);
-  const auto here = launch::listening_address(place, launch::interface_from_environment());
+  const std::string interface = launch::interface_from_environment();
+  if (interface.empty() && !launch::wait_for_name(place.host, Deadline(milliseconds{0}))) {
+    log::warn(format("[init] rank 0 waits until '{}' is known here", place.host));
+    launch::wait_for_name(place.host, deadline);
+  }
+  const auto here = launch::listening_address(place, interface);
   world.server = std::make_shared<launch::RendezvousServer>(
       token, here.text(), launch::RendezvousServer::Expected{.ranks = env.world_size});
   return join_at(world.server->address(), token, env, deadline);
@@ -240,16 +269,22 @@ Group init(const RankEnv& env, InitOptions options) {
 
 Group detail::adopt_world(int rank, int size, const GatherTexts& gather, Backend adopted,
                           InitOptions options) {
-  options = with_environment(std::move(options));
-  if (options.backend != "auto") find_backend(options.backend);
-  if (options.backend == "thread")
-    throw ConfigError("[adopt] backend 'thread' makes its ranks itself: use run_threads");
   log::set_rank(rank);
   trace::name_thread(rank, "compute");
-  name_interface_to_engines();
+  const Contribution host([&] {
+    options = with_environment(std::move(options));
+    if (options.backend != "auto") find_backend(options.backend);
+    if (options.backend == "thread")
+      throw ConfigError("[adopt] backend 'thread' makes its ranks itself: use run_threads");
+    name_interface_to_engines();
+    return host_identity().substr(0, kTextBytes);
+  });
+  const auto hosts = gather(host.text());
+  host.throw_if_failed();
+  for (int other = 0; other < size; ++other)
+    Contribution::throw_if_refused(other, hosts[static_cast<size_t>(other)]);
   if (size == 1) return {};
   auto world = world_with(options);
-  const auto hosts = gather(host_identity().substr(0, kTextBytes));
   const bool one_host =
       std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; });
   const RankEnv env{.rank = rank,

@@ -25,6 +25,8 @@ constexpr milliseconds kRank0First{1'000};  // it says who is missing; the other
 
 constexpr milliseconds kHearing{1'000};
 
+constexpr size_t kMaxPlaces = 16;  // a machine may have an address for each of its containers
+
 std::string link_target(const char* path) {
   char target[PATH_MAX];
   const ssize_t size = readlink(path, target, sizeof target);
@@ -105,6 +107,17 @@ std::string host_name() {
   char name[256] = "";
   gethostname(name, sizeof(name) - 1);
   return name;
+}
+
+std::string places(const std::string& named, std::vector<std::string> addresses, uint16_t port) {
+  // Engines connect ranks by the addresses that they came with, which must be of one family.
+  std::ranges::stable_partition(
+      addresses, [](const std::string& address) { return address.find(':') == std::string::npos; });
+  if (!named.empty()) addresses.insert(addresses.begin(), named);
+  if (addresses.empty()) addresses.push_back(host_name());
+  if (addresses.size() > kMaxPlaces) addresses.resize(kMaxPlaces);
+  for (std::string& address : addresses) address = launch::HostPort{address, port}.text();
+  return join(addresses, ",");
 }
 
 Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,

@@ -162,23 +162,25 @@ void Watch::fail(std::exception_ptr error) {
 
 void Watch::check_agreement(
     const Operation& operation, uint64_t sequence,
-    const std::function<void(std::span<const std::byte>, std::span<std::byte>)>& exchange) const {
+    const std::function<void(const std::shared_ptr<Records>&)>& exchange) const {
   const auto size = members_.size();
   const size_t counts_at = sizeof(fabric::Signature),
                record_size = counts_at + 2 * size * sizeof(int64_t);
-  std::vector<std::byte> mine(record_size), all(size * record_size);
+  const auto records = std::make_shared<Records>();
+  records->mine.resize(record_size);
+  records->all.resize(size * record_size);
   const fabric::Signature signature = fabric::signature_of(operation);
-  std::memcpy(mine.data(), &signature, sizeof signature);
+  std::memcpy(records->mine.data(), &signature, sizeof signature);
   const auto put = [&](const std::vector<int64_t>& counts, size_t at) {
     if (!counts.empty())
-      std::memcpy(mine.data() + counts_at + at * sizeof(int64_t), counts.data(),
+      std::memcpy(records->mine.data() + counts_at + at * sizeof(int64_t), counts.data(),
                   counts.size() * sizeof(int64_t));
   };
   put(operation.send_counts, 0);
   put(operation.recv_counts, size);
-  exchange(mine, all);
+  exchange(records);
   const auto record = [&](int rank) {
-    return all.data() + static_cast<size_t>(rank) * record_size;
+    return records->all.data() + static_cast<size_t>(rank) * record_size;
   };
   fabric::check_agreement(
       {name_, sequence, static_cast<int>(size),

@@ -45,10 +45,12 @@ class Watch {
   // then throws the same here, now and at every later begin().
   [[noreturn]] void fail(std::exception_ptr error);
   // Compares what all ranks have called; `exchange` gathers one record of equal size from every
-  // rank.
+  // rank. An engine that is not done with them when it fails must go on holding them.
+  struct Records {
+    std::vector<std::byte> mine, all;
+  };
   void check_agreement(const fabric::Operation& operation, uint64_t sequence,
-                       const std::function<void(std::span<const std::byte> mine,
-                                                std::span<std::byte> all)>& exchange) const;
+                       const std::function<void(const std::shared_ptr<Records>&)>& exchange) const;
 
   [[noreturn]] void explain(const fabric::Operation& operation, uint64_t sequence,
                             const std::string& words) const;

@@ -52,6 +52,7 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
   address_ = options.rendezvous.empty() ? "127.0.0.1:0" : options.rendezvous;
   master_addr_ = parse_host_port(address_, "--rendezvous").host;
   if (node_rank_ == 0) {
+    if (!alone() && options.interface.empty()) wait_for_own_name();
     const HostPort here =
         listening_address(parse_host_port(address_, "--rendezvous"), options.interface);
     server_ = std::make_unique<RendezvousServer>(
@@ -74,6 +75,15 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
       throw;
     }
   }
+}
+
+// As the other nodes do; without it there is nothing to listen on.
+void NodeLink::wait_for_own_name() {
+  if (wait_for_name(master_addr_, Deadline(milliseconds{0}))) return;
+  console_.message(format("node 0 waits until '{}' is known here", master_addr_));
+  const Deadline deadline(meet_time_);
+  while (!wait_for_name(master_addr_, Deadline(milliseconds{500})) && !deadline.passed())
+    signals_.pause(milliseconds{0});
 }
 
 void NodeLink::warn_of_address() {

@@ -67,6 +67,7 @@ class NodeLink {
   void leave();
 
  private:
+  void wait_for_own_name();
   void warn_of_address();
   void meet(const LaunchOptions& options, const std::string& token);
   void exchange_facts(LaunchOptions& options);

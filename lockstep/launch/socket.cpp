@@ -20,6 +20,8 @@ namespace {
 
 // Then all addresses are tried anew: one may have come up that was refused before.
 constexpr milliseconds kRound{3'000};
+// So long an address that has answered waits for those that come before it in the list.
+constexpr milliseconds kHeadStart{500};
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
@@ -77,8 +79,9 @@ bool connected_to_itself(const Fd& socket) {
   return my_size == their_size && std::memcmp(&mine, &theirs, my_size) == 0;
 }
 
-// All addresses at once, so that one that swallows packets does not hold up the others. An invalid
-// Fd and the last reason when none has answered.
+// All addresses at once, so that one that swallows packets does not hold up the others. All who
+// call shall come by the same one where they can: it is how engines choose their network. An
+// invalid Fd and the last reason when none has answered.
 Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, std::string& reason) {
   std::vector<Fd> sockets;
   for (const HostPort& place : places) {
@@ -96,14 +99,17 @@ Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, st
       }
     }
   }
+  const Deadline head_start(std::min(kHeadStart, deadline.left()));
+  Fd answered;  // of those that are left in `sockets` all come before it
   while (!sockets.empty()) {
     std::vector<pollfd> items;
     for (const Fd& socket : sockets) items.push_back({socket.get(), POLLOUT, 0});
-    const int ready = poll(items.data(), items.size(), static_cast<int>(deadline.left().count()));
+    const Deadline& until = answered.valid() ? head_start : deadline;
+    const int ready = poll(items.data(), items.size(), static_cast<int>(until.left().count()));
     if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) {
       reason = std::strerror(ready < 0 ? errno : ETIMEDOUT);
-      return {};
+      return answered;
     }
     std::vector<Fd> pending;
     for (size_t i = 0; i < items.size(); ++i) {
@@ -115,12 +121,15 @@ Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, st
       socklen_t size = sizeof failure;
       getsockopt(sockets[i].get(), SOL_SOCKET, SO_ERROR, &failure, &size);
       if (failure == 0 && connected_to_itself(sockets[i])) failure = ECONNREFUSED;
-      if (failure == 0) return std::move(sockets[i]);
+      if (failure == 0) {
+        answered = std::move(sockets[i]);
+        break;
+      }
       reason = std::strerror(failure);
     }
     sockets = std::move(pending);
   }
-  return {};
+  return answered;
 }
 
 }  // namespace
@@ -174,6 +183,14 @@ std::vector<std::string> addresses_of(const std::string& host) {
     }
   }
   return texts;
+}
+
+bool wait_for_name(const std::string& host, const Deadline& deadline) {
+  while (addresses_of(host).empty()) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::min(milliseconds{200}, deadline.left()));
+  }
+  return true;
 }
 
 Fd bind_socket(const HostPort& where) {

@@ -23,6 +23,8 @@ std::vector<HostPort> parse_host_ports(const std::string& text, const std::strin
 
 // The numeric addresses that a name means here; none where it is not known.
 std::vector<std::string> addresses_of(const std::string& host);
+// True as soon as it is known, false at the deadline: some clusters give a host its name late.
+bool wait_for_name(const std::string& host, const Deadline& deadline);
 
 // A socket bound to exactly this address with SO_REUSEADDR; port 0 lets the kernel choose. Never
 // probes: the port is ours from here on. Throws SystemError naming the address.
@@ -40,8 +42,9 @@ std::string peer_host_of(const Fd& socket);
 // "host:port" of the other end, for messages.
 std::string peer_of(const Fd& socket);
 
-// One of these places, the first that answers. Tries until the deadline, because the other side may
-// start later. Throws TimeoutError with the last reason. The socket does not block.
+// One of these places, the first in the list that answers soon, else the first that answers. Tries
+// until the deadline, because the other side may start later. Throws TimeoutError with the last
+// reason. The socket does not block.
 Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline);
 
 // No delays for small messages; a vanished host is noticed within seconds.

@@ -53,6 +53,21 @@ class Launchers(hosts.HostsTest):
         ]
         self.expect(jobs, "gloo", 1)
 
+    def test_a_name_that_the_first_host_gets_late(self):
+        def by_launcher(name):
+            return self.hosts.lockstep_run(self.lockstep, 1, [self.program], rendezvous=f"{name}:{PORT}")
+
+        def by_hand(name):
+            return [self.hosts.start(f"h{rank}", self.program, RANK=rank, WORLD_SIZE=2, MASTER_ADDR=name, MASTER_PORT=PORT)
+                    for rank in range(2)]
+        for start in by_launcher, by_hand:
+            with self.subTest(start.__name__):
+                name = start.__name__.replace("_", "-")
+                jobs = start(name)
+                self.eventually(lambda jobs=jobs: "0 waits until" in jobs[0].err, jobs[0].describe)
+                self.hosts.add_names({name: "10.77.0.1"})
+                self.expect(jobs, "gloo", 1)
+
     if hosts.TORCHRUN_PYTHON:
         def test_torchrun(self):
             # Debian's torch 1.13 cannot read its own default of --redirects and --tee under Python 3.11.
@@ -67,6 +82,9 @@ class Launchers(hosts.HostsTest):
     if hosts.MPIRUN:
         def test_mpirun(self):
             self.expect([self.hosts.mpirun(2, [self.program, "auto"])], "mpi")
+
+        def test_a_name_that_nobody_knows_hides_no_address(self):
+            self.expect([self.hosts.mpirun(1, [self.program, "gloo"], MASTER_ADDR="no.such.name.invalid")], "gloo", 1)
 
     # ---- which network ----
 
@@ -102,6 +120,10 @@ class Launchers(hosts.HostsTest):
         self.expect_over("eth1", start, "gloo")
 
     if hosts.MPIRUN:
+        def test_gloo_under_mpirun_uses_the_address_that_is_named(self):
+            self.expect_over("eth1", lambda: [self.hosts.mpirun(
+                1, [self.program, "gloo", MEGABYTE], MASTER_ADDR="10.78.0.1")], "gloo")
+
         def test_engines_under_mpirun_use_the_interface_that_is_named(self):
             for backend, interface in (("mpi", "eth0"), ("mpi", "eth1"), ("gloo", "eth1")):
                 with self.subTest(backend=backend, interface=interface):

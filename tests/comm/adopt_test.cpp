@@ -13,15 +13,17 @@ using ::testing::HasSubstr;
 
 const std::string kProgram = std::string(LOCKSTEP_TEST_BIN) + "/adopt_rank";
 
-// Ranks of a c10d group, started without a launcher.
-std::vector<Result> run_gloo(int size, const std::string& what = "") {
+// Ranks of a c10d group, started without a launcher. The last one has these variables too.
+std::vector<Result> run_gloo(int size, const std::string& what = "",
+                             const std::vector<std::string>& variables = {}) {
   const TempDir folder;
   std::vector<std::unique_ptr<Subprocess>> ranks;
   for (int rank = 0; rank < size; ++rank) {
     std::vector<std::string> words{kProgram, "gloo", std::to_string(rank), std::to_string(size),
                                    folder.path() + "/meet"};
     if (!what.empty()) words.push_back(what);
-    ranks.push_back(std::make_unique<Subprocess>(words));
+    ranks.push_back(std::make_unique<Subprocess>(
+        words, rank == size - 1 ? variables : std::vector<std::string>()));
   }
   std::vector<Result> results;
   for (auto& rank : ranks) results.push_back(rank->wait(milliseconds{120'000}));
@@ -54,6 +56,15 @@ TEST(AdoptProcessGroup, ADeadRankIsNamed) {
   }
 }
 
+TEST(AdoptProcessGroup, WhatKeepsOneRankAwayIsSaidByAll) {
+  const auto results = run_gloo(3, "", {"LOCKSTEP_TIMEOUT=soon"});
+  const std::string reason = "LOCKSTEP_TIMEOUT=soon must be a number of seconds above 0";
+  for (const Result& result : results) EXPECT_EQ(result.code, 2) << result.err;
+  for (const size_t rank : {0, 1})
+    EXPECT_THAT(results[rank].err, HasSubstr("[init] rank 2 cannot take part: " + reason));
+  EXPECT_THAT(results[2].err, HasSubstr("config error: " + reason));
+}
+
 TEST(AdoptProcessGroup, BadInput) {
   EXPECT_THAT(run_gloo(1, "null")[0].err,
               HasSubstr("config error: [adopt] the process group is null"));
@@ -62,14 +73,15 @@ TEST(AdoptProcessGroup, BadInput) {
 }
 
 #ifdef LOCKSTEP_MPIRUN
-Result run_mpi(int size, const std::string& what = "auto") {
+Result run_mpi(int size, const std::string& what) {
   Subprocess process({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n",
                       std::to_string(size), kProgram, "mpi", what});
   return process.wait(milliseconds{120'000});
 }
 
 TEST(AdoptMpiComm, KeepsAllPromises) {
-  const Result result = run_mpi(4);
+  // Its own name means the same as "auto": a new group would need MPI's whole world.
+  const Result result = run_mpi(4, "mpi");
   EXPECT_EQ(result.code, 0) << result.err;
   // The communicator has its own ranks, 3 of the 4 that mpirun started; the fourth is alone.
   for (int rank = 0; rank < 3; ++rank) {

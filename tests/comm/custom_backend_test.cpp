@@ -94,6 +94,27 @@ TEST(CustomBackend, KeepsAllPromisesWithSendAndRecvAlone) {
   }
 }
 
+TEST(CustomBackend, ComparesWhatAStrategyRuns) {
+  register_backend("compared", factory_of<ThreadTransport>());
+  run_threads(2,
+              [](const Group& group) {
+                const at::Tensor data = at::ones({4});
+                all_reduce(data, group).wait();
+                EXPECT_EQ(data[3].item<float>(), 2);
+                try {
+                  all_reduce(at::ones({4 + group.rank()}), group).wait();
+                  ADD_FAILURE() << "nothing was thrown";
+                } catch (const MismatchError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[4], sum)"));
+                  EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[5], sum)"));
+                }
+              },
+              {.backend = "compared",
+               .strategy = layout::CommStrategy::ring,
+               .timeout = milliseconds{20'000},
+               .check = true});
+}
+
 TEST(CustomBackend, HasTheSumsOfTheOthers) {
   register_backend("summing", factory_of<ThreadTransport>());
   const auto sum = [](const std::string& backend) {

@@ -39,7 +39,8 @@ struct State {
   std::vector<Call> calls;
   std::map<int, Room> rooms;  // by id
   std::map<int, Result> async_errors;
-  std::string failing;
+  std::string failing, holding;
+  int held = 0;
   int next_id = 0;
 };
 
@@ -87,10 +88,17 @@ struct Grouped {
 thread_local Grouped grouped;
 
 Result note(Call call) {
-  const std::lock_guard lock(state().mutex);
+  std::unique_lock lock(state().mutex);
   call.grouped = grouped.depth > 0;
   const bool fails = call.function == state().failing;
+  const std::string function = call.function;
   state().calls.push_back(std::move(call));
+  if (function == state().holding) {
+    ++state().held;
+    state().changed.notify_all();
+    state().changed.wait(lock, [&] { return function != state().holding; });
+    --state().held;
+  }
   return fails ? Result::internal_error : Result::success;
 }
 
@@ -474,6 +482,17 @@ void set_async_error(int rank, Result error) {
 void fail_calls_of(const std::string& function) {
   const std::lock_guard lock(state().mutex);
   state().failing = function;
+}
+
+void hold_calls_of(const std::string& function) {
+  const std::lock_guard lock(state().mutex);
+  state().holding = function;
+  state().changed.notify_all();
+}
+
+void wait_for_held_call() {
+  std::unique_lock lock(state().mutex);
+  state().changed.wait(lock, [] { return state().held > 0; });
 }
 
 }  // namespace lockstep::comm::fake

@@ -38,5 +38,9 @@ size_t count(const std::vector<Call>& calls, const std::string& function);
 void set_async_error(int rank, nccl::Result error);
 // Calls of this function fail from now on; an empty name ends that.
 void fail_calls_of(const std::string& function);
+// Calls of this function do not return from now on; an empty name ends that.
+void hold_calls_of(const std::string& function);
+// Returns when one is held.
+void wait_for_held_call();
 
 }  // namespace lockstep::comm::fake

@@ -14,6 +14,7 @@
 #include "lockstep/comm/conformance.h"
 #include "lockstep/comm/gloo/no_sigpipe.h"
 #include "lockstep/core/error.h"
+#include "tests/comm/unfinished_group.h"
 
 namespace lockstep::comm {
 namespace {
@@ -41,6 +42,34 @@ TEST(Group, OfOneIsMadeByTheBackendWhereThatIsAsked) {
                   EXPECT_EQ(group.split(0, 0).backend(), backend);
                 },
                 {.backend = backend, .even_alone = true});
+  }
+}
+
+TEST(Group, ASplitThatIsGivenUpLeavesItsMemoryToTheBackend) {
+  std::vector<test::UnfinishedGroup::Used> used;
+  const auto world = std::make_shared<detail::World>(detail::World{.hosts = {0, 0}});
+  const Group group(
+      std::make_shared<test::UnfinishedGroup>(detail::Membership{"world", 0, {0, 1}, world}, used));
+  EXPECT_THROW((void)group.split(0, 0), TimeoutError);
+  ASSERT_EQ(used.size(), 1);
+  EXPECT_EQ(used[0].memory.use_count(), 1);
+}
+
+TEST(Group, WhatIsOverDoesNotHoldIt) {
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    run_threads(
+        2,
+        [&](const Group& group) {
+          const auto& impl = group.shared_impl();
+          const auto before = impl.use_count();
+          const int other = 1 - group.rank();
+          for (int round = 0; round < 300; ++round) {
+            const at::Tensor data = at::ones({4});
+            (round % 2 == other ? send(data, other, group) : recv(data, other, group)).wait();
+            EXPECT_EQ(impl.use_count(), before) << backend;
+          }
+        },
+        {.backend = backend});
   }
 }
 

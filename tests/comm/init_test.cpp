@@ -135,6 +135,20 @@ TEST(Init, SlurmStep) {
   EXPECT_THAT(b.out, HasSubstr("rank 1 of 2, local 1 of 2, backend shm, sum 3")) << b.err;
 }
 
+TEST(Init, RanksThatWantDifferentThingsSaySo) {
+  const auto run_two = [](const std::string& command) {
+    return run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c", command});
+  };
+  Result result = run_two("LOCKSTEP_CHECK=$RANK exec " + kProgram);
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("[init] the ranks differ: operations are compared on rank 1"));
+  EXPECT_THAT(result.err, HasSubstr("operations are not compared on rank 0"));
+  result = run_two("[ $RANK = 0 ] && strategy=ring; exec " + kProgram + " shm 3 ${strategy:-tree}");
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("[init] the ranks differ: strategy ring on rank 0"));
+  EXPECT_THAT(result.err, HasSubstr("strategy tree on rank 1"));
+}
+
 TEST(Init, AMissingRankIsNamedAtTheDeadline) {
   const Result result = run({kProgram}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
                                          "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});

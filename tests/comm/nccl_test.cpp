@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance.h"
@@ -15,6 +16,7 @@
 #include "lockstep/comm/ordered.h"
 #include "lockstep/core/error.h"
 #include "tests/comm/fake_nccl.h"
+#include "tests/comm/unfinished_group.h"
 
 namespace lockstep::comm {
 namespace {
@@ -223,6 +225,26 @@ TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
   });
 }
 
+TEST_F(Nccl, WhatHostsExchangeLivesUntilItIsOver) {
+  for (const bool check : {false, true}) {
+    auto world = std::make_shared<detail::World>(detail::World{.hosts = {0}});
+    world->store = std::make_shared<launch::LocalStore>();
+    world->check = check;
+    world->even_alone = true;
+    std::vector<test::UnfinishedGroup::Used> used;
+    world->host_backend = "unfinished";
+    world->adopted = {"unfinished", [] { return true; },
+                      [&](detail::Membership membership) {
+                        return std::make_shared<test::UnfinishedGroup>(std::move(membership), used);
+                      }};
+    const Group group(nccl::factory(fake::engine(), "fake")({"world", 0, {0}, world}));
+    EXPECT_THROW(all_reduce(at::ones({4}), group).wait(), TimeoutError);
+    ASSERT_EQ(used.size(), 1);
+    EXPECT_EQ(used[0].operation.tag, check ? "what is called" : "NCCL id");
+    EXPECT_EQ(used[0].memory.use_count(), 1);
+  }
+}
+
 TEST_F(Nccl, SymmetricMemoryIsNcclsAndRegistered) {
   for (const bool connected : {false, true}) {
     run(2, [&](const Group& group) {
@@ -274,6 +296,80 @@ TEST_F(Nccl, AdoptsACommunicator) {
   EXPECT_EQ(fake::count(calls, "init"), 2);
   EXPECT_EQ(fake::count(calls, "destroy"), 2);  // ours, above
   EXPECT_EQ(fake::count(calls, "abort"), 0);
+}
+
+TEST_F(Nccl, OnlyAnAdoptedCommunicatorThatBlocksHasToBeWaitedFor) {
+  const nccl::Engine engine = fake::engine();
+  nccl::UniqueId id{};
+  engine.api->get_unique_id(&id);
+  run_threads(2, [&](const Group& host) {
+    ncclComm* comm = nullptr;
+    nccl::Config config;
+    engine.api->comm_init_rank_config(&comm, 2, id, host.rank(), &config);
+    barrier(host).wait();
+    if (host.rank() == 0) fake::hold_calls_of("all_reduce");
+    const Group group(nccl::adopt(engine, comm, host.split(0, host.rank()).shared_impl()));
+    std::vector<std::jthread> threads;
+    if (host.rank() == 0) {
+      threads.emplace_back(
+          [&] { EXPECT_THROW(all_reduce(at::ones({4}), group).wait(), CommError); });
+      fake::wait_for_held_call();
+      threads.emplace_back([&] { group.impl().abort("enough"); });
+    } else {
+      try {
+        barrier(group).wait();
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const CommError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("enough"));
+      }
+    }
+    barrier(host).wait();
+    fake::hold_calls_of("");
+  });
+}
+
+TEST_F(Nccl, WhoWatchesDoesNotFree) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  enum { used, freeing, may_end, ended } stage = used;
+  const auto go_to = [&](auto next) {
+    const std::lock_guard lock(mutex);
+    stage = next;
+    changed.notify_all();
+  };
+  const auto wait_for = [&](auto which) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, milliseconds{10'000}, [&] { return stage >= which; });
+  };
+  run(2, [&](const Group& group) {
+    const at::Tensor data = at::ones({4});
+    const std::span<std::byte> bytes(static_cast<std::byte*>(data.data_ptr()), data.nbytes());
+    const auto submit = [&](std::shared_ptr<void> memory) {
+      return group.impl().submit({.kind = fabric::OpKind::all_reduce,
+                                  .dtype = DType::float32,
+                                  .input = bytes,
+                                  .output = bytes,
+                                  .count = data.numel(),
+                                  .device = 0},
+                                 std::move(memory));
+    };
+    if (group.rank() == 1) {
+      submit(nullptr)->wait();
+      EXPECT_TRUE(wait_for(ended));
+      return;
+    }
+    // Nobody waits for it, so its memory is the lane's.
+    (void)submit({bytes.data(), [&](void*) {
+                    go_to(freeing);
+                    EXPECT_TRUE(wait_for(may_end));
+                    go_to(ended);
+                  }});
+    EXPECT_TRUE(wait_for(freeing));
+    EXPECT_THROW(all_reduce(at::ones({4}), group, {.timeout = milliseconds{300}}).wait(),
+                 TimeoutError);
+    go_to(may_end);
+    EXPECT_TRUE(wait_for(ended));
+  });
 }
 
 TEST_F(Nccl, IsAbsentWithoutHarm) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <thread>
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
@@ -111,6 +112,34 @@ INSTANTIATE_TEST_SUITE_P(, Large,
                                            CommStrategy::hierarchical, CommStrategy::adaptive),
                          [](const auto& info) { return std::string(layout::name_of(info.param)); });
 
+// In one piece, several, and one more of a single element; with a rank that carries nothing across
+// and without. Values, and the same bits on all ranks and from run to run.
+TEST(Hierarchical, SumsInPieces) {
+  constexpr int64_t kPiece = 1 << 20;
+  const std::vector<int> even{0, 0, 1, 1}, uneven{0, 1, 0, 1, 1};
+  for (const auto& hosts : {even, uneven}) {
+    for (const int64_t count : {kPiece, kPiece + 1, 2 * kPiece - 1, 4 * kPiece + 3}) {
+      SCOPED_TRACE(std::to_string(count) + " by " + std::to_string(hosts.size()));
+      at::Tensor exact = at::zeros({count}, at::kDouble);
+      for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank)
+        exact += part_of(rank, count).to(at::kDouble);
+      std::vector<at::Tensor> sums(2 * hosts.size());
+      run_threads(
+          static_cast<int>(hosts.size()),
+          [&](const Group& group) {
+            for (size_t run = 0; run < 2; ++run) {
+              at::Tensor& sum = sums[2 * static_cast<size_t>(group.rank()) + run];
+              sum = part_of(group.rank(), count);
+              all_reduce(sum, group).wait();
+            }
+          },
+          {.backend = "thread", .strategy = CommStrategy::hierarchical}, hosts);
+      EXPECT_TRUE(at::allclose(sums[0].to(at::kDouble), exact, 1e-4, 1e-2));
+      for (const at::Tensor& sum : sums) EXPECT_TRUE(at::equal(sum, sums[0]));
+    }
+  }
+}
+
 TEST(Tree, HasTheBitsOfSharedMemory) {
   for (const int ranks : {3, 6}) {
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg}) {
@@ -180,6 +209,32 @@ TEST(Strategy, GroupsInherit) {
               {.backend = "gloo", .strategy = CommStrategy::hierarchical}, {0, 0, 1, 1});
 }
 
+TEST(Strategy, AnOperationGoesOnThoughNobodyHasItsHandleOrItsGroup) {
+  for (const std::string backend : {"thread", "gloo"}) {
+    run_threads(3,
+                [&](const Group& world) {
+                  launch::Store& store = *world.impl().membership().world->store;
+                  const at::Tensor first = at::ones({300'000}), second = at::ones({10});
+                  Group group = world.split(0, world.rank());
+                  if (world.rank() != 0) {
+                    store.get("dropped", Deadline(milliseconds{60'000}));
+                    all_reduce(first, group).wait();
+                    all_reduce(second, group).wait();
+                  } else {
+                    for (const at::Tensor& data : {first, second}) (void)all_reduce(data, group);
+                    group = Group();
+                    store.set("dropped", "yes");
+                    const Deadline deadline(milliseconds{60'000});
+                    while (first.use_count() + second.use_count() > 2 && !deadline.passed())
+                      std::this_thread::yield();
+                  }
+                  EXPECT_EQ(first[7].item<float>(), 3);
+                  EXPECT_EQ(second[7].item<float>(), 3);
+                },
+                {.backend = backend, .strategy = CommStrategy::ring, .check = false});
+  }
+}
+
 // Calls that are run by different means are compared all the same.
 TEST(Strategy, RanksThatDisagreeAreNamed) {
   for (const std::string backend : {"thread", "gloo"}) {
@@ -225,6 +280,29 @@ TEST(Strategy, ARankThatDoesNotComeIsATimeoutWithItsName) {
         },
         {.backend = backend, .strategy = CommStrategy::tree});
   }
+}
+
+// Pieces are on the network and in shared memory when the deadline passes; nobody has their tensor
+// any more when they arrive, if they do.
+TEST(Hierarchical, ATimeoutBetweenPiecesIsOneForAll) {
+  run_threads(4,
+              [&](const Group& group) {
+                launch::Store& store = *group.impl().membership().world->store;
+                if (group.rank() == 3) {
+                  for (const char* other : {"over/0", "over/1", "over/2"})
+                    store.get(other, Deadline(milliseconds{60'000}));
+                  return;
+                }
+                try {
+                  all_reduce(at::ones({5'000'000}), group, {.timeout = milliseconds{700}}).wait();
+                  ADD_FAILURE() << "nothing was thrown";
+                } catch (const TimeoutError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[5000000], sum)"));
+                }
+                EXPECT_THROW(all_reduce(at::ones({1}), group).wait(), CommError);
+                store.set("over/" + std::to_string(group.rank()), "");
+              },
+              {.backend = "gloo", .strategy = CommStrategy::hierarchical}, {0, 0, 1, 1});
 }
 
 }  // namespace

@@ -100,6 +100,17 @@ TEST_P(Faults, ARankThatLeavesEndsTheWait) {
   EXPECT_THAT(caught[0], HasSubstr("caught PeerLost lost=1"));
 }
 
+void expect_memory_left_alone(const Result& result) {
+  EXPECT_GE(lines_with(result.out, "caught TimeoutError").size(), 1) << result.out << result.err;
+  EXPECT_EQ(lines_with(result.out, "freed memory was left alone").size(), 2)
+      << result.out << result.err;
+}
+
+TEST_P(Faults, WhatWasGivenUpWritesNowhereElse) {
+  expect_memory_left_alone(run(2, "give_up", 1, 60'000));
+  expect_memory_left_alone(run(2, "give_up_comparing", 1, 60'000));
+}
+
 INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"),
                          [](const auto& info) { return info.param; });
 
@@ -141,8 +152,9 @@ INSTANTIATE_TEST_SUITE_P(, StrategyFaults,
                          });
 
 #ifdef LOCKSTEP_MPIRUN
-Result run_mpi(const std::string& mode, const std::string& timeout_ms) {
-  Subprocess process({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3",
+Result run_mpi(const std::string& mode, const std::string& timeout_ms,
+               const std::string& ranks = "3") {
+  Subprocess process({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", ranks,
                       std::string(LOCKSTEP_TEST_BIN) + "/fault_rank", "mpi", mode, "1",
                       timeout_ms});
   return process.wait(milliseconds{60'000});
@@ -157,6 +169,16 @@ TEST(Mpi, ALateRankIsReportedThenATimeout) {
               HasSubstr("for rank 1; rank 1 reported last that it has finished broadcast #3"));
   EXPECT_GE(lines_with(result.err, "has waited 2.").size(), 1) << result.err;
   EXPECT_NE(result.code, 0);
+}
+
+TEST(Mpi, WhatWasGivenUpWritesNowhereElse) {
+  expect_memory_left_alone(run_mpi("give_up", "60000", "2"));
+  expect_memory_left_alone(run_mpi("give_up_comparing", "60000", "2"));
+}
+
+TEST(Mpi, OperationsGoOnWithoutHandleAndGroup) {
+  const Result result = run_mpi("drop", "20000", "2");
+  EXPECT_EQ(lines_with(result.out, "sums 2 2").size(), 2) << result.out << result.err;
 }
 
 TEST(Mpi, ADeadRankEndsTheJob) { EXPECT_NE(run_mpi("die", "60000").code, 0); }

@@ -140,14 +140,14 @@ void EngineGroup::compare(const Operation& operation, uint64_t sequence) {
   if (!membership().world->check) return;
   try {
     watch_.check_agreement(
-        operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-          std::vector<at::Tensor> inputs{bytes_tensor(mine)};
+        operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
+          const size_t size = records->mine.size();
+          std::vector<at::Tensor> inputs{bytes_tensor(records->mine)};
           std::vector<std::vector<at::Tensor>> outputs(1);
-          for (int rank = 0; rank < size_; ++rank)
-            outputs[0].push_back(
-                bytes_tensor(all.subspan(static_cast<size_t>(rank) * mine.size(), mine.size())));
+          for (size_t at = 0; at < records->all.size(); at += size)
+            outputs[0].push_back(bytes_tensor(std::span(records->all).subspan(at, size)));
           pending(operation, sequence, Clock::now(),
-                  completion_of({group_->allgather(outputs, inputs)}, nullptr), nullptr, nullptr)
+                  completion_of({group_->allgather(outputs, inputs)}, records), records, nullptr)
               ->wait();
         });
   } catch (const MismatchError&) {
@@ -365,6 +365,9 @@ std::shared_ptr<Completion> EngineGroup::start_message(const Operation& operatio
     } catch (...) {
       error = std::current_exception();
     }
+    header_work.reset();
+    data_work.reset();
+    self.reset();  // whoever waits is the last to have the group, on a thread that ends well
     completion->part_done(error);
   }).detach();
   return completion;

@@ -63,6 +63,25 @@ struct Progress {
   }
 };
 
+// What the thread of a group shares with it, and has alone where MPI does not return, or not before
+// the group is gone.
+struct Worker {
+  explicit Worker(std::unique_ptr<Communicator> communicator) : large(std::move(communicator)) {}
+  void work();
+
+  struct Large {
+    Operation operation;
+    std::shared_ptr<Progress> progress;
+  };
+  const std::unique_ptr<Communicator> large;
+  std::mutex mutex;  // guards what follows
+  std::condition_variable arrived;
+  std::deque<Large> queue;
+  // Messages, which may need a push while their owners compute, and what nobody waits for any more.
+  std::vector<std::shared_ptr<Progress>> in_flight;
+  bool busy = false, stopping = false;
+};
+
 class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_this<MpiGroup> {
  public:
   // Ranks of the job are ranks of `world`.
@@ -72,26 +91,29 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
         trace_(this->membership()),
         small_(world, this->membership().members,
                static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
-        large_(small_.duplicate()),
+        worker_(std::make_shared<Worker>(small_.duplicate())),
         messages_(small_.duplicate()) {}
 
   ~MpiGroup() override {
-    stopping_ = true;
+    bool is_busy = false;
     {
-      const std::lock_guard lock(mutex_);
-      arrived_.notify_all();
+      const std::lock_guard lock(worker_->mutex);
+      worker_->stopping = true;
+      if (broken_) worker_->queue.clear();
+      is_busy = worker_->busy || !worker_->queue.empty();
+      worker_->arrived.notify_all();
+      // What MPI will write to some day must be there then.
+      for (auto& progress : worker_->in_flight) {
+        const std::lock_guard progress_lock(progress->mutex);
+        if (!progress->done) new std::shared_ptr<Progress>(progress);
+      }
     }
-    // A thread inside a call of MPI that will never return cannot be joined.
-    if ((broken_ || busy_) && thread_.joinable()) {
+    if (!thread_.joinable()) return;
+    if (is_busy) {
       do_not_finalize();
-      thread_.request_stop();
       thread_.detach();
-    }
-    // What MPI will write to some day must be there then.
-    const std::lock_guard lock(mutex_);
-    for (auto& progress : in_flight_) {
-      const std::lock_guard progress_lock(progress->mutex);
-      if (!progress->done) new std::shared_ptr<Progress>(progress);
+    } else {
+      thread_.join();
     }
   }
 
@@ -108,43 +130,32 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
 
  private:
   class MpiPending;
-  struct Large {
-    Operation operation;
-    std::shared_ptr<Progress> progress;
-  };
 
   std::shared_ptr<Progress> begin_message(const Operation& operation);
   void check(const Operation& operation, uint64_t sequence);
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
             Progress& progress);
-  void work(std::stop_token stop);
-  // With mutex_ held.
+  // With its mutex held.
   void start_thread() {
-    if (!thread_.joinable())
-      thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
-    arrived_.notify_one();
+    if (!thread_.joinable()) thread_ = std::thread([worker = worker_] { worker->work(); });
+    worker_->arrived.notify_one();
   }
   // Nobody waits for it; MPI still has its memory.
   void abandon(std::shared_ptr<Progress> progress) {
-    const std::lock_guard lock(mutex_);
-    in_flight_.push_back(std::move(progress));
+    const std::lock_guard lock(worker_->mutex);
+    worker_->in_flight.push_back(std::move(progress));
     start_thread();
   }
 
   detail::Watch watch_;
   detail::OperationTrace trace_;
   Communicator small_;
-  std::unique_ptr<Communicator> large_, messages_;
+  const std::shared_ptr<Worker> worker_;
+  const std::unique_ptr<Communicator> messages_;
   std::map<std::pair<OpKind, int>, int> message_numbers_;  // with submit_mutex_
   std::mutex submit_mutex_;
-  std::atomic<bool> broken_{false}, busy_{false}, stopping_{false};
-
-  std::mutex mutex_;
-  std::condition_variable_any arrived_;
-  std::deque<Large> queue_;
-  // Messages, which may need a push while their owners compute, and what nobody waits for any more.
-  std::vector<std::shared_ptr<Progress>> in_flight_;
-  std::jthread thread_;
+  std::atomic<bool> broken_{false};
+  std::thread thread_;
 };
 
 class MpiGroup::MpiPending final : public detail::Pending {
@@ -247,16 +258,22 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
 void MpiGroup::check(const Operation& operation, uint64_t sequence) {
   try {
     watch_.check_agreement(
-        operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-          Progress progress;
+        operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
+          const auto progress = std::make_shared<Progress>();
+          progress->memory = records;
           Operation gather{
               .kind = OpKind::all_gather,
-              .input = mine,
-              .output = all,
+              .input = records->mine,
+              .output = records->all,
               .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()),
-                                                  static_cast<int64_t>(mine.size()))};
-          small_.begin(gather, progress.running);
-          wait(operation, sequence, Clock::now(), progress);
+                                                  static_cast<int64_t>(records->mine.size()))};
+          small_.begin(gather, progress->running);
+          try {
+            wait(operation, sequence, Clock::now(), *progress);
+          } catch (...) {
+            abandon(progress);
+            throw;
+          }
         });
   } catch (const MismatchError&) {
     watch_.fail(std::current_exception());
@@ -309,11 +326,11 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
   if (!message && small) small_.begin(adapted, progress->running);
   const bool large = progress->running.requests.empty();
   if (large || message) {
-    const std::lock_guard queue_lock(mutex_);
+    const std::lock_guard queue_lock(worker_->mutex);
     if (large) {
-      queue_.push_back({std::move(adapted), progress});
+      worker_->queue.push_back({std::move(adapted), progress});
     } else {
-      in_flight_.push_back(progress);
+      worker_->in_flight.push_back(progress);
     }
     start_thread();
   }
@@ -321,41 +338,38 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
                                       std::move(progress), std::move(memory), std::move(finish));
 }
 
-void MpiGroup::work(std::stop_token stop) {
-  std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    if (!queue_.empty()) {
-      const Large next = std::move(queue_.front());
-      queue_.pop_front();
-      busy_ = true;
+void Worker::work() {
+  std::unique_lock lock(mutex);
+  while (true) {
+    if (!queue.empty()) {
+      const Large next = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
       lock.unlock();
       std::exception_ptr error;
       try {
-        large_->run(next.operation);
+        large->run(next.operation);
       } catch (...) {
         error = std::current_exception();
       }
-      if (stop.stop_requested()) return;  // detached: the group is gone
-      busy_ = false;                      // before anybody learns of the end and destroys the group
-      {
-        const std::lock_guard progress_lock(next.progress->mutex);
-        next.progress->end(error);
-      }
       lock.lock();
+      busy = false;  // before anybody learns of the end and destroys the group
+      const std::lock_guard progress_lock(next.progress->mutex);
+      next.progress->end(error);
       continue;
     }
-    std::erase_if(in_flight_, [](const auto& item) {
+    if (stopping) return;
+    std::erase_if(in_flight, [](const auto& item) {
       const std::lock_guard progress_lock(item->mutex);
       item->test();
       return item->done;
     });
-    const auto wanted = [this] { return stopping_ || !queue_.empty(); };
-    if (in_flight_.empty()) {
-      arrived_.wait(lock, stop, [&] { return wanted() || !in_flight_.empty(); });
+    const auto wanted = [this] { return stopping || !queue.empty(); };
+    if (in_flight.empty()) {
+      arrived.wait(lock, [&] { return wanted() || !in_flight.empty(); });
     } else {
-      arrived_.wait_for(lock, stop, std::chrono::microseconds(100), wanted);
+      arrived.wait_for(lock, std::chrono::microseconds(100), wanted);
     }
-    if (stop.stop_requested()) return;
   }
 }
 

@@ -90,6 +90,8 @@ bool Communicator::call(const std::function<Result(const Seat&)>& call) {
   const std::lock_guard lock(mutex_);
   if (aborted_) return true;
   const DeviceGuard guard(*engine_.runtime, device_);
+  // An adopted communicator that blocks stays in here while it connects, and abort() waits:
+  // ncclCommAbort frees what the call uses, so NCCL has no way to end it.
   const Result result = call(seat_);
   if (result == Result::in_progress) return false;
   if (result != Result::success) throw CommError(words(result));

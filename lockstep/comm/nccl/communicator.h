@@ -12,7 +12,8 @@
 
 namespace lockstep::comm::nccl {
 
-// Thread safe. NCCL is never called in a way that blocks, so that abort() comes through.
+// Thread safe. NCCL is never called in a way that blocks, so that abort() comes through; but one
+// that is adopted may have been made to block.
 class Communicator {
  public:
   Communicator(const Engine& engine, int device);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -57,6 +58,10 @@ Lane::~Lane() { finish(); }
 void Lane::finish() {
   thread_.request_stop();
   if (thread_.joinable()) thread_.join();
+  if (!std::exchange(has_frees_, false)) return;
+  const auto freed = std::make_shared<std::promise<void>>();
+  frees_.post([freed] { freed->set_value(); });
+  freed->get_future().wait_for(kLastWords);
 }
 
 // Notes where the caller's stream is.
@@ -166,10 +171,12 @@ bool Lane::done(const Ticket& ticket) const {
 }
 
 void Lane::abort() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
   communicator_->abort();
-  const std::lock_guard lock(mutex_);
-  aborted_ = true;
-  changed_.notify_all();
 }
 
 // ---- the thread ----
@@ -249,8 +256,14 @@ void Lane::retire(Ticket& ticket) {
     options_.trace.add(ticket.operation, ticket.sequence, time_of(ticket.begin),
                        time_of(ticket.done));
   std::shared_ptr<const void> unused;
-  const std::lock_guard lock(mutex_);
-  unused = std::exchange(ticket.memory, nullptr);
+  {
+    const std::lock_guard lock(mutex_);
+    unused = std::exchange(ticket.memory, nullptr);
+  }
+  // NCCL's memory waits for the device, which may wait for what this thread has to watch.
+  if (!unused) return;
+  frees_.post([memory = std::move(unused)] {});
+  has_frees_ = true;
 }
 
 // After an abort: kernels that were running come to an end, and then nobody uses the memory.

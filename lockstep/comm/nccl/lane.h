@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/comm/lane.h"
 #include "lockstep/comm/nccl/communicator.h"
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/comm/watch.h"
@@ -103,6 +104,8 @@ class Lane {
   std::condition_variable_any changed_;
   std::deque<std::shared_ptr<Ticket>> posted_, in_flight_;
   bool aborted_ = false;
+  detail::Lane frees_;
+  bool has_frees_ = false;  // of the thread
   std::jthread thread_;
 };
 

@@ -232,21 +232,21 @@ Lane& NcclGroup::make_collectives(int device) {
 Lane& NcclGroup::open_collectives(int device, const Operation& operation, uint64_t sequence) {
   Lane& lane = make_collectives(device);
   if (is_open_) return lane;
-  UniqueId id{};
-  if (rank_ == 0) id = make_id();
+  const auto id = std::make_shared<UniqueId>();
+  if (rank_ == 0) *id = make_id();
   companion_
       ->submit({.kind = OpKind::broadcast,
                 .root = 0,
-                .input = rank_ == 0 ? bytes_of(id) : std::span<std::byte>(),
-                .output = bytes_of(id),
+                .input = rank_ == 0 ? bytes_of(*id) : std::span<std::byte>(),
+                .output = bytes_of(*id),
                 .tag = "NCCL id",
                 .timeout = membership().world->timeout,
-                .count = sizeof(id.internal)},
-               nullptr)
+                .count = sizeof(id->internal)},
+               id)
       ->wait();
   Operation connecting = operation;
   connecting.timeout = std::max(operation.timeout, membership().world->timeout);
-  lane.connect(id, rank_, size_, connecting, sequence);
+  lane.connect(*id, rank_, size_, connecting, sequence);
   lane.communicator().register_memory();
   is_open_ = true;
   return lane;
@@ -314,17 +314,17 @@ void NcclGroup::compare_headers(const Ticket& ticket) {
 void NcclGroup::compare(const Operation& operation, uint64_t sequence) {
   if (!membership().world->check) return;
   watch_.check_agreement(
-      operation, sequence, [&](std::span<const std::byte> mine, std::span<std::byte> all) {
-        const auto size = static_cast<int64_t>(mine.size());
+      operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
+        const auto size = static_cast<int64_t>(records->mine.size());
         companion_
             ->submit({.kind = OpKind::all_gather,
-                      .input = mine,
-                      .output = all,
+                      .input = records->mine,
+                      .output = records->all,
                       .recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), size),
                       .tag = "what is called",
                       .timeout = operation.timeout,
-                      .count = static_cast<int64_t>(all.size())},
-                     nullptr)
+                      .count = static_cast<int64_t>(records->all.size())},
+                     records)
             ->wait();
       });
 }
@@ -352,17 +352,18 @@ std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
   } catch (...) {
     error = std::current_exception();
   }
+  for (detail::GroupImpl* group : {companion_.get(), headers_.get()}) {
+    if (group != nullptr) group->abort(why);
+  }
+  // The collectives' last: an adopted communicator may be in a call that nothing ends.
   std::vector<Lane*> lanes;
   {
     const std::lock_guard lock(mutex_);
-    lanes.push_back(collectives_.get());
     for (const auto& [key, lane] : messages_) lanes.push_back(lane.get());
+    lanes.push_back(collectives_.get());
   }
   for (Lane* lane : lanes) {
     if (lane != nullptr) lane->abort();
-  }
-  for (detail::GroupImpl* group : {companion_.get(), headers_.get()}) {
-    if (group != nullptr) group->abort(why);
   }
   return error;
 }

@@ -10,12 +10,8 @@
 namespace lockstep::comm::strategy {
 namespace {
 
-// Enough pieces to overlap, none so small that a message costs more than what it carries.
-constexpr size_t kMostPieces = 16;
-constexpr size_t kSmallestPiece = 256 << 10;
-
-void copy(std::span<std::byte> to, std::span<const std::byte> from) {
-  if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
+[[noreturn]] void rethrow(const PeerLost& lost, const std::vector<int>& ranks) {
+  throw PeerLost(ranks[static_cast<size_t>(lost.rank())], lost.what());
 }
 
 }  // namespace
@@ -36,79 +32,106 @@ Operation Part::describe(const Job& job, OpKind kind) const {
           .timeout = std::max(milliseconds{1}, job.deadline.left())};
 }
 
-void Part::run(const Job& job, Operation operation) const {
+// `work` is null where there is nothing to wait for.
+class Part::Step final : public Pending {
+ public:
+  Step() = default;
+  Step(Running work, std::vector<int> ranks) : work_(std::move(work)), ranks_(std::move(ranks)) {}
+
+  void wait() override {
+    if (!work_) return;
+    try {
+      work_->wait();
+    } catch (const PeerLost& lost) {
+      rethrow(lost, ranks_);
+    }
+  }
+  bool done() const override { return !work_ || work_->done(); }
+
+ private:
+  Running work_;
+  std::vector<int> ranks_;
+};
+
+Part::Running Part::submit(const Job& job, Operation operation) const {
   try {
-    group_->submit(std::move(operation), job.memory)->wait();
+    return std::make_shared<Step>(group_->submit(std::move(operation), job.memory), ranks_);
   } catch (const PeerLost& lost) {
-    throw PeerLost(ranks_[static_cast<size_t>(lost.rank())], lost.what());
+    rethrow(lost, ranks_);
   }
 }
 
-std::shared_ptr<Pending> Part::send(const Job& job, ConstBytes data, int to) const {
+Part::Running Part::copy(Bytes to, ConstBytes from) {
+  if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
+  return std::make_shared<Step>();
+}
+
+Part::Running Part::send(const Job& job, ConstBytes data, int to) const {
   Operation operation = describe(job, OpKind::send);
   operation.input = data;
   operation.root = to;
   operation.count = static_cast<int64_t>(data.size() / job.width());
-  return group_->submit(std::move(operation), job.memory);
+  return submit(job, std::move(operation));
 }
 
-std::shared_ptr<Pending> Part::recv(const Job& job, Bytes data, int from) const {
+Part::Running Part::recv(const Job& job, Bytes data, int from) const {
   Operation operation = describe(job, OpKind::recv);
   operation.output = data;
   operation.root = from;
   operation.count = static_cast<int64_t>(data.size() / job.width());
-  return group_->submit(std::move(operation), job.memory);
+  return submit(job, std::move(operation));
 }
 
-void Part::all_reduce(const Job& job, Bytes data) const {
-  if (size() == 1 || data.empty()) return;
+Part::Running Part::all_reduce(const Job& job, Bytes data) const {
+  if (size() == 1 || data.empty()) return std::make_shared<Step>();
   Operation operation = describe(job, OpKind::all_reduce);
   operation.input = operation.output = data;
   operation.count = static_cast<int64_t>(data.size() / job.width());
-  run(job, std::move(operation));
+  return submit(job, std::move(operation));
 }
 
-void Part::broadcast(const Job& job, Bytes data, int root) const {
-  if (size() == 1 || data.empty()) return;
+Part::Running Part::broadcast(const Job& job, Bytes data, int root) const {
+  if (size() == 1 || data.empty()) return std::make_shared<Step>();
   Operation operation = describe(job, OpKind::broadcast);
   operation.output = data;
   if (rank() == root) operation.input = data;
   operation.root = root;
   operation.count = static_cast<int64_t>(data.size() / job.width());
-  run(job, std::move(operation));
+  return submit(job, std::move(operation));
 }
 
-void Part::reduce_scatter(const Job& job, Bytes output, ConstBytes input,
-                          std::vector<int64_t> counts) const {
+Part::Running Part::reduce_scatter(const Job& job, Bytes output, ConstBytes input,
+                                   std::vector<int64_t> counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::reduce_scatter);
   operation.input = input;
   operation.output = output;
   operation.send_counts = std::move(counts);
   operation.count = static_cast<int64_t>(input.size() / job.width());
-  run(job, std::move(operation));
+  return submit(job, std::move(operation));
 }
 
-void Part::all_gather(const Job& job, Bytes output, ConstBytes input,
-                      std::vector<int64_t> counts) const {
+Part::Running Part::all_gather(const Job& job, Bytes output, ConstBytes input,
+                               std::vector<int64_t> counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::all_gather);
   operation.input = input;
   operation.output = output;
   operation.recv_counts = std::move(counts);
   operation.count = static_cast<int64_t>(output.size() / job.width());
-  run(job, std::move(operation));
+  return submit(job, std::move(operation));
 }
 
-void Part::all_to_all(const Job& job, Bytes output, ConstBytes input,
-                      std::vector<int64_t> send_counts, std::vector<int64_t> recv_counts) const {
+Part::Running Part::all_to_all(const Job& job, Bytes output, ConstBytes input,
+                               std::vector<int64_t> send_counts,
+                               std::vector<int64_t> recv_counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::all_to_all);
   operation.input = input;
   operation.output = output;
   operation.send_counts = std::move(send_counts);
   operation.recv_counts = std::move(recv_counts);
-  run(job, std::move(operation));
+  return submit(job, std::move(operation));
 }
 
 void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::byte> one,
@@ -119,8 +142,8 @@ void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::by
                  to.size() / job.width());
 }
 
-Pieces::Pieces(size_t total, size_t width) {
-  const size_t share = std::max(kSmallestPiece, (total + kMostPieces - 1) / kMostPieces);
+Pieces::Pieces(size_t total, size_t width, size_t most, size_t smallest) {
+  const size_t share = std::max(smallest, (total + most - 1) / most);
   piece_ = (share + width - 1) / width * width;
 }
 

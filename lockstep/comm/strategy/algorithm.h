@@ -44,7 +44,7 @@ class Algorithm {
 };
 
 // One group of an algorithm, with operations in bytes. As in any group, messages and collectives
-// are in order and independent of each other. Messages are for parts that have all ranks.
+// are in order and independent of each other. A PeerLost has the algorithm's rank.
 class Part {
  public:
   // `ranks` are those of its members in the group that the algorithm is for.
@@ -57,22 +57,26 @@ class Part {
 
   using Bytes = std::span<std::byte>;
   using ConstBytes = std::span<const std::byte>;
-  std::shared_ptr<Pending> send(const Job& job, ConstBytes data, int to) const;
-  std::shared_ptr<Pending> recv(const Job& job, Bytes data, int from) const;
-  // These wait; a PeerLost has the algorithm's rank. Counts are in elements of the job's dtype; a
-  // part of one rank copies.
-  void all_reduce(const Job& job, Bytes data) const;
-  void broadcast(const Job& job, Bytes data, int root) const;
-  void reduce_scatter(const Job& job, Bytes output, ConstBytes input,
-                      std::vector<int64_t> counts) const;
-  void all_gather(const Job& job, Bytes output, ConstBytes input,
-                  std::vector<int64_t> counts) const;
-  void all_to_all(const Job& job, Bytes output, ConstBytes input, std::vector<int64_t> send_counts,
-                  std::vector<int64_t> recv_counts) const;
+  using Running = std::shared_ptr<Pending>;
+  [[nodiscard]] Running send(const Job& job, ConstBytes data, int to) const;
+  [[nodiscard]] Running recv(const Job& job, Bytes data, int from) const;
+  // Counts are in elements of the job's dtype; a part of one rank copies.
+  [[nodiscard]] Running all_reduce(const Job& job, Bytes data) const;
+  [[nodiscard]] Running broadcast(const Job& job, Bytes data, int root) const;
+  [[nodiscard]] Running reduce_scatter(const Job& job, Bytes output, ConstBytes input,
+                                       std::vector<int64_t> counts) const;
+  [[nodiscard]] Running all_gather(const Job& job, Bytes output, ConstBytes input,
+                                   std::vector<int64_t> counts) const;
+  [[nodiscard]] Running all_to_all(const Job& job, Bytes output, ConstBytes input,
+                                   std::vector<int64_t> send_counts,
+                                   std::vector<int64_t> recv_counts) const;
 
  private:
+  class Step;
+
   Operation describe(const Job& job, OpKind kind) const;
-  void run(const Job& job, Operation operation) const;
+  Running submit(const Job& job, Operation operation) const;
+  static Running copy(Bytes to, ConstBytes from);
 
   std::shared_ptr<GroupImpl> group_;
   std::vector<int> ranks_;
@@ -82,11 +86,12 @@ class Part {
 void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::byte> one,
                 std::span<const std::byte> other);
 
-// How messages are cut so that sending, receiving and adding overlap: `total` bytes in equal pieces
-// of whole elements, the last one shorter.
+// How data is cut so that the steps of an algorithm overlap: `total` bytes in equal pieces of whole
+// elements, the last one shorter. Enough of them to overlap, none so small that a step costs more
+// than what it carries.
 class Pieces {
  public:
-  Pieces(size_t total, size_t width);
+  Pieces(size_t total, size_t width, size_t most = 16, size_t smallest = 256 << 10);
   // The pieces of one block of at most `total` bytes.
   size_t count(size_t block) const { return (block + piece_ - 1) / piece_; }
   size_t bytes() const { return piece_; }

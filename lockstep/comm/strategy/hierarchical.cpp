@@ -20,6 +20,10 @@ using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 using Counts = std::vector<int64_t>;
 
+// Of an all_reduce.
+constexpr size_t kMostPieces = 16;
+constexpr size_t kSmallestPiece = 4 << 20;
+
 class Hierarchical final : public Algorithm {
  public:
   Hierarchical(detail::HostLayout layout, int rank, Part inside, Part across)
@@ -130,16 +134,41 @@ class Hierarchical final : public Algorithm {
                          static_cast<size_t>(counts[static_cast<size_t>(index)]) * width);
   }
 
+  // All ranks begin the steps in the same order, with two pieces on the network: one is sent while
+  // the other is added up.
   void all_reduce(const Job& job) const {
     const Bytes whole = job.operation.output;
-    Counts shares(static_cast<size_t>(inside_.size()), 0);
-    for (int carrier = 0; carrier < layout_.places; ++carrier)
-      shares[static_cast<size_t>(carrier)] =
-          layout::balanced_range(job.operation.count, layout_.places, carrier).size();
-    const Bytes mine = part(whole, shares, place_, job.width());
-    inside_.reduce_scatter(job, mine, whole, shares);
-    across_.all_reduce(job, mine);
-    inside_.all_gather(job, whole, mine, shares);
+    const Pieces pieces(whole.size(), job.width(), kMostPieces, kSmallestPiece);
+    struct Piece {
+      Bytes whole, mine;
+      Counts shares;
+      std::shared_ptr<Pending> step;
+    };
+    std::vector<Piece> all(pieces.count(whole.size()));
+    const auto sum_inside = [&](Piece& piece, size_t i) {
+      piece.whole = pieces.of(whole, i);
+      piece.shares.resize(static_cast<size_t>(inside_.size()));
+      const auto count = static_cast<int64_t>(piece.whole.size() / job.width());
+      for (int carrier = 0; carrier < layout_.places; ++carrier)
+        piece.shares[static_cast<size_t>(carrier)] =
+            layout::balanced_range(count, layout_.places, carrier).size();
+      piece.mine = part(piece.whole, piece.shares, place_, job.width());
+      piece.step = inside_.reduce_scatter(job, piece.mine, piece.whole, piece.shares);
+    };
+    const auto sum_across = [&](Piece& piece) {
+      piece.step->wait();
+      piece.step = across_.all_reduce(job, piece.mine);
+    };
+    const auto gather_inside = [&](Piece& piece) {
+      piece.step->wait();
+      piece.step = inside_.all_gather(job, piece.whole, piece.mine, piece.shares);
+    };
+    for (size_t i = 0; i < all.size() + 2; ++i) {
+      if (i < all.size()) sum_inside(all[i], i);
+      if (i >= 1 && i <= all.size()) sum_across(all[i - 1]);
+      if (i >= 2) gather_inside(all[i - 2]);
+    }
+    for (const Piece& piece : all) piece.step->wait();
   }
 
   void reduce_scatter(Job& job) const {
@@ -152,16 +181,18 @@ class Hierarchical final : public Algorithm {
     });
     const Counts shares = by_carrier(counts);
     const Bytes mine = part(packed, shares, place_, width);
-    inside_.reduce_scatter(job, mine, packed, shares);
-    if (!has_others()) return across_.reduce_scatter(job, operation.output, mine, by_host(counts));
+    inside_.reduce_scatter(job, mine, packed, shares)->wait();
+    if (!has_others())
+      return across_.reduce_scatter(job, operation.output, mine, by_host(counts))->wait();
     Bytes blocks;  // of the ranks that this one carries for
     if (carries()) {
       const Counts hosts = by_host(counts);
       // Not in `mine`: MPI wants input and output apart.
       blocks = add_scratch(job, part(mine, hosts, host_, width).size());
-      across_.reduce_scatter(job, blocks, mine, hosts);
+      across_.reduce_scatter(job, blocks, mine, hosts)->wait();
     }
-    inside_.all_to_all(job, operation.output, blocks, served_blocks(counts), own_block(counts));
+    inside_.all_to_all(job, operation.output, blocks, served_blocks(counts), own_block(counts))
+        ->wait();
   }
 
   void all_gather(Job& job) const {
@@ -172,14 +203,15 @@ class Hierarchical final : public Algorithm {
     const Counts shares = by_carrier(counts);
     const Bytes mine = part(packed, shares, place_, width);
     if (!has_others()) {
-      across_.all_gather(job, mine, operation.input, by_host(counts));
+      across_.all_gather(job, mine, operation.input, by_host(counts))->wait();
     } else {
       const Counts hosts = by_host(counts);
       const Bytes blocks = carries() ? part(mine, hosts, host_, width) : Bytes();
-      inside_.all_to_all(job, blocks, operation.input, own_block(counts), served_blocks(counts));
-      if (carries()) across_.all_gather(job, mine, blocks, hosts);
+      inside_.all_to_all(job, blocks, operation.input, own_block(counts), served_blocks(counts))
+          ->wait();
+      if (carries()) across_.all_gather(job, mine, blocks, hosts)->wait();
     }
-    inside_.all_gather(job, packed, mine, shares);
+    inside_.all_gather(job, packed, mine, shares)->wait();
     reorder(counts, width, [&](size_t to, size_t from, size_t bytes) {
       std::memcpy(operation.output.data() + to, packed.data() + from, bytes);
     });
@@ -190,9 +222,9 @@ class Hierarchical final : public Algorithm {
     const Bytes whole = job.operation.output;
     const auto root = static_cast<size_t>(job.operation.root);
     const bool here = layout_.host[root] == host_;
-    if (here) inside_.broadcast(job, whole, layout_.place[root]);
-    if (place_ == 0) across_.broadcast(job, whole, layout_.host[root]);
-    if (!here) inside_.broadcast(job, whole, 0);
+    if (here) inside_.broadcast(job, whole, layout_.place[root])->wait();
+    if (place_ == 0) across_.broadcast(job, whole, layout_.host[root])->wait();
+    if (!here) inside_.broadcast(job, whole, 0)->wait();
   }
 
   detail::HostLayout layout_;

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
 
 #include "lockstep/comm/adapt.h"
 #include "lockstep/comm/watch.h"
@@ -18,17 +21,69 @@ struct StrategyGroup::Item {
   Entry* entry;
   uint64_t sequence;
   std::shared_ptr<Pending> announcement;
+  std::shared_ptr<StrategyGroup> group;  // until it is over
   std::atomic<bool> done{false};
   std::exception_ptr error;  // set before done
 };
 
+// Outlives the group, whose last operation may be what lets go of it.
+struct StrategyGroup::Queue {
+  std::mutex mutex;
+  std::condition_variable ended;
+  std::deque<std::shared_ptr<Item>> items;
+  bool running = false;
+  std::exception_ptr failure;
+
+  // Returns when it is over, whoever has run it.
+  void finish(const Item& item) {
+    if (item.done.load(std::memory_order_acquire)) return;
+    std::unique_lock lock(mutex);
+    while (!item.done) {
+      if (running) {
+        ended.wait(lock, [&] { return item.done || !running; });
+      } else {
+        run(lock, item);
+      }
+    }
+  }
+
+ private:
+  void run(std::unique_lock<std::mutex>& lock, const Item& until) {
+    running = true;
+    while (!until.done) {
+      const std::shared_ptr<Item> item = items.front();
+      items.pop_front();
+      item->error = failure;
+      lock.unlock();
+      try {
+        if (!item->error) item->group->run(*item);
+      } catch (...) {
+        item->error = std::current_exception();
+      }
+      item->memory.reset();
+      item->announcement.reset();
+      // Before anybody learns of the end: who waits is the last to have the group.
+      item->group.reset();
+      lock.lock();
+      if (item->error && !failure) failure = item->error;
+      item->done.store(true, std::memory_order_release);
+      ended.notify_all();
+    }
+    running = false;
+    ended.notify_all();  // whoever waits for a later one may go on
+  }
+};
+
 struct StrategyGroup::ItemPending final : Pending {
-  ItemPending(std::shared_ptr<StrategyGroup> g, std::shared_ptr<Item> i)
-      : group(std::move(g)), item(std::move(i)) {}
-  void wait() override { group->wait(*item); }
+  ItemPending(std::shared_ptr<Queue> q, std::shared_ptr<Item> i)
+      : queue(std::move(q)), item(std::move(i)) {}
+  void wait() override {
+    queue->finish(*item);
+    if (item->error) std::rethrow_exception(item->error);
+  }
   bool done() const override { return item->done.load(std::memory_order_acquire); }
 
-  std::shared_ptr<StrategyGroup> group;  // an operation in flight keeps its group
+  std::shared_ptr<Queue> queue;
   std::shared_ptr<Item> item;
 };
 
@@ -36,25 +91,12 @@ StrategyGroup::StrategyGroup(std::shared_ptr<GroupImpl> inner, Table table,
                              std::vector<std::unique_ptr<Algorithm>> algorithms)
     : GroupImpl(inner->membership(), inner->backend()),
       inner_(std::move(inner)),
-      table_(std::move(table)) {
+      table_(std::move(table)),
+      queue_(std::make_shared<Queue>()) {
   for (auto& algorithm : algorithms) {
     const std::string name(layout::name_of(algorithm->strategy()));
     entries_.push_back({std::move(algorithm),
                         std::make_unique<detail::OperationTrace>(membership(), "comm", name)});
-  }
-}
-
-StrategyGroup::~StrategyGroup() {
-  thread_.request_stop();
-  bool busy = false;
-  {
-    const std::lock_guard lock(mutex_);
-    busy = running_ || !queue_.empty();
-  }
-  // Nobody can wait for what still runs, and the thread must come to its end.
-  if (busy) {
-    tell(std::make_exception_ptr(CommError(
-        format("group '{}' was destroyed while an operation was running", membership().name))));
   }
 }
 
@@ -73,8 +115,8 @@ StrategyGroup::Entry* StrategyGroup::choose(const Operation& operation) {
 std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
                                                std::shared_ptr<const void> memory) {
   {
-    const std::lock_guard lock(mutex_);
-    if (failure_) std::rethrow_exception(failure_);
+    const std::lock_guard lock(queue_->mutex);
+    if (queue_->failure) std::rethrow_exception(queue_->failure);
   }
   Entry* entry = choose(operation);
   if (entry == nullptr) return inner_->submit(std::move(operation), std::move(memory));
@@ -85,61 +127,13 @@ std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
   item->memory = std::move(memory);
   item->entry = entry;
   item->sequence = ++sequence_;
-
-  const std::lock_guard lock(mutex_);
-  queue_.push_back(item);
-  if (!thread_.joinable())
-    thread_ = std::jthread([this](std::stop_token stop) { work(std::move(stop)); });
-  arrived_.notify_one();
-  return std::make_shared<ItemPending>(shared_from_this(), std::move(item));
-}
-
-void StrategyGroup::work(std::stop_token stop) {
-  std::unique_lock lock(mutex_);
-  while (arrived_.wait(lock, stop, [this] { return !queue_.empty() && !running_; }))
-    run_queue(lock, nullptr);
-}
-
-// With `lock` held, and nobody else running the queue.
-void StrategyGroup::run_queue(std::unique_lock<std::mutex>& lock, const Item* until) {
-  running_ = true;
-  while (!queue_.empty() && (until == nullptr || !until->done)) {
-    const std::shared_ptr<Item> item = queue_.front();
-    queue_.pop_front();
-    if (failure_) {
-      item->error = failure_;
-    } else {
-      lock.unlock();
-      try {
-        run(*item);
-      } catch (...) {
-        item->error = std::current_exception();
-      }
-      lock.lock();
-      if (item->error && !failure_) failure_ = item->error;
-    }
-    item->memory.reset();
-    item->announcement.reset();
-    item->done.store(true, std::memory_order_release);
-    ended_.notify_all();
+  item->group = shared_from_this();
+  {
+    const std::lock_guard lock(queue_->mutex);
+    queue_->items.push_back(item);
   }
-  running_ = false;
-  ended_.notify_all();  // whoever waits for a later one may go on
-  if (!queue_.empty()) arrived_.notify_one();
-}
-
-void StrategyGroup::wait(Item& item) {
-  if (!item.done.load(std::memory_order_acquire)) {
-    std::unique_lock lock(mutex_);
-    while (!item.done) {
-      if (running_) {
-        ended_.wait(lock, [&] { return item.done || !running_; });
-      } else {
-        run_queue(lock, &item);
-      }
-    }
-  }
-  if (item.error) std::rethrow_exception(item.error);
+  lane_.post([queue = queue_, item] { queue->finish(*item); });
+  return std::make_shared<ItemPending>(queue_, std::move(item));
 }
 
 void StrategyGroup::run(Item& item) {
@@ -214,8 +208,8 @@ void StrategyGroup::tell(const std::exception_ptr& error) {
 bool StrategyGroup::abort(const std::string& why) {
   const auto error = std::make_exception_ptr(CommError(why));
   {
-    const std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = error;
+    const std::lock_guard lock(queue_->mutex);
+    if (!queue_->failure) queue_->failure = error;
   }
   tell(error);
   return inner_->abort(why);

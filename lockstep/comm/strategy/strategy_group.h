@@ -1,12 +1,9 @@
 // A group some of whose collectives are run by algorithms, the others by its backend.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
-#include <exception>
 #include <mutex>
-#include <thread>
 
+#include "lockstep/comm/lane.h"
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/comm/strategy/algorithm.h"
 #include "lockstep/comm/strategy/table.h"
@@ -14,14 +11,14 @@
 namespace lockstep::comm::strategy {
 
 // Operations of algorithms run one after the other, by a thread of the group or by a thread that
-// waits for one of them, whichever comes first. They use groups of their own, so they are
-// independent of what the backend runs. All are announced to the backend's group, in the order in
-// which they were called: it is what compares the calls of different ranks.
+// waits for one of them, whichever comes first; they keep the group until they are over. They use
+// groups of their own, so they are independent of what the backend runs. All are announced to the
+// backend's group, in the order in which they were called: it is what compares the calls of
+// different ranks.
 class StrategyGroup final : public GroupImpl, public std::enable_shared_from_this<StrategyGroup> {
  public:
   StrategyGroup(std::shared_ptr<GroupImpl> inner, Table table,
                 std::vector<std::unique_ptr<Algorithm>> algorithms);
-  ~StrategyGroup() override;
 
   std::shared_ptr<Pending> submit(Operation operation, std::shared_ptr<const void> memory) override;
   std::shared_ptr<Pending> announce(Operation operation) override {
@@ -47,6 +44,7 @@ class StrategyGroup final : public GroupImpl, public std::enable_shared_from_thi
  private:
   struct Item;
   struct ItemPending;
+  struct Queue;
   struct Entry {
     std::unique_ptr<Algorithm> algorithm;
     std::unique_ptr<detail::OperationTrace> trace;
@@ -54,9 +52,6 @@ class StrategyGroup final : public GroupImpl, public std::enable_shared_from_thi
 
   Entry* choose(const Operation& operation);
   void run(Item& item);
-  void run_queue(std::unique_lock<std::mutex>& lock, const Item* until);
-  void wait(Item& item);
-  void work(std::stop_token stop);
   [[noreturn]] void explain(const Item& item, const std::exception_ptr& error) const;
   // Ends what the other ranks wait for, with this reason.
   void tell(const std::exception_ptr& error);
@@ -67,13 +62,8 @@ class StrategyGroup final : public GroupImpl, public std::enable_shared_from_thi
 
   std::mutex submit_mutex_;  // operations are announced in the order in which they are queued
   uint64_t sequence_ = 0;    // with submit_mutex_
-  std::mutex mutex_;         // guards what follows
-  std::deque<std::shared_ptr<Item>> queue_;
-  bool running_ = false;
-  std::exception_ptr failure_;
-  std::condition_variable_any arrived_;
-  std::condition_variable ended_;
-  std::jthread thread_;
+  std::shared_ptr<Queue> queue_;
+  detail::Lane lane_;
 };
 
 }  // namespace lockstep::comm::strategy
