@@ -23,8 +23,8 @@ Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
                      const std::vector<std::string>& common, const Deadline& deadline);
 
 // Where others may find a meeting point that listens at this port of every address of this host;
-// which of them they reach only they can find out. `named` is what the user calls the host, if he
-// does: they try that first.
+// which of them they reach only they can find out. `named` is what the user calls the host, or
+// empty: they try that first.
 std::string places(const std::string& named, std::vector<std::string> addresses, uint16_t port);
 
 // After a failure, on the rank that hosts the meeting point: the others shall hear why, not that it

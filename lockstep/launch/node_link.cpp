@@ -49,10 +49,11 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
       meet_time_(options.meet_time),
       news_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!news_fd_.valid()) throw SystemError("eventfd", errno);
+  const Deadline deadline(meet_time_);
   address_ = options.rendezvous.empty() ? "127.0.0.1:0" : options.rendezvous;
   master_addr_ = parse_host_port(address_, "--rendezvous").host;
   if (node_rank_ == 0) {
-    if (!alone() && options.interface.empty()) wait_for_own_name();
+    if (!alone() && options.interface.empty()) wait_for_own_name(deadline);
     const HostPort here =
         listening_address(parse_host_port(address_, "--rendezvous"), options.interface);
     server_ = std::make_unique<RendezvousServer>(
@@ -67,7 +68,7 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
     warn_of_address();
   }
   if (!alone()) {
-    meet(options, token);
+    meet(options, token, deadline);
     try {
       exchange_facts(options);
     } catch (const Error&) {
@@ -78,10 +79,9 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
 }
 
 // As the other nodes do; without it there is nothing to listen on.
-void NodeLink::wait_for_own_name() {
+void NodeLink::wait_for_own_name(const Deadline& deadline) {
   if (wait_for_name(master_addr_, Deadline(milliseconds{0}))) return;
   console_.message(format("node 0 waits until '{}' is known here", master_addr_));
-  const Deadline deadline(meet_time_);
   while (!wait_for_name(master_addr_, Deadline(milliseconds{500})) && !deadline.passed())
     signals_.pause(milliseconds{0});
 }
@@ -101,8 +101,8 @@ void NodeLink::warn_of_address() {
   }
 }
 
-void NodeLink::meet(const LaunchOptions& options, const std::string& token) {
-  const Deadline deadline(meet_time_);
+void NodeLink::meet(const LaunchOptions& options, const std::string& token,
+                    const Deadline& deadline) {
   Deadline progress(kProgressEvery);
   while (!client_) {
     try {

@@ -67,9 +67,9 @@ class NodeLink {
   void leave();
 
  private:
-  void wait_for_own_name();
+  void wait_for_own_name(const Deadline& deadline);
   void warn_of_address();
-  void meet(const LaunchOptions& options, const std::string& token);
+  void meet(const LaunchOptions& options, const std::string& token, const Deadline& deadline);
   void exchange_facts(LaunchOptions& options);
   std::string judge(const LaunchOptions& options);
   void wait_until(const std::function<bool()>& done, milliseconds patience,

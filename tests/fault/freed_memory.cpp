@@ -34,6 +34,7 @@ namespace lockstep::test {
 void keep_freed_memory() { keeping = true; }
 
 bool is_freed_memory_untouched() {
+  if (num_kept > kept.size()) return false;  // some were not kept
   return std::all_of(kept.begin(), kept.begin() + num_kept, [](char* data) {
     const auto bytes = std::span(data, data == nullptr ? 0 : malloc_usable_size(data));
     return std::all_of(bytes.begin(), bytes.end(), [](char byte) { return byte == kMark; });

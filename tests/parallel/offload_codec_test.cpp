@@ -15,8 +15,6 @@ using layout::OffloadOptions;
 using layout::OffloadStrategy;
 using layout::UpdateSite;
 
-constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
-
 OffloadOptions kept_as(const char* codecs, UpdateSite site) {
   return {.param_budget = 512 * kKiB,
           .host_budget = 64 * kMiB,

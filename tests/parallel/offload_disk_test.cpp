@@ -22,7 +22,6 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
 const OffloadRun kRun{.layers = 6, .width = 112};
 
 // Parameters and gradients of 600 kB must be on the host, and there is little room beside them.
@@ -36,7 +35,7 @@ OffloadOptions on_disk(const std::string& folder, UpdateSite site) {
           .update_site = site};
 }
 
-void expect_same(int ranks, OffloadRun run, const OffloadOptions& offload) {
+void expect_same_from_disk(int ranks, OffloadRun run, const OffloadOptions& offload) {
   comm::run_threads(ranks, [&](const comm::Group& group) {
     const OffloadCurve plain = train_offloaded(group, run, {});
     OffloadRun counted = run;
@@ -65,15 +64,15 @@ void expect_same(int ranks, OffloadRun run, const OffloadOptions& offload) {
 TEST(OffloadDisk, HasTheBitsOfTrainingWithout) {
   const TempDir folder;
   for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
-    expect_same(1, kRun, on_disk(folder.path(), site));
+    expect_same_from_disk(1, kRun, on_disk(folder.path(), site));
     OffloadRun half = kRun;
     half.dtype = at::kBFloat16;
     OffloadOptions offload = on_disk(folder.path(), site);
     offload.host_budget = 400 * kKiB;
-    expect_same(1, half, offload);
+    expect_same_from_disk(1, half, offload);
     offload.host_budget = 220 * kKiB;
     offload.device_limit = 384 * kKiB;
-    expect_same(2, half, offload);
+    expect_same_from_disk(2, half, offload);
   }
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
@@ -83,7 +82,7 @@ TEST(OffloadDisk, LosslessCodecsHaveTheSameBits) {
   for (const char* codecs : {"lossless", "exp_avg=lossless", "exp_avg_sq=lossless"}) {
     OffloadOptions offload = on_disk(folder.path(), UpdateSite::cpu);
     offload.codec = layout::parse_state_codecs(codecs);
-    expect_same(1, kRun, offload);
+    expect_same_from_disk(1, kRun, offload);
   }
 }
 
@@ -94,7 +93,7 @@ TEST(OffloadDisk, UpdatesInBackward) {
   OffloadOptions offload = on_disk(folder.path(), UpdateSite::device);
   offload.clip_mode = layout::ClipMode::none;
   offload.host_budget = 500 * kKiB;
-  expect_same(1, run, offload);
+  expect_same_from_disk(1, run, offload);
 }
 
 TEST(OffloadDisk, AFolderThatIsNotThereIsRefused) {

@@ -26,7 +26,6 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
 constexpr int64_t kLayers = 17, kWidth = 112;
 constexpr int64_t kWeight = kWidth * kWidth, kElements = kWeight + kWidth;  // of a layer
 

@@ -1,6 +1,7 @@
 // Training with and without offload, to be compared bit by bit.
 #pragma once
 
+#include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
 #include <functional>
@@ -48,7 +49,7 @@ class TowerImpl : public torch::nn::Module {
 TORCH_MODULE(Tower);
 
 struct OffloadRun {
-  int64_t layers = 4, width = 40;
+  int64_t layers = 4, width = 112;
   int steps = 5, accumulation = 1;
   at::ScalarType dtype = at::kFloat;
   double clip = 0.05;     // 0: not at all
@@ -118,6 +119,36 @@ inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& 
   for (const auto& [name, tensor] : sharded.full_state_dict()) curve.weights.push_back(tensor);
   curve.stats = parallel::offload_stats(sharded);
   return curve;
+}
+
+constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
+
+// On a device that is smaller than the model.
+inline layout::OffloadOptions everything(layout::UpdateSite site = layout::UpdateSite::device,
+                                         layout::ClipMode clip = layout::ClipMode::exact) {
+  return {.param_budget = 512 * kKiB,
+          .host_budget = 64 * kMiB,
+          .device_limit = kMiB,
+          .host_limit = 64 * kMiB,
+          .strategy = layout::OffloadStrategy::extreme,
+          .update_site = site,
+          .clip_mode = clip};
+}
+
+inline void expect_same(int ranks, const OffloadRun& run, const layout::OffloadOptions& offload,
+                        const std::string& what) {
+  comm::run_threads(ranks, [&](const comm::Group& group) {
+    const OffloadCurve plain = train_offloaded(group, run, {});
+    const OffloadCurve moved = train_offloaded(group, run, offload);
+    ASSERT_EQ(plain.losses, moved.losses) << what << ", " << ranks << " ranks";
+    EXPECT_TRUE(plain == moved) << what << ", " << ranks << " ranks";
+    EXPECT_LE(moved.stats.device_peak, moved.stats.device_limit);
+    EXPECT_TRUE(!offload.params || moved.stats.param_peak <= moved.stats.param_budget);
+    EXPECT_LE(moved.stats.host_peak, moved.stats.host_budget);
+    if (offload.optimizer && offload.strategy == layout::OffloadStrategy::extreme) {
+      EXPECT_GT(moved.stats.state_on_host, 0) << "nothing had to leave the device";
+    }
+  });
 }
 
 }  // namespace lockstep::test

@@ -22,28 +22,6 @@ using parallel::ShardedModel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
-
-OffloadOptions everything(UpdateSite site = UpdateSite::device, ClipMode clip = ClipMode::exact) {
-  return {.param_budget = 512 * kKiB,
-          .host_budget = 64 * kMiB,
-          .device_limit = kMiB,
-          .host_limit = 64 * kMiB,
-          .strategy = OffloadStrategy::extreme,
-          .update_site = site,
-          .clip_mode = clip};
-}
-
-void expect_same(int ranks, const OffloadRun& run, const OffloadOptions& offload,
-                 const std::string& what) {
-  comm::run_threads(ranks, [&](const comm::Group& group) {
-    const OffloadCurve plain = train_offloaded(group, run, {});
-    const OffloadCurve moved = train_offloaded(group, run, offload);
-    ASSERT_EQ(plain.losses, moved.losses) << what << ", " << ranks << " ranks";
-    EXPECT_TRUE(plain == moved) << what << ", " << ranks << " ranks";
-  });
-}
-
 // ---- writes by others ----
 
 // Some of the elements, so that others keep what their masters have beyond them.

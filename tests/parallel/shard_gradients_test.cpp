@@ -16,14 +16,6 @@ namespace {
 using parallel::fully_shard;
 using parallel::FullyShardOptions;
 
-void backward(Layers model, int64_t index) {
-  const Batch batch = LayersTask::batch(index);
-  LayersTask::loss(model->forward(batch.input), batch).backward();
-}
-
-const std::vector<Strategy> kStrategies{Strategy::full_shard, Strategy::shard_grad_op,
-                                        Strategy::optimizer, Strategy::no_shard};
-
 TEST(Norms, ThoseOfTheWholeModel) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard,

@@ -22,11 +22,6 @@ FullyShardOptions with(const MixedPrecision& precision, Strategy strategy = Stra
   return options;
 }
 
-void backward(Layers model, int64_t index) {
-  const Batch batch = LayersTask::batch(index);
-  LayersTask::loss(model->forward(batch.input).to(at::kFloat), batch).backward();
-}
-
 // A plain model that computes what the sharded one does: in its type, with weights that came in
 // another.
 Layers like(Layers sharded, at::ScalarType traveled) {

@@ -19,14 +19,6 @@ using parallel::ParameterState;
 using parallel::ShardedModel;
 using testing::HasSubstr;
 
-void backward(Layers model, int64_t index) {
-  const Batch batch = LayersTask::batch(index);
-  LayersTask::loss(model->forward(batch.input), batch).backward();
-}
-
-const std::vector<Strategy> kStrategies{Strategy::full_shard, Strategy::shard_grad_op,
-                                        Strategy::optimizer, Strategy::no_shard};
-
 TEST(Unshard, OneUnitAndAll) {
   comm::run_threads(2, [](const comm::Group& group) {
     Layers model = LayersTask::make(1), plain = LayersTask::make(1);

@@ -114,4 +114,13 @@ inline double distance(const at::Tensor& a, const at::Tensor& b) {
   return (a.detach().to(at::kDouble) - b.detach().to(at::kDouble)).abs().max().item<double>();
 }
 
+inline void backward(Layers model, int64_t index) {
+  const Batch batch = LayersTask::batch(index);
+  LayersTask::loss(model->forward(batch.input).to(at::kFloat), batch).backward();
+}
+
+// Those that one group can have.
+inline constexpr Strategy kStrategies[]{Strategy::full_shard, Strategy::shard_grad_op,
+                                        Strategy::optimizer, Strategy::no_shard};
+
 }  // namespace lockstep::test

@@ -109,7 +109,6 @@ void Lane::settle(const fabric::Operation& operation, uint64_t sequence) {
       for (const Deadline deadline(time); !communicator_->is_settled();) {
         if (deadline.passed()) return false;
         Lock lock(mutex_);
-        if (aborted_) return true;
         changed_.wait_for(lock, pause);
       }
     } catch (const CommError& error) {
@@ -262,7 +261,11 @@ void Lane::retire(Ticket& ticket) {
   }
   // NCCL's memory waits for the device, which may wait for what this thread has to watch.
   if (!unused) return;
-  frees_.post([memory = std::move(unused)] {});
+  frees_.post([memory = std::move(unused), runtime = &runtime_,
+               device = communicator_->device()]() mutable {
+    runtime->exchange_device(device);  // or the first one gets a context
+    memory.reset();
+  });
   has_frees_ = true;
 }
 

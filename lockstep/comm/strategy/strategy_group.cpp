@@ -62,7 +62,7 @@ struct StrategyGroup::Queue {
       }
       item->memory.reset();
       item->announcement.reset();
-      // Before anybody learns of the end: who waits is the last to have the group.
+      // Before anybody learns of the end: a caller who then drops the group is the last to have it.
       item->group.reset();
       lock.lock();
       if (item->error && !failure) failure = item->error;

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "lockstep/comm/meeting.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -27,9 +28,7 @@ constexpr std::array kKinds = {OpKind::all_reduce, OpKind::reduce_scatter, OpKin
                                OpKind::broadcast};
 
 std::string machine() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return format("{}, {} cores", name, sysconf(_SC_NPROCESSORS_ONLN));
+  return format("{}, {} cores", detail::host_name(), sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 OpKind kind_of(const std::string& name) {

@@ -120,7 +120,7 @@ UpdateRing::Slot UpdateRing::fetch(const Item& item) {
     if (slice->memory) {
       slot.source = slice->memory;
     } else {
-      bring_home();
+      bring_home(*slice);
       slot.source = state->load(*slice);
     }
     tiers.copy_in(slot.memory, slot.source.get(), slice->bytes, state->name());
@@ -225,14 +225,18 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
     if (!slice.memory) returns_.push_back({&state, &slice, slot.source, done});
   }
   used_.push_back({slot.begin, done});
-  fetch_ahead();
+  // Gradients from the host would wait behind what waits for this slice to leave.
+  if (!input.gradient_on_host) fetch_ahead();
   return {updated, tiers.options.overlap ? written : done};
 }
 
-// What has arrived on the host goes on to the disk. Few at a time are under way.
-void UpdateRing::bring_home() {
+// What has arrived on the host goes on to where it rests: all that has, what is more than a few,
+// and `wanted`, which is read from there next.
+void UpdateRing::bring_home(const OffloadedState::Slice& wanted) {
   constexpr size_t kUnderWay = kFewSlices - 1;
-  while (returns_.size() > kUnderWay || (!returns_.empty() && returns_.front().arrived.passed())) {
+  const auto is_wanted = [&](const Return& each) { return each.slice == &wanted; };
+  while (!returns_.empty() && (returns_.size() > kUnderWay || returns_.front().arrived.passed() ||
+                               std::any_of(returns_.begin(), returns_.end(), is_wanted))) {
     Return& first = returns_.front();
     first.arrived.wait();
     first.state->store(*first.slice, std::move(first.memory));
@@ -247,7 +251,7 @@ void UpdateRing::finish() {
   }
   returns_.clear();
   drop_fetched();
-  num_fetched_ = 0;
+  order_.clear();  // others may write before the next update is asked for
 }
 
 UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput& input) {

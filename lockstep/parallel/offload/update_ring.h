@@ -95,7 +95,7 @@ class UpdateRing {
   void drop_fetched();
   // The one that was fetched for this slice, or is now.
   Slot slot_for(const Item& item);
-  void bring_home();
+  void bring_home(const OffloadedState::Slice& wanted);
 
   std::shared_ptr<OffloadTiers> tiers_;
   layout::UpdateSite site_;
