@@ -19,7 +19,7 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install lint tidy check-all check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
@@ -29,6 +29,7 @@ help:
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
+	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
 	@echo "make clean               remove all build folders"
 	@echo "PRESET=dev|asan|tsan|cuda builds another kind, in build/PRESET; CMAKE_ARGS=-D... passes options on; JOBS=N"
 
@@ -69,6 +70,10 @@ tidy: configure
 	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config plan launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
 
 check-all: lint test check-wide check-asan check-tsan check-no-pch
+
+# Everything, on a machine with a GPU: also the tests of CUDA, and of NCCL with several ranks on one GPU.
+check-gpu:
+	@$(MAKE) test PRESET=cuda
 
 # What `make test` takes samples of.
 check-wide: build

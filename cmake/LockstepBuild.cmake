@@ -51,6 +51,11 @@ if(LOCKSTEP_TORCH)
     message(FATAL_ERROR "Lockstep needs libtorch. Install libtorch-dev, or set Torch_ROOT to an unpacked libtorch, or put a python3 with "
                         "torch first in PATH. LOCKSTEP_TORCH=OFF builds the half that does without: the launcher and the layouts.")
   endif()
+  # c10d's header of Gloo groups includes Gloo's, which wheels leave out.
+  find_path(GLOO_INCLUDE_DIR gloo/context.h HINTS ${Libtorch_INCLUDE_DIR})
+  if(NOT GLOO_INCLUDE_DIR)
+    set(GLOO_INCLUDE_DIR ${PROJECT_SOURCE_DIR}/lockstep/comm/gloo/declarations)
+  endif()
   find_package(MPI COMPONENTS CXX QUIET)
   # Kernels of our own need nvcc. It may lie outside PATH, where only FindCUDAToolkit looks.
   set(LOCKSTEP_NVCC OFF)

@@ -58,7 +58,7 @@ int pack(const Words& arguments) {
   app.add_option("--tokenizer", tokenizer_name, "bytes, or a tokenizer.json or its folder")
       ->capture_default_str();
   app.add_option("--layout", layout_name, "Kind of file")
-      ->check(CLI::IsMember(Words{"llm.c", "nanogpt", "megatron"}))
+      ->check(one_of({"llm.c", "nanogpt", "megatron"}))
       ->capture_default_str();
   app.add_flag("--append-end-of-text", append_end,
                "End each document with the tokenizer's end-of-text token");

@@ -1,9 +1,6 @@
 #include "lockstep/cli/run.h"
 
-#include <CLI/CLI.hpp>
-#include <algorithm>
-#include <iostream>
-
+#include "lockstep/cli/options.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/launcher.h"
 
@@ -61,19 +58,11 @@ int run(const std::vector<std::string>& arguments) {
   app.add_option("--stop-grace", stop_grace,
                  "Milliseconds from a SIGINT or SIGTERM for the launcher to SIGKILL for the ranks")
       ->capture_default_str();
-  try {
-    std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());
-    app.parse(reversed);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << "Starts N ranks of a program and ends them together.\n"
-                 "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n"
-              << CLI::Formatter().make_groups(&app, CLI::AppFormatMode::Normal);
-    return 0;
-  } catch (const CLI::ConversionError& failure) {
-    throw ConfigError(std::string("run: ") + failure.what() + "; it must be a whole number");
-  } catch (const CLI::ParseError& failure) {
-    throw ConfigError(std::string("run: ") + failure.what());
-  }
+  if (const auto status = parse(app, "run",
+                                "Starts N ranks of a program and ends them together.\n"
+                                "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n",
+                                arguments))
+    return *status;
   options.meet_time = std::chrono::seconds{meet_seconds};
   options.grace = milliseconds{grace};
   options.stop_grace = milliseconds{stop_grace};

@@ -15,14 +15,14 @@ std::optional<int> parse_sample(const std::vector<std::string>& arguments, Sampl
   app.add_option("--tokenizer", options.tokenizer,
                  "A tokenizer.json; default: what the model was trained with");
   app.add_option("--tokens", options.tokens, "How many to write")
-      ->check(CLI::NonNegativeNumber)
+      ->check(not_negative())
       ->capture_default_str();
   app.add_option("--temperature", options.temperature,
                  "Below 1 prefers the likely; 0 always takes the most likely")
-      ->check(CLI::NonNegativeNumber)
+      ->check(not_negative())
       ->capture_default_str();
   app.add_option("--top-k", options.top_k, "Draw from the k most likely only; 0: from all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(not_negative())
       ->capture_default_str();
   app.add_option("--seed", options.seed, "Of the draws")->capture_default_str();
   if (const auto status = parse(app, "sample",

@@ -123,7 +123,7 @@ int schedule(const Words& arguments) {
   auto* hop =
       app.add_option("--hop", hop_text, "Time from one rank to another")->capture_default_str();
   app.add_option("--format", form, "What to write")
-      ->check(CLI::IsMember(Words{"text", "csv", "json", "svg"}))
+      ->check(one_of({"text", "csv", "json", "svg"}))
       ->capture_default_str();
   app.add_option("--output", output, "Write to this file, over what is there");
   auto* lowered =

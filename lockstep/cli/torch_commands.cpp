@@ -107,7 +107,7 @@ int selftest(const Words& arguments) {
   CLI::App app;
   app.add_option("-n", ranks, "Ranks to start on this machine (2)");
   app.add_option("--backend", backend, "What the ranks communicate with")
-      ->check(CLI::IsMember(kBackends))
+      ->check(one_of(kBackends))
       ->capture_default_str();
   app.add_flag("--large", large,
                "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
@@ -147,11 +147,11 @@ int bench_collectives(const Words& arguments) {
   const Words operations(std::begin(kBenchOperations), std::end(kBenchOperations));
   app.add_option("--backends", backends, "Separated by commas")
       ->delimiter(',')
-      ->check(CLI::IsMember(kBackends))
+      ->check(one_of(kBackends))
       ->capture_default_str();
   const CLI::Option* ops_option = app.add_option("--ops", ops, "Separated by commas")
                                       ->delimiter(',')
-                                      ->check(CLI::IsMember(operations))
+                                      ->check(one_of(operations))
                                       ->capture_default_str();
   app.add_option("--strategy", strategies,
                  "all, or some of all-reduce (the backend's own), hierarchical, ring, tree and "
@@ -160,7 +160,7 @@ int bench_collectives(const Words& arguments) {
       ->capture_default_str();
   const CLI::Option* bytes_option = app.add_option("--bytes", sizes, "Bytes of a rank's buffer")
                                         ->delimiter(',')
-                                        ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+                                        ->check(whole_number(int64_t{1}, int64_t{1} << 40))
                                         ->capture_default_str();
   app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
   app.add_flag("--calibrate", calibrate,

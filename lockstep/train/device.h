@@ -4,9 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
+#include "lockstep/memory/meter.h"
 
 namespace lockstep::train {
 
@@ -19,5 +21,7 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
 int64_t peak_cuda_bytes(c10::Device device);
 void make_current(c10::Device device);
 void limit_cuda_memory(int64_t bytes, c10::Device device);
+// What CUDA's allocator refused last, if a limit was set and it has refused something.
+std::optional<memory::OutOfMemory> cuda_refusal();
 
 }  // namespace lockstep::train

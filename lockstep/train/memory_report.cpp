@@ -12,6 +12,7 @@
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
+#include "lockstep/train/device.h"
 #include "lockstep/train/metrics.h"
 
 namespace lockstep::train {
@@ -57,7 +58,8 @@ plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optim
 }
 
 std::string out_of_memory_message(const std::exception& error, const MemoryReport& report) {
-  const std::string what = error.what();
+  const auto refusal = cuda_refusal();
+  const std::string what = refusal ? refusal->what() : error.what();
   std::string text = what.substr(0, what.find('\n'));
   const auto line = [&](const std::string& name, int64_t predicted, int64_t measured) {
     text += format("\n  {:<24}{:>10}{:>10}", name, size_text(predicted), size_text(measured));

@@ -47,7 +47,8 @@ TEST(BenchCodecs, Table) {
 TEST(BenchCodecs, WrongOptionsAreOneLine) {
   const Result result = lockstep_command({"bench", "codecs", "--elements", "0"});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("lockstep: bench codecs: --elements: Value 0 not in range 1"));
+  EXPECT_THAT(result.err,
+              HasSubstr("lockstep: bench codecs: --elements: 0 must be a whole number from 1"));
   EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
 }
 

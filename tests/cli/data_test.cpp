@@ -109,7 +109,8 @@ TEST_F(DataPack, ReplacesOnlyByForce) {
 TEST_F(DataPack, WrongUseIsOneLineAndLeavesNothing) {
   const std::pair<Result, const char*> cases[] = {
       {pack("x.txt"), "must end in .bin"},
-      {pack("x.bin", {"--layout", "parquet"}), "parquet not in {llm.c,nanogpt,megatron}"},
+      {pack("x.bin", {"--layout", "parquet"}),
+       "'parquet' is unknown, must be one of llm.c, nanogpt, megatron"},
       {pack("x.bin", {"--append-end-of-text"}), "tokenizer bytes has no end-of-text token"},
       {lockstep_command({"data", "pack", "--output", path("x.bin")}), "--input is required"},
       {lockstep_command({"data", "pack", "--input", path("none"), "--output", path("x.bin")}),

@@ -406,6 +406,7 @@ TEST(NcclDevices, EveryRankNeedsOneOfItsOwn) {
   EXPECT_EQ(nccl::problem_of(two_hosts, {{"a"}, {"b"}, {"a"}, {"b"}}), "");
   EXPECT_EQ(nccl::problem_of(one_host, {{"a"}, {"a"}}),
             "ranks 0 and 1 share CUDA device 0 of their host, each must have its own");
+  EXPECT_EQ(nccl::problem_of(one_host, {{"a"}, {"a"}}, /*may_share=*/true), "");
   EXPECT_EQ(nccl::problem_of(std::vector<int>{0, 0, 0}, Devices(3, both)),
             "ranks 0 and 2 share CUDA device 0 of their host, each must have its own");
   EXPECT_EQ(nccl::problem_of(two_hosts, {both, both, both, {}}),

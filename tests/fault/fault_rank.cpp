@@ -92,7 +92,9 @@ int main(int argc, char** argv) {
     drop(world, victim);
     _exit(0);
   }
-  at::Tensor data = at::ones({100'000});
+  // NCCL's operations are those on tensors of a device.
+  const auto options = at::TensorOptions(backend == "nccl" ? at::kCUDA : at::kCPU);
+  at::Tensor data = at::ones({100'000}, options);
   for (int round = 0; round < 2; ++round) comm::all_reduce(data, world).wait();
   // The victim's last sign of life, on everybody's clock: one host, one monotonic clock.
   at::Tensor moment = at::full({1}, now_ms(), at::kDouble);

@@ -114,6 +114,18 @@ TEST_P(Faults, WhatWasGivenUpWritesNowhereElse) {
 INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"),
                          [](const auto& info) { return info.param; });
 
+#ifdef LOCKSTEP_TEST_GPU
+// NCCL itself, its ranks on one GPU.
+TEST(NcclFaults, AKilledRankIsNamedByEverySurvivor) {
+  for (const int ranks : {2, 4}) {
+    const Result result =
+        lockstep_command({"run", "-n", std::to_string(ranks), "--grace", "20000", "env",
+                          "LOCKSTEP_SHARE_GPU=1", kProgram, "nccl", "die", "1", "60000"});
+    expect_everybody_lost(result, ranks - 1, 1);
+  }
+}
+#endif
+
 // Ranks by twos on hosts of their own; what fails is a group that users never see.
 class StrategyFaults : public ::testing::TestWithParam<std::pair<const char*, const char*>> {
  protected:

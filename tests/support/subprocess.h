@@ -38,7 +38,7 @@ class Subprocess {
   std::string out() const;
   std::string err() const;
   // Fails the test and kills the process at the limit.
-  Result wait(milliseconds limit = milliseconds{30'000});
+  Result wait(milliseconds limit = milliseconds{120'000});
   // Processes with the mark, other than the command itself.
   std::vector<pid_t> others() const;
 

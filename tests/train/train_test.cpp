@@ -351,15 +351,18 @@ TEST_F(Train, AHopelessRunEnds) {
 // The model fits, a step does not.
 TEST_F(Train, ARankWithoutMemorySaysWhatItWasFor) {
   for (const char* ranks : {"1", "2"}) {
-    const Result result = run({"-n", ranks, "--train.seq_len", "64", "--train.micro_batch", "16",
-                               "--train.global_batch", "32", "--memory.max_per_device", "2MB"});
+    const Result result =
+        run({"-n", ranks, "--train.device", "cpu", "--train.seq_len", "64", "--train.micro_batch",
+             "16", "--train.global_batch", "32", "--memory.max_per_device", "2MB"});
     EXPECT_NE(result.code, 0);
     for (const char* says :
          {"out of memory: ", " bytes asked for", "the limit is 2097152", "predicted  measured",
           "parameters", "gradients", "optimizer", "activations and buffers", "total"})
       EXPECT_THAT(result.err, testing::HasSubstr(says));
   }
-  EXPECT_EQ(run({"--memory.max_per_device", "50MB", "--train.steps", "4"}).code, 0);
+  EXPECT_EQ(
+      run({"--train.device", "cpu", "--memory.max_per_device", "50MB", "--train.steps", "4"}).code,
+      0);
 }
 
 TEST_F(Train, SampleContinuesThePrompt) {

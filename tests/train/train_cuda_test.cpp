@@ -1,0 +1,61 @@
+// `lockstep train` on a GPU: ranks that share it follow one process, over NCCL itself; running out
+// of its memory is reported.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "tests/train/train_command.h"
+
+namespace lockstep::test {
+namespace {
+
+using testing::HasSubstr;
+
+class TrainNccl : public Train {
+ protected:
+  TrainNccl() { setenv("LOCKSTEP_SHARE_GPU", "1", 1); }
+  ~TrainNccl() override { unsetenv("LOCKSTEP_SHARE_GPU"); }
+
+  const Words model_{"--model.layers", "4",       "--train.steps",  "8",   "--optim.lr", "1e-3",
+                     "--train.dtype",  "float32", "--train.device", "cuda"};
+};
+
+TEST_F(TrainNccl, EveryLayoutFollowsOneProcess) {
+  const auto one = losses(steps("one", model_ + Words{"-n", "1"}));
+  ASSERT_EQ(one.size(), 8U);
+  const auto check = [&](const std::string& name, const Words& layout) {
+    SCOPED_TRACE(name);
+    expect_close(losses(steps(name, model_ + Words{"--comm.backend", "nccl"} + layout)), one, 1e-4);
+  };
+  for (const char* ranks : {"2", "4"}) {
+    const std::string n = ranks;
+    check("dp" + n, {"-n", n});
+    check("shard" + n, {"-n", n, "--parallel.shard", "full"});
+    check("pp" + n, {"-n", n, "--parallel.pp", n});
+  }
+  check("tp", {"-n", "2", "--parallel.tp", "2"});
+  check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
+  check("tp and shard", {"-n", "4", "--parallel.tp", "2", "--parallel.shard", "full"});
+}
+
+class TrainCuda : public Train {};
+
+// The model fits, a step does not.
+TEST_F(TrainCuda, ARankWithoutMemorySaysWhatItWasFor) {
+  const Result result =
+      run({"--train.device", "cuda", "--train.seq_len", "256", "--train.micro_batch", "64",
+           "--train.global_batch", "64", "--memory.max_per_device", "100MB"});
+  EXPECT_NE(result.code, 0);
+  for (const char* says :
+       {"out of memory: ", " bytes asked for", "the limit is 104857600", "predicted  measured",
+        "parameters", "gradients", "optimizer", "activations and buffers", "total"})
+    EXPECT_THAT(result.err, HasSubstr(says));
+  EXPECT_EQ(
+      run({"--train.device", "cuda", "--memory.max_per_device", "200MB", "--train.steps", "4"})
+          .code,
+      0);
+}
+
+}  // namespace
+}  // namespace lockstep::test
