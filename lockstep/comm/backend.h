@@ -70,6 +70,9 @@ struct World {
       nullptr;                                     // where this rank hosts the meeting point
   std::shared_ptr<launch::Store> store = nullptr;  // destroyed before the server
   std::optional<Backend> adopted = std::nullopt;   // over what the program has brought
+  // The same on all ranks, and no other start of communication has it: neither an earlier one of
+  // these processes nor that of another job.
+  uint64_t incarnation = 0;
   std::vector<int> hosts = {};  // for every rank of the world, a number for its host
   std::string address = {};     // by which other hosts reach this rank
   // What carries host memory where the chosen backend carries only that of devices.

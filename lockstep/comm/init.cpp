@@ -61,7 +61,7 @@ std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
                                                         const std::string& token) {
   using launch::HostPort;
   const std::string interface = launch::interface_from_environment();
-  const launch::RendezvousServer::Expected expected{.ranks = env.world_size};
+  const launch::RendezvousServer::Expected expected{.ranks = env.world_size, .single = true};
   HostPort place{"::", 0};
   if (env.local_size.value_or(0) == env.world_size) {
     place.host = "127.0.0.1";
@@ -159,7 +159,8 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
   }
   const auto here = launch::listening_address(place, interface);
   world.server = std::make_shared<launch::RendezvousServer>(
-      token, here.text(), launch::RendezvousServer::Expected{.ranks = env.world_size});
+      token, here.text(),
+      launch::RendezvousServer::Expected{.ranks = env.world_size, .single = true});
   return join_at(world.server->address(), token, env, deadline);
 }
 
@@ -186,6 +187,7 @@ void complete(World& world, const RankEnv& env, const Client& store, const std::
   if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*store, env.rank);
   try {
     detail::Meeting meeting = detail::hold_meeting(*store, env, common, deadline);
+    world.incarnation = meeting.incarnation;
     world.hosts = std::move(meeting.hosts);
     world.address = std::move(meeting.address);
   } catch (const Error&) {
@@ -196,6 +198,7 @@ void complete(World& world, const RankEnv& env, const Client& store, const std::
 
 void be_alone(World& world) {
   world.store = std::make_shared<launch::LocalStore>();
+  world.incarnation = detail::new_incarnation();
   world.hosts = {0};
   if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*world.store, 0);
 }
@@ -331,6 +334,7 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
   if (options.backend == "mpi")
     throw ConfigError("[run_threads] backend 'mpi' has processes as ranks: use mpirun and init");
   const auto store = std::make_shared<launch::LocalStore>();
+  const uint64_t incarnation = detail::new_incarnation();
   std::mutex mutex;
   std::exception_ptr first_failure;
   {
@@ -341,6 +345,7 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
           trace::name_thread(rank, "compute");
           auto world = world_with(options);
           world->store = store;
+          world->incarnation = incarnation;
           world->hosts = hosts;
           world->address = "127.0.0.1";  // whatever hosts they count as
           world->host_backend = "thread";

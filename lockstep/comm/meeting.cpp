@@ -10,6 +10,7 @@
 #include <climits>
 #include <cstdlib>
 #include <fstream>
+#include <random>
 #include <sstream>
 
 #include "lockstep/comm/compare.h"
@@ -67,7 +68,7 @@ std::string compare(const std::vector<Card>& cards) {
     if (found == known.end()) known.push_back(card.identity);
     if (hosts.back() != 0 && address == "-") address = card.server;
   }
-  return format("met {} {}", address, join(hosts, " "));
+  return format("met {} {} {}", new_incarnation(), address, join(hosts, " "));
 }
 
 std::string who_is_missing(launch::Store& store, const RankEnv& env) {
@@ -94,6 +95,11 @@ std::string wait_for_result(launch::Store& store, const RankEnv& env, const Dead
 }
 
 }  // namespace
+
+uint64_t new_incarnation() {
+  std::random_device random;  // the kernel's
+  return uint64_t{random()} << 32 | random();
+}
 
 std::string host_identity() {
   if (const char* given = std::getenv("LOCKSTEP_HOST")) return given;
@@ -142,7 +148,7 @@ Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
     throw;
   }
   Meeting meeting;
-  words >> meeting.address;
+  words >> meeting.incarnation >> meeting.address;
   if (meeting.address == "-") meeting.address.clear();  // all are on one host
   for (int number = 0; words >> number;) meeting.hosts.push_back(number);
   check(static_cast<int>(meeting.hosts.size()) == env.world_size, "every rank has a host");

@@ -10,7 +10,8 @@
 namespace lockstep::comm::detail {
 
 struct Meeting {
-  std::vector<int> hosts;  // of every rank; numbered in order of their lowest rank
+  uint64_t incarnation = 0;  // a random number that all ranks have got from one of them
+  std::vector<int> hosts;    // of every rank; numbered in order of their lowest rank
   // By which other hosts reach this rank: of the interface that LOCKSTEP_INTERFACE names, else of
   // the one that leads to the meeting point.
   std::string address;
@@ -21,6 +22,9 @@ struct Meeting {
 // what, PeerLost, or TimeoutError that says who is missing.
 Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
                      const std::vector<std::string>& common, const Deadline& deadline);
+
+// A number that no other start of communication has.
+uint64_t new_incarnation();
 
 // Where others may find a meeting point that listens at this port of every address of this host;
 // which of them they reach only they can find out. `named` is what the user calls the host, or

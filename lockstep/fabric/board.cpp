@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
 #include "lockstep/fabric/futex.h"
 
 namespace lockstep::fabric {
@@ -13,12 +14,18 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Where things lie: the failure record, the slots, the channels, the counts, then page-aligned data
-// of each rank.
+// The first thing on a board.
+struct Header {
+  uint64_t incarnation;
+  alignas(kCacheLine) Failure failure;
+};
+
+// Where things lie: the header, the slots, the channels, the counts, then page-aligned data of each
+// rank.
 struct Layout {
   explicit Layout(int size) {
     const auto n = static_cast<size_t>(size);
-    slots = round_up(sizeof(Failure), kPage);
+    slots = round_up(sizeof(Header), kPage);
     channels = slots + n * sizeof(Slot);
     counts = round_up(channels + n * n * sizeof(Channel), kCacheLine);
     count_stride = round_up(2 * n * sizeof(int64_t), kCacheLine);
@@ -34,19 +41,31 @@ struct Layout {
   size_t slots, channels, counts, count_stride, data, data_stride, mailboxes, mailbox_piece, total;
 };
 
+Header& header_of(const Segment& segment) { return *reinterpret_cast<Header*>(segment.data()); }
+
 }  // namespace
 
 Board::Board(Segment segment, int size) : segment_(std::move(segment)), size_(size) {}
 
-std::shared_ptr<Board> Board::create(int size, bool shared) {
+std::shared_ptr<Board> Board::create(int size, bool shared, uint64_t incarnation) {
   const size_t bytes = Layout(size).total;
-  return std::shared_ptr<Board>(new Board(
-      shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes), size));
+  Segment segment =
+      shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes);
+  header_of(segment).incarnation = incarnation;
+  return std::shared_ptr<Board>(new Board(std::move(segment), size));
 }
 
-std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size) {
+std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size, uint64_t incarnation) {
   check(handle.bytes == Layout(size).total, "a board's size must follow from its number of ranks");
-  return std::shared_ptr<Board>(new Board(Segment::open(handle), size));
+  Segment segment = Segment::open(handle);
+  const uint64_t found = header_of(segment).incarnation;
+  if (found != incarnation) {
+    throw CommError(
+        format("the shared memory of process {} belongs to incarnation {:016x} of the job, this "
+               "rank to {:016x}; all ranks must start communication equally often",
+               handle.pid, found, incarnation));
+  }
+  return std::shared_ptr<Board>(new Board(std::move(segment), size));
 }
 
 void Board::keep(std::shared_ptr<const void> memory) {
@@ -62,7 +81,7 @@ Channel& Board::channel(int from, int to) const {
   return reinterpret_cast<Channel*>(segment_.data() + Layout(size_).channels)[from * size_ + to];
 }
 
-Failure& Board::failure() const { return *reinterpret_cast<Failure*>(segment_.data()); }
+Failure& Board::failure() const { return header_of(segment_).failure; }
 
 int64_t* Board::counts(int rank, uint64_t sequence) const {
   const Layout layout(size_);

@@ -86,8 +86,10 @@ struct Failure {
 class Board {
  public:
   // Shared with other processes, or private to the threads of this one.
-  static std::shared_ptr<Board> create(int size, bool shared);
-  static std::shared_ptr<Board> open(const SegmentHandle& handle, int size);
+  // `incarnation` says which start of the job it belongs to.
+  static std::shared_ptr<Board> create(int size, bool shared, uint64_t incarnation = 0);
+  // Throws CommError where the memory is of another incarnation.
+  static std::shared_ptr<Board> open(const SegmentHandle& handle, int size, uint64_t incarnation);
 
   int size() const { return size_; }
   const SegmentHandle& handle() const { return segment_.handle(); }

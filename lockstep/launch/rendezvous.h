@@ -19,13 +19,16 @@ constexpr int64_t kControlGeneration = -1;
 // Serves from a thread of its own until it is destroyed. Thread safe.
 class RendezvousServer {
  public:
+  // How many will come; 0: as many as the first of them says. Who counts otherwise is refused.
+  // `single`: for one incarnation; a rank that comes a second time is told to try again later,
+  // because the next incarnation has a server of its own.
+  struct Expected {
+    int ranks = 0, nodes = 0;
+    bool single = false;
+  };
   // Listens on exactly `bind_address` ("host:port"; port 0 lets the kernel choose). Throws
   // ConfigError for a bad address or a token that is empty or above 128 bytes, SystemError where
   // the port cannot be had.
-  // How many will come; 0: as many as the first of them says. Who counts otherwise is refused.
-  struct Expected {
-    int ranks = 0, nodes = 0;
-  };
   explicit RendezvousServer(const std::string& token,
                             const std::string& bind_address = "127.0.0.1:0");
   RendezvousServer(const std::string& token, const std::string& bind_address,
@@ -41,8 +44,8 @@ class RendezvousServer {
   // are gone. A new server is in generation 0.
   void begin_generation(int64_t generation);
 
-  // Sets lost_key(rank) in the current generation: for a launcher that saw a rank end and knows
-  // how.
+  // Sets lost_key(rank) in the rank's latest incarnation and in all that follow in this generation:
+  // for a launcher that saw a rank end and knows how.
   void mark_lost(int rank, const std::string& how);
 
  private:
@@ -50,11 +53,14 @@ class RendezvousServer {
   std::unique_ptr<Impl> impl_;
 };
 
-// Who a client is. Rank -1 is not a rank: it may use the store but nobody misses it.
+// Who a client is. Rank -1 is not a rank: it may use the store of the incarnation that it names but
+// nobody misses it. A rank joins the next incarnation after the one it joined before; each has keys
+// of its own.
 struct Identity {
   int rank = -1;
   int world_size = 0;
   int64_t generation = 0;
+  int64_t incarnation = 0;
 };
 
 // Every call but get() is one request on one connection, answered within 30 s or a TimeoutError; a

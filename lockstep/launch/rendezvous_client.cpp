@@ -71,7 +71,10 @@ class RendezvousClient::Impl {
     check_sizes(request);
     try {
       Fd fd = take_idle();
-      if (!fd.valid()) fd = join({-1, 0, identity_.generation}, deadline);
+      if (!fd.valid()) {
+        Identity helper{-1, 0, identity_.generation, identity_.incarnation};
+        fd = join(helper, deadline);
+      }
       wire::Reply reply = exchange(fd, request, deadline);
       const std::lock_guard lock(mutex_);
       idle_.push_back(std::move(fd));
@@ -126,8 +129,10 @@ class RendezvousClient::Impl {
   }
 
   // A connection that broke before the server answered may have met a server that is full or just
-  // starting: try again.
-  Fd join(const Identity& identity, const Deadline& deadline) {
+  // starting, and one that says so is of an incarnation before this one: try again. A rank learns
+  // its incarnation.
+  Fd join(Identity& identity, const Deadline& deadline) {
+    std::string reason = "it closes every connection";
     while (true) {
       Fd fd = connect_socket(places_, deadline);
       try {
@@ -135,12 +140,18 @@ class RendezvousClient::Impl {
         const auto proven = receive(fd, deadline);
         if (proven) {
           require_ok(*proven);
-          const wire::Hello hello{identity.rank, identity.world_size, identity.generation};
+          const wire::Hello hello{identity.rank, identity.world_size, identity.generation,
+                                  identity.incarnation};
           send_bytes(fd, wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(hello)}),
                      deadline);
           const auto joined = receive(fd, deadline);
-          if (joined) {
+          if (joined && joined->status == wire::Status::later) {
+            reason = joined->value;
+          } else if (joined) {
             require_ok(*joined);
+            const auto incarnation = wire::unpack_number(joined->value);
+            if (!incarnation) throw CommError("rendezvous: the answer to hello is not a number");
+            identity.incarnation = *incarnation;
             return fd;
           }
         }
@@ -150,7 +161,7 @@ class RendezvousClient::Impl {
             format("rendezvous {}: connected, but it does not answer; is it one?", where_));
       }
       if (deadline.passed()) {
-        throw TimeoutError(format("rendezvous {}: it closes every connection", where_));
+        throw TimeoutError(format("rendezvous {}: {}", where_, reason));
       }
       std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
     }
@@ -163,7 +174,7 @@ class RendezvousClient::Impl {
 
   const std::string where_;
   const std::vector<HostPort> places_;
-  const Identity identity_;
+  Identity identity_;
   std::string greeting_, local_, server_;
   std::mutex mutex_;
   Fd main_;               // says that this rank lives

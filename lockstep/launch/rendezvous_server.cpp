@@ -56,8 +56,9 @@ class RendezvousServer::Impl {
   Impl(const std::string& token, const std::string& bind_address, const Expected& expected)
       : where_(parse_host_port(bind_address, "rendezvous")),
         ranks_(expected.ranks),
-        control_(std::make_shared<KeySpace>(kControlGeneration, expected.nodes)),
-        current_(std::make_shared<KeySpace>(0, ranks_)) {
+        single_(expected.single),
+        control_(std::make_shared<KeySpace>(kControlGeneration, 0, expected.nodes)),
+        current_(std::make_unique<Generation>(0, ranks_, single_)) {
     if (token.empty() || token.size() > wire::kMaxToken) {
       throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}",
                                token.size(), wire::kMaxToken));
@@ -95,10 +96,10 @@ class RendezvousServer::Impl {
   void begin_generation(int64_t generation) {
     std::vector<int> old;
     for (const auto& [fd, connection] : connections_) {
-      if (connection.space == current_) old.push_back(fd);
+      if (connection.space && connection.space != control_) old.push_back(fd);
     }
     for (const int fd : old) forget(fd);
-    current_ = std::make_shared<KeySpace>(generation, ranks_);
+    current_ = std::make_unique<Generation>(generation, ranks_, single_);
   }
 
   void mark_lost(const std::shared_ptr<KeySpace>& space, int rank, const std::string& how) {
@@ -109,7 +110,10 @@ class RendezvousServer::Impl {
         format("lost {} {} {} was lost before all {}s had come: {}", rank, word, rank, word, how));
     if (news) ask(space, *news);
   }
-  void mark_lost(int rank, const std::string& how) { mark_lost(current_, rank, how); }
+  void mark_lost(int rank, const std::string& how) {
+    current_->mark_gone(rank, how);
+    for (const auto& space : current_->ahead_of(rank)) mark_lost(space, rank, how);
+  }
 
  private:
   void serve(const std::stop_token& stop) {
@@ -194,10 +198,19 @@ class RendezvousServer::Impl {
     forget(fd);
     if (rank < 0) return;
     if (said_goodbye) {
-      space->leave(rank);
+      leave(space, rank);
     } else {
       mark_lost(space, rank, how);
     }
+    current_->forget_what_is_over();
+  }
+
+  void leave(const std::shared_ptr<KeySpace>& space, int rank) {
+    space->leave(rank);
+    if (space == control_) return;
+    const auto news =
+        space->end_meeting(format("lost {} rank {} left before all ranks had come", rank, rank));
+    if (news) ask(space, *news);
   }
 
   void receive(Connection& connection) {
@@ -276,20 +289,39 @@ class RendezvousServer::Impl {
       return;
     }
     unproven_.remove(connection.fd.get());
-    const auto& space = hello->generation == kControlGeneration ? control_ : current_;
+    const auto turn_away = [&](wire::Status status, const std::string& reason) {
+      connection.closing = true;
+      say(connection, {status, reason});
+    };
+    const bool is_node = hello->generation == kControlGeneration;
+    // A rank of an earlier generation has nothing to do with those who meet now.
+    if (!is_node && hello->generation != current_->number()) {
+      return turn_away(wire::Status::refused,
+                       format("rank {} belongs to generation {}, the job is in generation {}",
+                              hello->rank, hello->generation, current_->number()));
+    }
+    const auto space = is_node ? control_ : current_->place_of(*hello);
+    if (!space && hello->rank < 0)
+      return turn_away(wire::Status::refused, format("incarnation {} is over", hello->incarnation));
+    if (!space) {
+      return turn_away(wire::Status::later,
+                       format("rank {} has been here before, and rank 0 has not begun the next "
+                              "incarnation of the job",
+                              hello->rank));
+    }
+    if (!is_node) {
+      for (const auto& [rank, how] : current_->gone()) mark_lost(space, rank, how);
+    }
     const std::string reason = space->join(*hello);
     if (!reason.empty()) {
-      // Who comes from an earlier generation has nothing to do with those who meet now.
-      const bool ours = hello->generation == space->generation();
-      const auto news = ours ? space->end_meeting("refused " + reason) : std::nullopt;
+      const auto news = space->end_meeting("refused " + reason);
       if (news) ask(space, *news);
-      connection.closing = true;
-      return say(connection, {wire::Status::refused, reason});
+      return turn_away(wire::Status::refused, reason);
     }
     connection.space = space;
     connection.rank = hello->rank;
     connection.stage = Stage::ready;
-    say(connection, {wire::Status::ok, {}});
+    say(connection, {wire::Status::ok, wire::pack(space->incarnation())});
   }
 
   // Whoever waits for a key that was just set gets it.
@@ -360,7 +392,9 @@ class RendezvousServer::Impl {
   std::list<int> unproven_;  // oldest first
   std::optional<Clock::time_point> accept_again_;
   const int ranks_;
-  std::shared_ptr<KeySpace> control_, current_;
+  const bool single_;
+  const std::shared_ptr<KeySpace> control_;
+  std::unique_ptr<Generation> current_;
   size_t refused_ = 0;
   Clock::time_point refusal_report_due_{};
   std::mutex calls_mutex_;

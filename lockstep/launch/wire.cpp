@@ -95,7 +95,7 @@ std::optional<Request> parse_request(std::string_view payload) {
 std::optional<Reply> parse_reply(std::string_view payload) {
   if (payload.empty()) return std::nullopt;
   const auto status = take<uint8_t>(payload);
-  if (status < static_cast<uint8_t>(Status::ok) || status > static_cast<uint8_t>(Status::refused)) {
+  if (status < static_cast<uint8_t>(Status::ok) || status > static_cast<uint8_t>(Status::later)) {
     return std::nullopt;
   }
   return Reply{static_cast<Status>(status), std::string(payload)};
@@ -106,15 +106,17 @@ std::string pack(const Hello& hello) {
   append(bytes, hello.rank);
   append(bytes, hello.world_size);
   append(bytes, hello.generation);
+  append(bytes, hello.incarnation);
   return bytes;
 }
 
 std::optional<Hello> unpack_hello(std::string_view bytes) {
-  if (bytes.size() != 16) return std::nullopt;
+  if (bytes.size() != 24) return std::nullopt;
   Hello hello;
   hello.rank = take<int32_t>(bytes);
   hello.world_size = take<int32_t>(bytes);
   hello.generation = take<int64_t>(bytes);
+  hello.incarnation = take<int64_t>(bytes);
   return hello;
 }
 

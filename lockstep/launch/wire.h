@@ -23,7 +23,7 @@ constexpr size_t kMaxFrame = 1 + 4 + kMaxKey + kMaxValue;
 constexpr size_t kMaxHelloFrame = 64;
 
 enum class Op : uint8_t { hello = 1, set, get, find, add, remove, goodbye };
-enum class Status : uint8_t { ok = 1, absent, refused };
+enum class Status : uint8_t { ok = 1, absent, refused, later };
 
 struct Request {
   Op op = Op::find;
@@ -33,13 +33,16 @@ struct Request {
 
 struct Reply {
   Status status = Status::ok;
-  std::string value;  // for `refused`, the reason in words
+  std::string value;  // for `refused` and `later`, the reason in words
 };
 
+// The answer to a rank's hello is the number of the incarnation that it has joined; a client that
+// is not a rank says which one it wants.
 struct Hello {
   int32_t rank = -1;
   int32_t world_size = 0;
   int64_t generation = 0;
+  int64_t incarnation = 0;
 };
 
 std::string greeting(std::string_view token);

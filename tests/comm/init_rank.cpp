@@ -1,20 +1,100 @@
 // A rank for tests of init(): says who it is and what it sums up to.
 //   init_rank [BACKEND [ELEMENTS [STRATEGY]]]
+//   init_rank --cycles N [BACKEND ...]   init, collectives, drop, N times, with random delays
+//   init_rank --vanish [BACKEND ...]     the last rank ends without a word after init
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace {
+
+using namespace lockstep;
+
+struct Arguments {
+  explicit Arguments(std::vector<std::string> words) {
+    if (!words.empty() && words[0] == "--cycles") {
+      cycles = std::stoi(words.at(1));
+      words.erase(words.begin(), words.begin() + 2);
+    } else if (!words.empty() && words[0] == "--vanish") {
+      vanish = true;
+      words.erase(words.begin());
+    }
+    words.resize(std::max<size_t>(words.size(), 3));
+    if (!words[0].empty()) options.backend = words[0];
+    if (!words[1].empty()) elements = std::stol(words[1]);
+    if (!words[2].empty()) options.strategy = layout::parse_comm_strategy(words[2]);
+  }
+  comm::InitOptions options;
+  int64_t elements = 3;
+  int cycles = 0;
+  bool vanish = false;
+};
+
+// Ranks reach each call at different times.
+void dawdle(std::mt19937& random) {
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 3 == 0 ? random() % 4000 : 0));
+}
+
+void expect_sum(const comm::Group& group, int64_t elements, int64_t mine, int64_t wanted,
+                int cycle) {
+  at::Tensor sum = at::full({elements}, mine, at::kLong);
+  comm::all_reduce(sum, group).wait();
+  if (!sum.eq(wanted).all().item<bool>())
+    throw Error(format("cycle {}: rank {} of '{}' has the sum {}, must be {}", cycle, group.rank(),
+                       group.name(), sum[0].item<int64_t>(), wanted));
+}
+
+// Every value tells from which cycle it comes.
+void run_cycle(const Arguments& arguments, int cycle, std::mt19937& random) {
+  const comm::Group world = comm::init(arguments.options);
+  const int64_t n = world.size(), of_ranks = n * (n - 1) / 2;
+  dawdle(random);
+  expect_sum(world, arguments.elements, 1000 * cycle + world.rank(), 1000 * cycle * n + of_ranks,
+             cycle);
+  if (cycle % 4 == 1) {
+    const comm::Group all = world.split(0, world.rank());
+    dawdle(random);
+    expect_sum(all, arguments.elements, 7000 * cycle + world.rank(), 7000 * cycle * n + of_ranks,
+               cycle);
+  }
+  // What goes wrong in one incarnation is nothing to the next. MPI ends with what it has not done.
+  if (cycle % 100 == 10 && world.backend() != "mpi" && world.rank() + 1 < n) {
+    try {
+      at::Tensor late = at::ones({3});
+      comm::all_reduce(late, world, {.timeout = milliseconds{50}}).wait();
+      throw ConfigError(format("cycle {}: a sum without all ranks", cycle));
+    } catch (const CommError&) {
+    }
+  }
+  dawdle(random);
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
-  using namespace lockstep;
   try {
-    const comm::Group world =
-        comm::init({.backend = argc > 1 ? argv[1] : "auto",
-                    .strategy = layout::parse_comm_strategy(argc > 3 ? argv[3] : "all-reduce")});
-    at::Tensor sum = at::full({argc > 2 ? std::atol(argv[2]) : 3}, world.rank() + 1, at::kLong);
+    const Arguments arguments({argv + 1, argv + argc});
+    std::mt19937 random(static_cast<unsigned>(getpid()));
+    for (int cycle = 0; cycle < arguments.cycles; ++cycle) {
+      run_cycle(arguments, cycle, random);
+      dawdle(random);
+    }
+    if (arguments.cycles > 0) {
+      std::printf("%d cycles are right\n", arguments.cycles);
+      return 0;
+    }
+    const comm::Group world = comm::init(arguments.options);
+    if (arguments.vanish && world.rank() + 1 == world.size()) _exit(3);
+    at::Tensor sum = at::full({arguments.elements}, world.rank() + 1, at::kLong);
     comm::all_reduce(sum, world).wait();
     std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
                 world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),

@@ -45,6 +45,15 @@ Fd raw(const RendezvousServer& server, const std::string& bytes) {
   return fd;
 }
 
+// A client that ends without a good-bye.
+Fd joined(const RendezvousServer& server, const wire::Hello& hello) {
+  Fd fd = raw(server, wire::greeting(kToken) +
+                          wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(hello)}));
+  std::array<std::byte, 5 + 5 + 8> answers;
+  EXPECT_TRUE(read_full(fd, answers, in(20'000)));
+  return fd;
+}
+
 // How many bytes come before the server closes the connection.
 size_t bytes_until_closed(const Fd& fd) {
   size_t total = 0;
@@ -240,8 +249,84 @@ TEST(Rendezvous, NothingEndsAMeetingThatIsOverAndNobodyOfAnEarlierGenerationDoes
   EXPECT_THROW(client(server, 0, 2, 0), ConfigError);
   EXPECT_EQ(first.find(kMeetingKey), std::nullopt);
   first.set(kMeetingKey, "met all");
-  EXPECT_THROW(client(server, 0, 2, 1), ConfigError);
+  EXPECT_THROW(client(server, 1, 3, 1), ConfigError);
   EXPECT_EQ(meeting_result(meeting(first)), "all");
+}
+
+TEST(Rendezvous, EveryIncarnationHasKeysOfItsOwn) {
+  RendezvousServer server(kToken);
+  auto old0 = client(server, 0, 2), old1 = client(server, 1, 2);
+  old0.set(kMeetingKey, "met all");
+  old0.set("key", "old");
+  auto new0 = client(server, 0, 2);  // ahead of rank 1, and of its own former self
+  EXPECT_EQ(new0.find("key"), std::nullopt);
+  EXPECT_EQ(new0.find(kMeetingKey), std::nullopt);
+  new0.set("key", "new");
+  EXPECT_EQ(old1.get("key", in(20'000)), "old");
+  auto waiting = std::async(std::launch::async, [&] { return new0.get("answer", in(20'000)); });
+  old1.set("answer", "old");
+  auto new1 = client(server, 1, 2);
+  EXPECT_EQ(new1.get("key", in(20'000)), "new");
+  new1.set("answer", "new");
+  EXPECT_EQ(waiting.get(), "new");
+}
+
+TEST(Rendezvous, WhatIsLostInOneIncarnationMayComeToTheNext) {
+  RendezvousServer server(kToken);
+  auto old0 = client(server, 0, 2);
+  { const Fd vanishes = joined(server, {1, 2, 0}); }
+  EXPECT_THAT(old0.get(lost_key(1), in(20'000)), HasSubstr("closed"));
+  EXPECT_THROW(meeting_result(meeting(old0)), PeerLost);
+  auto new0 = client(server, 0, 2), new1 = client(server, 1, 2);
+  EXPECT_EQ(new0.find(lost_key(1)), std::nullopt);
+  EXPECT_EQ(new1.find(kMeetingKey), std::nullopt);
+}
+
+TEST(Rendezvous, OneWhoLeavesTooSoonEndsTheMeetingForAll) {
+  RendezvousServer server(kToken);
+  auto first = client(server, 0, 2);
+  { auto leaves = client(server, 1, 2); }
+  EXPECT_THROW(meeting_result(meeting(first)), PeerLost);
+}
+
+TEST(Rendezvous, ARankWhoseProcessHasEndedIsLostInAllIncarnationsToCome) {
+  RendezvousServer server(kToken);
+  auto old0 = client(server, 0, 2);
+  {
+    auto old1 = client(server, 1, 2);
+    old0.set(kMeetingKey, "met all");
+  }
+  auto between = client(server, 0, 2);
+  server.mark_lost(1, "ended with code 9");
+  auto after = client(server, 0, 2);
+  EXPECT_EQ(meeting_result(meeting(old0)), "all");
+  for (auto* waits : {&between, &after}) {
+    EXPECT_THROW(meeting_result(meeting(*waits)), PeerLost);
+    EXPECT_EQ(waits->find(lost_key(1)), "ended with code 9");
+  }
+  // Its number is of no use to others.
+  EXPECT_THROW(client(server, 1, 2), ConfigError);
+}
+
+TEST(Rendezvous, AServerOfOneIncarnationSendsRanksOnToTheNext) {
+  const RendezvousServer::Expected once{.ranks = 2, .single = true};
+  auto server = std::make_unique<RendezvousServer>(kToken, "127.0.0.1:0", once);
+  const std::string address = server->address();
+  auto old0 = client(*server, 0, 2), old1 = client(*server, 1, 2);
+  old0.set(kMeetingKey, "met all");
+  EXPECT_THAT(message_of<TimeoutError>([&] {
+                RendezvousClient(address, kToken, {1, 2, 0}, in(100));
+              }),
+              HasSubstr("rank 1 has been here before"));
+  auto next = std::async(std::launch::async, [&] {
+    RendezvousClient one(address, kToken, {1, 2, 0}, in(20'000));
+    return one.get("key", in(20'000));
+  });
+  old0.set("key", "old");
+  server.reset();
+  server = std::make_unique<RendezvousServer>(kToken, address, once);
+  client(*server, 0, 2).set("key", "new");
+  EXPECT_EQ(next.get(), "new");
 }
 
 TEST(Rendezvous, OneWhoIsLostEndsTheMeetingForAll) {
@@ -282,23 +367,9 @@ TEST(Rendezvous, ARankThatVanishesIsLostAndOneThatLeavesIsNot) {
   RendezvousServer server(kToken);
   auto watcher = client(server, 0, 3);
   { auto leaves = client(server, 1, 3); }
-  {
-    const Fd vanishes =
-        raw(server,
-            wire::greeting(kToken) +
-                wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(wire::Hello{2, 3, 0})}));
-    EXPECT_TRUE(test::eventually([&] {
-      try {
-        client(server, 2, 3);
-        return false;
-      } catch (const ConfigError&) {
-        return true;
-      }
-    }));
-  }
+  { const Fd vanishes = joined(server, {2, 3, 0}); }
   EXPECT_THAT(watcher.get(lost_key(2), in(20'000)), HasSubstr("closed"));
   EXPECT_EQ(watcher.find(lost_key(1)), std::nullopt);
-  EXPECT_THAT(message_of<ConfigError>([&] { client(server, 2, 3); }), HasSubstr("lost"));
   server.mark_lost(1, "was killed by SIGKILL");
   EXPECT_EQ(watcher.find(lost_key(1)), "was killed by SIGKILL");
 }

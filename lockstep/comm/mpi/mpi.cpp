@@ -82,6 +82,13 @@ struct Worker {
   bool busy = false, stopping = false;
 };
 
+// Tells the members' call that makes a communicator from those for other groups, and from what an
+// earlier incarnation may have left unfinished.
+int tag_of(const detail::Membership& membership) {
+  const auto text = format("{} {}", membership.name, membership.world->incarnation);
+  return static_cast<int>(std::hash<std::string>()(text) % kTags);
+}
+
 class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_this<MpiGroup> {
  public:
   // Ranks of the job are ranks of `world`.
@@ -89,8 +96,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
       : GroupImpl(std::move(membership), "mpi"),
         watch_(this->membership()),
         trace_(this->membership()),
-        small_(world, this->membership().members,
-               static_cast<int>(std::hash<std::string>()(this->membership().name) % kTags)),
+        small_(world, this->membership().members, tag_of(this->membership())),
         worker_(std::make_shared<Worker>(small_.duplicate())),
         messages_(small_.duplicate()) {}
 

@@ -28,12 +28,12 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
   const std::string key = "shm/" + membership.name;
   std::shared_ptr<fabric::Board> board;
   if (membership.rank == 0) {
-    board = fabric::Board::create(membership.size(), true);
+    board = fabric::Board::create(membership.size(), true, world.incarnation);
     world.store->set(key, board->handle().to_text());
   } else {
     board = fabric::Board::open(
         fabric::SegmentHandle::from_text(world.store->get(key, Deadline(world.timeout))),
-        membership.size());
+        membership.size(), world.incarnation);
   }
   const auto liveness = std::make_shared<Liveness>(board);
   const std::shared_ptr<launch::Store> store = world.store;
