@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@ namespace lockstep::comm::detail {
 
 class ActivityReporter;
 class GroupImpl;
+class OrderedLine;
+class SharedObjects;
 struct Membership;
 
 // Makes this rank's part of a group. Collective over its members.
@@ -78,7 +81,7 @@ struct World {
   // What carries host memory where the chosen backend carries only that of devices.
   std::string host_backend = "shm";
   milliseconds timeout = kDefaultTimeout;
-  bool check = false;
+  bool check = true;        // operations of all ranks are compared
   bool even_alone = false;  // groups of one are the backend's too
   layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
   // For CommStrategy::adaptive: what was measured on rank 0's machine (strategy/table.h). Set by
@@ -91,6 +94,8 @@ struct World {
   std::shared_ptr<fabric::PeerHeaps> peer_heaps = nullptr;
   // Made by the first group whose backend has no shared memory.
   std::shared_ptr<ActivityReporter> reporter = nullptr;
+  // Where the ranks are threads, shared by all of them.
+  std::shared_ptr<SharedObjects> objects = nullptr;
 };
 
 // Who is in a group, before it exists.
@@ -139,10 +144,16 @@ class GroupImpl {
   // Reductions are a binary tree over ranks, split at the largest power of two (fabric/reduce.h).
   virtual bool sums_in_rank_tree() const { return false; }
 
+  // What sums in that order run on elsewhere (ordered.cpp); made with the first of them. Thread
+  // safe.
+  std::shared_ptr<OrderedLine> ordered_line();
+
  private:
   Membership membership_;
   std::string backend_;
   std::atomic<int> split_count_{0};
+  std::mutex mutex_;
+  std::shared_ptr<OrderedLine> ordered_line_;
 };
 
 // Makes this rank's part of a group of any size, by the strategy of its world. Collective over the

@@ -6,9 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
-#include <functional>
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
@@ -26,21 +27,11 @@ using fabric::OpKind;
 // On which nothing runs.
 bool is_alone(const Group& group) { return group.backend() == "none"; }
 
-// Runs something on the waiting thread once the operation is complete.
-class WithEpilogue final : public detail::Pending {
- public:
-  WithEpilogue(std::shared_ptr<detail::Pending> pending, std::function<void()> epilogue)
-      : pending_(std::move(pending)), epilogue_(std::move(epilogue)) {}
-  void wait() override {
-    pending_->wait();
-    if (auto epilogue = std::exchange(epilogue_, nullptr)) epilogue();
-  }
-  bool done() const override { return pending_->done() && !epilogue_; }
-
- private:
-  std::shared_ptr<detail::Pending> pending_;
-  std::function<void()> epilogue_;
-};
+// The caller's current stream, where the tensor is on a device.
+std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
+  if (tensor.device().is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
 
 // One call: what it is called, for messages, and what it has gathered for its operation.
 class Call {
@@ -130,14 +121,21 @@ class Call {
   Work start() {
     const auto& blocked = group_.impl().membership().world->blocked;
     const detail::BlockedTime time(blocked.get());  // small operations are done in the call
-    auto pending = group_.impl().submit(std::move(operation_),
-                                        std::make_shared<std::array<at::Tensor, 2>>(memory_));
-    if (!target_.defined()) return Work(std::move(pending), blocked);
-    return Work(std::make_shared<WithEpilogue>(std::move(pending),
-                                               [target = target_, source = memory_[1]] {
-                                                 const c10::AutoGradMode no_grad(false);
-                                                 target.copy_(source);
-                                               }),
+    if (target_.defined()) {
+      // Any thread may do this, as if the caller did: after what its stream had been given, and
+      // with what it may write. Under nccl the operation's own stream comes after both.
+      const auto stream = operation_.device >= 0 ? std::nullopt : stream_of(target_);
+      operation_.finish = [target = target_, source = memory_[1], stream] {
+        const c10::InferenceMode inference(target.is_inference());
+        const c10::AutoGradMode no_grad(false);
+        c10::OptionalStreamGuard on_stream;
+        if (stream) on_stream.reset_stream(*stream);
+        target.copy_(source);
+      };
+    }
+    return Work(group_.impl().submit(std::move(operation_),
+                                     std::make_shared<std::array<at::Tensor, 3>>(
+                                         std::array{memory_[0], memory_[1], target_})),
                 blocked);
   }
 

@@ -7,6 +7,7 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance_support.h"
+#include "lockstep/comm/ordered.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -68,6 +69,32 @@ void check_reduce(const Ranks& group) {
                         : group.contribution(group.rank(), count, dtype),
                     label("reduce", dtype, count));
     }
+  }
+}
+
+void check_whole_averages(const Ranks& group) {
+  constexpr int64_t kCount = 500;
+  for (const DType dtype : {DType::int64, DType::int32, DType::int8, DType::uint8}) {
+    std::vector<at::Tensor> parts;
+    for (int rank = 0; rank < group.size(); ++rank)
+      parts.push_back(group.near_limits(rank, kCount * group.size(), dtype));
+    const at::Tensor expected = expected_reduction(parts, ReduceOp::avg);
+    const at::Tensor& mine = parts[static_cast<size_t>(group.rank())];
+    at::Tensor data = mine.clone();
+    all_reduce(data, group, {.op = ReduceOp::avg}).wait();
+    require_equal(data, expected, label("average over all", dtype, data.numel()));
+    const int root = group.size() - 1;
+    data = mine.clone();
+    reduce(data, group, {.root = root, .op = ReduceOp::avg}).wait();
+    require_equal(data, group.rank() == root ? expected : mine,
+                  label("average at the root", dtype, data.numel()));
+    at::Tensor block = at::empty({kCount}, mine.options());
+    reduce_scatter(block, mine, group, {.op = ReduceOp::avg}).wait();
+    require_equal(block, expected.narrow(0, kCount * group.rank(), kCount),
+                  label("average of a block", dtype, kCount));
+    data = mine.clone();
+    all_reduce_ordered(data, group, {.op = ReduceOp::avg}).wait();
+    require_equal(data, expected, label("average in order", dtype, data.numel()));
   }
 }
 
@@ -374,6 +401,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
   std::vector<std::pair<const char*, void (*)(const Ranks&)>> checks{
       {"all_reduce: 9 dtypes, 5 reductions, 0 to 70001 elements", check_all_reduce},
       {"reduce: every root", check_reduce},
+      {"averages of whole numbers near their limits", check_whole_averages},
       {"broadcast: every root", check_broadcast},
       {"all_gather: even and uneven blocks", check_all_gather},
       {"reduce_scatter: even and uneven blocks", check_reduce_scatter},
@@ -385,9 +413,11 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
       {"symmetric memory, alone and mixed", check_symmetric_memory},
       {"the same bits on all ranks and in every run", check_same_bits},
       {"many operations in flight", check_overlapping_calls},
+      {"operations that are not waited for complete", check_unwaited},
       {"split", check_split},
       {"wrong arguments are refused", check_bad_arguments},
       {"ranks that disagree get an error, all of them", check_mismatches},
+      {"so does one that makes fewer calls and leaves", check_fewer_calls},
       {"so does a message of the wrong size", check_mismatched_message},
   };
   if (large) checks.emplace_back("more than 2^31 elements", check_large);

@@ -82,6 +82,34 @@ void check_mismatches(const Ranks& group) {
        [&](const Group& g) {
          broadcast(at::zeros({8}, group.options()), g, {.root = odd_one ? 1 : 0}).wait();
        }},
+      {"tensors in another order",
+       [&](const Group& g) {
+         at::Tensor first = at::zeros({8}, group.options()),
+                    second = at::zeros({9}, group.options());
+         Work works[] = {all_reduce(odd_one ? second : first, g),
+                         all_reduce(odd_one ? first : second, g)};
+         for (Work& work : works) work.wait();
+       }},
+      {"a call that one rank leaves out",
+       [&](const Group& g) {
+         at::Tensor data = at::zeros({8}, group.options());
+         if (!odd_one) all_reduce(data, g).wait();
+         all_gather(at::zeros({8 * g.size()}, group.options()), data, g).wait();
+       }},
+      {"blocks of different sizes",
+       [&](const Group& g) {
+         std::vector<int64_t> counts(static_cast<size_t>(g.size()), 4);
+         counts.front() += odd_one ? 1 : 0;
+         counts.back() += odd_one ? 0 : 1;
+         at::Tensor all = at::zeros({4 * g.size() + 1}, group.options());
+         const int64_t mine = counts[static_cast<size_t>(g.rank())];
+         all_gather(all, at::zeros({mine}, group.options()), g, {.counts = counts}).wait();
+       }},
+      {"calls whose handles were dropped",
+       [&](const Group& g) {
+         (void)all_reduce(at::zeros({odd_one ? 8 : 9}, group.options()), g);
+         barrier(g).wait();
+       }},
       {"different tags",
        [&](const Group& g) {
          all_reduce(at::zeros({8}, group.options()), g, {.tag = odd_one ? "a" : "b"}).wait();
@@ -106,6 +134,28 @@ void check_mismatches(const Ranks& group) {
     }
     require(still_broken, format("{}: the group went on afterwards", what));
   }
+}
+
+// One rank makes fewer calls than the others and leaves: they do not wait for it.
+void check_fewer_calls(const Ranks& group) {
+  // Across hosts an engine may notice only at the deadline.
+  if (group.size() == 1 || group.local_size() < group.size() || !compares(group)) return;
+  Group victim = group.split(0, group.rank());
+  const int leaver = group.size() - 1;
+  at::Tensor data = at::ones({8}, group.options());
+  all_reduce(data, victim).wait();
+  std::string message;
+  if (group.rank() != leaver) {
+    try {
+      all_reduce(data, victim).wait();
+    } catch (const PeerLost& error) {
+      require(error.rank() == leaver, format("the wrong rank is named: {}", error.what()));
+      message = error.what();
+    }
+    require(!message.empty(), "fewer calls of one rank: no error that names it");
+  }
+  victim = Group();
+  barrier(group).wait();
 }
 
 // The receiver finds out; the sender, and everybody else, with the next thing they do in that

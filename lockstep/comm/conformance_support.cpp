@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
@@ -39,11 +41,38 @@ at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op)
     const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
     return stacked.sum(0).to(wide).div(static_cast<int64_t>(parts.size())).to(type);
   }
-  return stacked.sum(0)
-      .to(type)
-      .to(at::kLong)
-      .div(static_cast<int64_t>(parts.size()), "trunc")
-      .to(type);
+  std::vector<at::Tensor> wide;
+  for (const at::Tensor& part : parts) wide.push_back(part.to(at::kCPU, at::kLong).contiguous());
+  at::Tensor averages = at::empty_like(wide[0]);
+  for (int64_t i = 0; i < averages.numel(); ++i) {
+    __extension__ __int128 sum = 0;
+    for (const at::Tensor& part : wide) sum += part.data_ptr<int64_t>()[i];
+    averages.data_ptr<int64_t>()[i] = static_cast<int64_t>(sum / static_cast<int>(parts.size()));
+  }
+  return averages.to(parts[0].options());
+}
+
+at::Tensor Ranks::near_limits(int rank, int64_t count, DType dtype) const {
+  const auto [least, most] = [&]() -> std::pair<int64_t, int64_t> {
+    switch (dtype) {
+      case DType::int64:
+        return {std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
+      case DType::int32:
+        return {std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()};
+      case DType::int8:
+        return {-128, 127};
+      default:
+        return {0, 255};
+    }
+  }();
+  const int64_t values[] = {most, least, most - 1, least + 1, most / 2, least / 2, 1};
+  const at::Tensor numbers = at::empty({count}, at::kLong);
+  for (int64_t i = 0; i < count; ++i) {
+    // Every eighth element is the same on all ranks: then only the division could bring it back.
+    const int64_t choice = i % 8 < 2 ? i % 8 : i + rank * (i / 7 % 3);
+    numbers.data_ptr<int64_t>()[i] = values[choice % std::ssize(values)];
+  }
+  return numbers.to(options(detail::to_scalar_type(dtype)));
 }
 
 std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype) const {

@@ -25,6 +25,8 @@ class Ranks : public Group {
   // every dtype and order.
   at::Tensor contribution(int rank, int64_t count, DType dtype) const;
   std::vector<at::Tensor> contributions(int64_t count, DType dtype) const;
+  // Whole numbers whose sums overflow: the largest, the smallest, and some between.
+  at::Tensor near_limits(int rank, int64_t count, DType dtype) const;
   // How far a result may be off: not at all, but NCCL's averages are sums of rounded parts.
   double tolerance(ReduceOp op, DType dtype) const;
 
@@ -39,9 +41,13 @@ void require_equal(const at::Tensor& actual, const at::Tensor& expected, const s
 
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op);
 
+// What must be true of handles (conformance_handles.cpp).
+void check_unwaited(const Ranks& group);
+
 // What must be refused (conformance_refusals.cpp).
 void check_bad_arguments(const Ranks& group);
 void check_mismatches(const Ranks& group);
+void check_fewer_calls(const Ranks& group);
 void check_mismatched_message(const Ranks& group);
 
 // "all_reduce of 1000 float32"

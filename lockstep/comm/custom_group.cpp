@@ -2,7 +2,9 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
+#include "lockstep/comm/comparison.h"
 #include "lockstep/comm/lane.h"
 #include "lockstep/comm/message_collectives.h"
 #include "lockstep/comm/watched.h"
@@ -27,6 +29,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
         trace_(this->membership()),
         for_collectives_(std::move(collectives)),
         for_messages_(std::move(messages)),
+        comparison_(this->membership(), watch_),
         collectives_(*for_collectives_, this->membership().rank, this->membership().size()) {}
 
   std::shared_ptr<Pending> submit(Operation operation,
@@ -37,15 +40,26 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
   }
   std::shared_ptr<Pending> announce(Operation operation) override {
     operation.announced = true;
-    uint64_t sequence = 0;
-    std::shared_ptr<Pending> comparison;
-    {
-      const std::lock_guard lock(mutex_);
-      sequence = watch_.begin(operation);
-      if (membership().world->check) comparison = post(operation, sequence, nullptr);
-    }
-    if (comparison) comparison->wait();
-    return watch_.announce(operation, sequence);
+    struct Announced final : Pending {
+      Announced(std::shared_ptr<Pending> a, std::shared_ptr<Pending> r)
+          : agreed(std::move(a)), running(std::move(r)) {}
+      void wait() override {
+        if (agreed) agreed->wait();
+      }
+      bool done() const override { return !agreed || agreed->done(); }
+      std::shared_ptr<Pending> agreed, running;  // until it has been run by other means
+    };
+    const std::lock_guard lock(mutex_);
+    const uint64_t sequence = watch_.begin(operation);
+    auto running = watch_.announce(operation, sequence);
+    return std::make_shared<Announced>(
+        membership().world->check ? post(std::move(operation), sequence, nullptr) : nullptr,
+        std::move(running));
+  }
+  // Those that run cannot be ended, but none begins.
+  bool abort(const std::string& why) override {
+    comparison_.abort(why);
+    return false;
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
@@ -56,10 +70,10 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
                                 std::shared_ptr<const void> memory) {
     const auto started = Clock::now();
     const bool message = fabric::is_message(operation.kind);
-    auto completion = std::make_shared<Completion>(1);
+    auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
     auto self = shared_from_this();
     Lane& lane = message ? message_lanes_[{operation.kind, operation.root}] : collective_lane_;
-    lane.post([self, operation, sequence, completion, memory, message]() mutable {
+    auto job = [self, operation, sequence, completion, memory, message]() mutable {
       std::exception_ptr error;
       try {
         message ? self->transfer(operation) : self->perform(operation, sequence);
@@ -70,18 +84,32 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
       }
       self.reset();  // whoever waits is the last to have the group, on a thread that ends well
       completion->part_done(error);
-    });
+    };
+    std::shared_ptr<Pending> agreed;
+    if (!message && comparison_.has_board()) {
+      agreed = comparison_.post(
+          operation, sequence,
+          [&lane, completion, job = std::move(job)] {
+            completion->expect(0, nullptr);
+            lane.post(job);
+          },
+          nullptr);
+    } else {
+      lane.post(std::move(job));
+    }
     return std::make_shared<WatchedPending>(WatchedPending::Owner{self, watch_, trace_,
-                                                                  [this] {
+                                                                  [this](const std::string& why) {
                                                                     for_collectives_->abort();
                                                                     for_messages_->abort();
+                                                                    comparison_.abort(why);
                                                                   }},
                                             std::move(operation), sequence, started,
-                                            std::move(completion), std::move(memory), nullptr);
+                                            std::move(completion), std::move(memory),
+                                            std::move(agreed));
   }
 
   void perform(const Operation& operation, uint64_t sequence) {
-    if (membership().world->check) {
+    if (membership().world->check && !comparison_.has_board()) {
       watch_.check_agreement(
           operation, sequence, [&](const std::shared_ptr<Watch::Records>& records) {
             const std::span<const std::byte> mine(records->mine);
@@ -94,7 +122,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
     if (!operation.announced) collectives_.run(operation);
   }
 
-  // With checking on, a header goes before the data.
+  // A header goes before the data.
   void transfer(const Operation& operation) {
     const bool check = membership().world->check;
     const fabric::Signature mine = fabric::signature_of(operation);
@@ -114,6 +142,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
   Watch watch_;
   OperationTrace trace_;
   std::unique_ptr<Transport> for_collectives_, for_messages_;
+  Comparison comparison_;
   MessageCollectives collectives_;
   std::mutex mutex_;
   Lane collective_lane_;

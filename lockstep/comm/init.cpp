@@ -16,6 +16,7 @@
 #include "lockstep/comm/mpi/mpi.h"
 #include "lockstep/comm/nccl/devices.h"
 #include "lockstep/comm/nccl/runtime.h"
+#include "lockstep/comm/shared_objects.h"
 #include "lockstep/comm/torchrun_store.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -335,6 +336,7 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
     throw ConfigError("[run_threads] backend 'mpi' has processes as ranks: use mpirun and init");
   const auto store = std::make_shared<launch::LocalStore>();
   const uint64_t incarnation = detail::new_incarnation();
+  const auto objects = std::make_shared<detail::SharedObjects>();
   std::mutex mutex;
   std::exception_ptr first_failure;
   {
@@ -346,6 +348,7 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
           auto world = world_with(options);
           world->store = store;
           world->incarnation = incarnation;
+          world->objects = objects;
           world->hosts = hosts;
           world->address = "127.0.0.1";  // whatever hosts they count as
           world->host_backend = "thread";

@@ -1,5 +1,7 @@
 #include "lockstep/comm/local_group.h"
 
+#include <thread>
+
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/core/trace.h"
 
@@ -17,12 +19,12 @@ fabric::Seat take_seat(const Membership& membership, std::shared_ptr<fabric::Boa
 class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<LocalGroup> {
  public:
   LocalGroup(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
-             std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe)
+             std::shared_ptr<fabric::SharedHeap> heap, std::function<std::string(int)> probe, bool traced)
       : GroupImpl(std::move(membership), backend),
         heap_(std::move(heap)),
         trace_(this->membership()),
         engine_(take_seat(this->membership(), std::move(board), heap_),
-                {.probe = std::move(probe), .on_done = trace::enabled() ? [this](const fabric::Ticket& ticket) {
+                {.probe = std::move(probe), .on_done = traced && trace::enabled() ? [this](const fabric::Ticket& ticket) {
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
                  } : std::function<void(const fabric::Ticket&)>()}) {}
 
@@ -57,6 +59,20 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   }
   bool sums_in_rank_tree() const override { return true; }
 
+  // Operations that run when the last handle is dropped come to their end first: their owner may be
+  // gone, but their peers and their tensors are not. On a thread of its own, because a destructor
+  // does not wait, and because the caller may be what drives the engine.
+  static void release(LocalGroup* group) {
+    if (group->engine_.is_idle()) {
+      delete group;
+      return;
+    }
+    std::thread([group] {
+      group->engine_.drain();
+      delete group;
+    }).detach();
+  }
+
  private:
   struct LocalPending final : Pending {
     LocalPending(std::shared_ptr<LocalGroup> g, std::shared_ptr<fabric::Ticket> t)
@@ -78,9 +94,11 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
 std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::string& backend,
                                             std::shared_ptr<fabric::Board> board,
                                             std::shared_ptr<fabric::SharedHeap> heap,
-                                            std::function<std::string(int)> probe) {
-  auto group = std::make_shared<LocalGroup>(std::move(membership), backend, std::move(board),
-                                            std::move(heap), std::move(probe));
+                                            std::function<std::string(int)> probe, bool traced) {
+  const std::shared_ptr<LocalGroup> group(
+      new LocalGroup(std::move(membership), backend, std::move(board), std::move(heap),
+                     std::move(probe), traced),
+      LocalGroup::release);
   // The board's memory ends with its maker; nobody may leave before all have opened it.
   group
       ->submit({.kind = fabric::OpKind::barrier,

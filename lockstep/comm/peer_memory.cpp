@@ -8,6 +8,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/shared_objects.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -32,9 +33,12 @@ std::vector<Value> gather(const Value& mine, const Group& group) {
 // A rank that is a thread may end, and free its memory, while others read.
 std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
   if (group.backend() != "thread") return nullptr;
-  auto held = std::make_shared<std::vector<at::Tensor>>();
-  for (const at::Tensor* tensor : gather(&mine, group)) held->push_back(*tensor);
+  detail::SharedObjects& objects = *group.impl().membership().world->objects;
+  const uint64_t number = objects.put(std::make_shared<at::Tensor>(mine));
+  auto held = std::make_shared<std::vector<std::shared_ptr<void>>>();
+  for (const uint64_t each : gather(number, group)) held->push_back(objects.get(each));
   barrier(group, {.tag = "peer memory"}).wait();
+  objects.remove(number);
   return held;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <typeinfo>
 
 #include "lockstep/comm/meeting.h"
 #include "lockstep/core/error.h"
@@ -251,6 +252,15 @@ void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_poin
       warned = true;
       log::warn(describe_wait(operation, sequence, seconds_since(started)));
     }
+  }
+}
+
+void Watch::wait_for(Pending& agreement) const {
+  try {
+    agreement.wait();
+  } catch (const CommError& error) {
+    if (typeid(error) == typeid(CommError)) throw_if_told();
+    throw;
   }
 }
 

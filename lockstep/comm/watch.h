@@ -40,6 +40,10 @@ class Watch {
   void wait(const fabric::Operation& operation, uint64_t sequence, Clock::time_point started,
             const std::function<bool(milliseconds)>& poll) const;
 
+  // Waits until ranks have agreed, for who then waits for the operation itself. Throws why they
+  // have not, in the words of the rank that broke the group where one has.
+  void wait_for(Pending& agreement) const;
+
   // What an engine's own error means: PeerLost if a member is found to be missing, else CommError
   // with its words. Tells the other members, who wait or will, that the group is broken and why;
   // then throws the same here, now and at every later begin().

@@ -1,14 +1,29 @@
 #include "lockstep/comm/watched.h"
 
 #include <thread>
+#include <utility>
 
+#include "lockstep/comm/adapt.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::comm::detail {
 
 void Completion::part_done(std::exception_ptr error) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  has_begun_ = true;
   if (error && !error_) error_ = std::move(error);
+  if (auto finish = error_ || parts_ == 1 ? std::exchange(finish_, nullptr) : nullptr;
+      finish && !error_) {
+    lock.unlock();
+    try {
+      finish();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish = nullptr;
+    lock.lock();
+    error_ = std::move(error);
+  }
   --parts_;
   if (parts_ == 0) finished_ = Clock::now();
   changed_.notify_all();
@@ -17,6 +32,18 @@ void Completion::part_done(std::exception_ptr error) {
 bool Completion::wait_for(milliseconds time) {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, time, [this] { return parts_ == 0 || error_; });
+}
+
+void Completion::expect(size_t parts, std::function<void()> finish) {
+  const std::lock_guard lock(mutex_);
+  parts_ += parts;
+  has_begun_ = true;
+  finish_ = chain(std::move(finish), std::move(finish_));
+}
+
+bool Completion::has_begun() const {
+  const std::lock_guard lock(mutex_);
+  return has_begun_;
 }
 
 bool Completion::done() const {
@@ -37,18 +64,18 @@ Clock::time_point Completion::finished() const {
 void WatchedPending::wait() {
   if (ended_) return;
   try {
+    if (agreed_) owner_.watch.wait_for(*agreed_);
     owner_.watch.wait(operation_, sequence_, started_,
                       [this](milliseconds time) { return completion_->wait_for(time); });
     if (const auto error = completion_->error()) explain(error);
   } catch (...) {
     try {
       owner_.watch.fail(std::current_exception());
-    } catch (...) {
-      owner_.on_broken();  // when the others have been told why
+    } catch (const std::exception& error) {
+      owner_.on_broken(error.what());  // when the others have been told why
       throw;
     }
   }
-  if (finish_) finish_();
   owner_.watch.end(operation_, sequence_);
   owner_.trace.add(operation_, sequence_, started_, completion_->finished());
   memory_.reset();

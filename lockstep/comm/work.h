@@ -13,10 +13,10 @@ class Pending;
 }
 
 // A value: copies share the operation. Thread safe, except that one thread at a time may wait.
-// The operation goes on, and keeps its tensors alive, if the handle is dropped; but results of
-// tensors that had to be copied (non-contiguous ones, those on a device, 16-bit floats on some
-// backends) arrive only in wait(). Under nccl, tensors on the device are not copied, and wait()
-// makes the calling thread's current stream wait for the operation instead of the thread.
+// If the handle is dropped the operation completes all the same, and keeps its tensors and its
+// group alive until then, or until its deadline; an error then shows in what is called next in the
+// group. Under nccl, tensors on the device are not copied to the host, and wait() makes the calling
+// thread's current stream wait for the operation instead of the thread.
 class [[nodiscard]] Work {
  public:
   Work() = default;  // already done
@@ -28,6 +28,7 @@ class [[nodiscard]] Work {
   // Returns when the operation is complete, or will be for what the current stream does next.
   // Throws what went wrong: TimeoutError, PeerLost, MismatchError.
   void wait();
+  // The results are there, or an error is. Becomes true without wait().
   bool done() const;
 
  private:

@@ -23,7 +23,7 @@ struct Header {
 // Where things lie: the header, the slots, the channels, the counts, then page-aligned data of each
 // rank.
 struct Layout {
-  explicit Layout(int size) {
+  explicit Layout(int size, bool bare = false) {
     const auto n = static_cast<size_t>(size);
     slots = round_up(sizeof(Header), kPage);
     channels = slots + n * sizeof(Slot);
@@ -36,9 +36,12 @@ struct Layout {
     // smaller pieces.
     mailbox_piece =
         std::clamp<size_t>(std::bit_floor((size_t{4} << 20) / (2 * n * n)), kPage, 128 << 10);
-    total = mailboxes + 2 * n * n * mailbox_piece;
+    num_headers = std::clamp<size_t>((size_t{4} << 20) / (n * n * sizeof(Signature)), 2, 16);
+    total = bare ? data + n * n * num_headers * sizeof(Signature)
+                 : mailboxes + 2 * n * n * mailbox_piece;
   }
-  size_t slots, channels, counts, count_stride, data, data_stride, mailboxes, mailbox_piece, total;
+  size_t slots, channels, counts, count_stride, data, data_stride, mailboxes, mailbox_piece,
+      num_headers, total;
 };
 
 Header& header_of(const Segment& segment) { return *reinterpret_cast<Header*>(segment.data()); }
@@ -47,8 +50,8 @@ Header& header_of(const Segment& segment) { return *reinterpret_cast<Header*>(se
 
 Board::Board(Segment segment, int size) : segment_(std::move(segment)), size_(size) {}
 
-std::shared_ptr<Board> Board::create(int size, bool shared, uint64_t incarnation) {
-  const size_t bytes = Layout(size).total;
+std::shared_ptr<Board> Board::create(int size, bool shared, uint64_t incarnation, bool bare) {
+  const size_t bytes = Layout(size, bare).total;
   Segment segment =
       shared ? Segment::create(bytes, "lockstep-board") : Segment::create_private(bytes);
   header_of(segment).incarnation = incarnation;
@@ -56,7 +59,8 @@ std::shared_ptr<Board> Board::create(int size, bool shared, uint64_t incarnation
 }
 
 std::shared_ptr<Board> Board::open(const SegmentHandle& handle, int size, uint64_t incarnation) {
-  check(handle.bytes == Layout(size).total, "a board's size must follow from its number of ranks");
+  check(handle.bytes == Layout(size).total || handle.bytes == Layout(size, true).total,
+        "a board's size must follow from its number of ranks");
   Segment segment = Segment::open(handle);
   const uint64_t found = header_of(segment).incarnation;
   if (found != incarnation) {
@@ -108,6 +112,16 @@ std::byte* Board::mailbox(int from, int to, uint64_t piece) const {
       static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
   return segment_.data() + layout.mailboxes + (2 * channel + piece % 2) * layout.mailbox_piece;
 }
+
+Signature& Board::header(int from, int to, uint64_t number) const {
+  const Layout layout(size_, true);
+  const auto channel =
+      static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
+  return reinterpret_cast<Signature*>(
+      segment_.data() + layout.data)[channel * layout.num_headers + number % layout.num_headers];
+}
+
+uint64_t Board::num_headers() const { return Layout(size_, true).num_headers; }
 
 size_t Board::mailbox_bytes() const { return Layout(size_).mailbox_piece; }
 

@@ -85,9 +85,11 @@ struct Failure {
 
 class Board {
  public:
-  // Shared with other processes, or private to the threads of this one.
-  // `incarnation` says which start of the job it belongs to.
-  static std::shared_ptr<Board> create(int size, bool shared, uint64_t incarnation = 0);
+  // Shared with other processes, or private to the threads of this one. `incarnation` says which
+  // start of the job it belongs to. A bare one has no room for data: operations on it are announced,
+  // or have none.
+  static std::shared_ptr<Board> create(int size, bool shared, uint64_t incarnation = 0,
+                                       bool bare = false);
   // Throws CommError where the memory is of another incarnation.
   static std::shared_ptr<Board> open(const SegmentHandle& handle, int size, uint64_t incarnation);
 
@@ -107,6 +109,9 @@ class Board {
   // that has left.
   std::byte* mailbox(int from, int to, uint64_t piece) const;
   size_t mailbox_bytes() const;  // of one piece
+  // Headers of messages that are announced, the last few of a channel. A bare board has them.
+  Signature& header(int from, int to, uint64_t number) const;
+  uint64_t num_headers() const;
 
   // Wakes the ranks that sleep. Call after the change that they wait for.
   void ring(int rank) const;

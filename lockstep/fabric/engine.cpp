@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -135,6 +136,19 @@ void Engine::wait(Ticket& ticket) {
   if (ticket.error) std::rethrow_exception(ticket.error);
 }
 
+bool Engine::is_idle() {
+  const std::lock_guard lock(mutex_);
+  return unfinished_ == 0;
+}
+
+void Engine::drain() {
+  std::unique_lock lock(mutex_);
+  ++waiting_;
+  if (unfinished_ > 0) wake_progress_thread();
+  work_done_.wait(lock, [this] { return unfinished_ == 0; });
+  --waiting_;
+}
+
 // With mutex_ held.
 void Engine::wake_progress_thread() {
   if (!progress_thread_.joinable()) {
@@ -190,8 +204,13 @@ void Engine::start(Ticket& ticket) {
   if (is_message(operation.kind)) {
     ticket.sequence = ++next_sequence_[operation.kind];
     uint64_t& pieces = channel_pieces_[{operation.kind, operation.root}];
-    ticket.task = operation.kind == OpKind::send ? run_send(seat_, operation, pieces)
-                                                 : run_recv(seat_, operation, pieces);
+    const bool sends = operation.kind == OpKind::send;
+    if (operation.announced) {
+      ticket.task =
+          sends ? announce_send(seat_, operation, pieces) : announce_recv(seat_, operation, pieces);
+    } else {
+      ticket.task = sends ? run_send(seat_, operation, pieces) : run_recv(seat_, operation, pieces);
+    }
     seat_.show_activity(operation.kind, ticket.sequence, true);
   } else {
     ticket.sequence = seat_.sequence() + 1;
@@ -252,6 +271,13 @@ void Engine::finish(Queue& queue, std::exception_ptr error) {
   const std::shared_ptr<Ticket> ticket = std::move(queue.front());
   queue.pop_front();
   ticket->finished = Clock::now();
+  if (auto last = std::exchange(ticket->operation.finish, nullptr); last && !error) {
+    try {
+      last();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
   ticket->error = std::move(error);
   if (ticket->error && ticket->memory && ticket->started != Clock::time_point{})
     seat_.board().keep(ticket->memory);

@@ -60,6 +60,11 @@ class Engine {
   // Operations of all members fail from now on, with this reason.
   void abort(const std::string& why);
 
+  // Nothing that was submitted is still running.
+  bool is_idle();
+  // Returns when that is so. Every operation has a deadline, so this has one too.
+  void drain();
+
  private:
   using Queue = std::deque<std::shared_ptr<Ticket>>;
 

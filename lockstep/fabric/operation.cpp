@@ -44,18 +44,19 @@ Signature signature_of(const Operation& operation) {
   signature.dtype = operation.dtype;
   signature.root = operation.root;
   signature.count = operation.count;
-  operation.tag.copy(signature.tag, sizeof(signature.tag) - 1);
-  // FNV-1a over the block sizes that must be the same everywhere; those of all_to_all differ by
-  // rank.
+  const size_t shown = operation.tag.copy(signature.tag, sizeof(signature.tag) - 1);
+  // FNV-1a over the block sizes that must be the same everywhere, and over what does not fit of the
+  // tag; the blocks of all_to_all differ by rank.
   signature.counts_hash = 14695981039346656037ull;
+  const auto mix = [&signature](uint64_t value) {
+    signature.counts_hash = (signature.counts_hash ^ value) * 1099511628211ull;
+  };
   const auto& counts =
       operation.kind == OpKind::all_gather ? operation.recv_counts : operation.send_counts;
   if (operation.kind == OpKind::all_gather || operation.kind == OpKind::reduce_scatter) {
-    for (const int64_t count : counts) {
-      signature.counts_hash =
-          (signature.counts_hash ^ static_cast<uint64_t>(count)) * 1099511628211ull;
-    }
+    for (const int64_t count : counts) mix(static_cast<uint64_t>(count));
   }
+  for (const char byte : operation.tag.substr(shown)) mix(static_cast<unsigned char>(byte));
   return signature;
 }
 

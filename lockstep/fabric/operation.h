@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -63,6 +64,11 @@ struct Operation {
 
   // The device that input and output lie on, for groups that take such memory; -1: the host's.
   int device = -1;
+
+  // What is left to do when the data has arrived, such as a copy to where it belongs. Called once,
+  // by the thread that finds the operation complete, before anyone can see that it is done; on a
+  // device, in the order of its stream. Not called where the operation has failed.
+  std::function<void()> finish = {};
 };
 
 // What ranks compare before data moves: the parts of an operation that must be the same on all of
@@ -74,7 +80,8 @@ struct Signature {
   DType dtype;
   int32_t root;
   int64_t count;
-  uint64_t counts_hash;  // of the block sizes of all_gather and reduce_scatter
+  uint64_t
+      counts_hash;  // of the block sizes of all_gather and reduce_scatter, and a long tag's end
   char tag[40];
 
   bool operator==(const Signature&) const = default;

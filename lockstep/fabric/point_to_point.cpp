@@ -27,6 +27,28 @@ void count_up(std::atomic<uint64_t>& counter, const Seat& seat, int peer) {
 
 }  // namespace
 
+Task announce_send(Seat& seat, const Operation& operation, uint64_t& pieces) {
+  const int peer = operation.root;
+  const Board& board = seat.board();
+  Channel& channel = board.channel(seat.rank(), peer);
+  if (pieces >= board.num_headers())
+    co_await reached(channel.received, peer, pieces + 1 - board.num_headers());
+  board.header(seat.rank(), peer, pieces) = signature_of(operation);
+  ++pieces;
+  count_up(channel.sent, seat, peer);
+}
+
+Task announce_recv(Seat& seat, const Operation& operation, uint64_t& pieces) {
+  const int peer = operation.root;
+  const Board& board = seat.board();
+  Channel& channel = board.channel(peer, seat.rank());
+  co_await reached(channel.sent, peer, pieces + 1);
+  check_message(seat.group_name(), seat.rank(), signature_of(operation),
+                board.header(peer, seat.rank(), pieces));
+  ++pieces;
+  count_up(channel.received, seat, peer);
+}
+
 Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces) {
   const int peer = operation.root;
   const Board& board = seat.board();

@@ -12,5 +12,9 @@ namespace lockstep::fabric {
 // the receiver has asked for it.
 Task run_send(Seat& seat, const Operation& operation, uint64_t& pieces);
 Task run_recv(Seat& seat, const Operation& operation, uint64_t& pieces);
+// Only the headers, on a bare board; the data goes another way. A sender waits for its receiver
+// only when it is Board::num_headers() messages ahead.
+Task announce_send(Seat& seat, const Operation& operation, uint64_t& pieces);
+Task announce_recv(Seat& seat, const Operation& operation, uint64_t& pieces);
 
 }  // namespace lockstep::fabric

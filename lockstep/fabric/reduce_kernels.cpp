@@ -42,6 +42,17 @@ struct Element<Bool> {
   static Bool store(uint8_t value) { return {value}; }
 };
 
+// An average of whole numbers: a sum that cannot overflow, divided once, toward zero.
+template <class T>
+struct WideInteger {
+  __extension__ using Widest = __int128;
+  using Value = std::conditional_t<sizeof(T) == 8, Widest, int64_t>;
+  static Value load(T stored) { return stored; }
+  static T store(Value value) { return static_cast<T>(value); }
+};
+template <class T, bool kAverage>
+using FormOf = std::conditional_t<kAverage && std::is_integral_v<T>, WideInteger<T>, Element<T>>;
+
 struct Sum {
   template <class V>
   static V apply(V a, V b) {
@@ -93,9 +104,8 @@ struct All {
 
 constexpr size_t kBlock = 512;  // elements held in the first-level cache while a tree is combined
 
-template <class T, class Op>
+template <class T, class E, class Op>
 class Tree {
-  using E = Element<T>;
   using V = typename E::Value;
 
  public:
@@ -127,7 +137,7 @@ class Tree {
 template <class T, class Op, bool kAverage>
 void run(std::byte* const* outputs, size_t num_outputs, const std::byte* const* inputs,
          size_t num_inputs, size_t count) {
-  using E = Element<T>;
+  using E = FormOf<T, kAverage>;
   using V = typename E::Value;
   const auto finish = [num_inputs](V value) {
     if constexpr (kAverage) value = static_cast<V>(value / static_cast<V>(num_inputs));
@@ -154,7 +164,7 @@ void run(std::byte* const* outputs, size_t num_outputs, const std::byte* const* 
   for (size_t offset = 0; offset < count; offset += kBlock) {
     const size_t size = std::min(kBlock, count - offset);
     V values[kBlock];
-    Tree<T, Op>::combine(inputs, 0, num_inputs, offset, size, values);
+    Tree<T, E, Op>::combine(inputs, 0, num_inputs, offset, size, values);
     T* first = reinterpret_cast<T*>(outputs[0]) + offset;
     for (size_t i = 0; i < size; ++i) first[i] = finish(values[i]);
     for (size_t k = 1; k < num_outputs; ++k)

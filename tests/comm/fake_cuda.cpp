@@ -63,6 +63,7 @@ const nccl::Runtime kRuntime{
     .current_stream = [](int) -> CUstream_st* { return nullptr; },
     .copy = [](void* to, const void* from, size_t bytes,
                CUstream_st* stream) { stream->add([=] { std::memcpy(to, from, bytes); }); },
+    .give = [](CUstream_st* stream, int, const std::function<void()>& body) { stream->add(body); },
     .make_event = [](bool) { return new CUevent_st; },
     .free_event = [](CUevent_st* event) { delete event; },
     .record = record,

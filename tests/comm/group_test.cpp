@@ -73,6 +73,30 @@ TEST(Group, WhatIsOverDoesNotHoldIt) {
   }
 }
 
+// What rank 0 of a group offers must be there for one that comes when rank 0 has given up.
+TEST(ThreadRanks, OneThatComesLateFindsWhatTheOthersHaveLeft) {
+  std::atomic<bool> has_given_up{false};
+  std::string late_message;
+  EXPECT_THROW(run_threads(2,
+                           [&](const Group& group) {
+                             detail::Membership other = group.impl().membership();
+                             other.name = "late";
+                             other.world = std::make_shared<detail::World>(*other.world);
+                             other.world->timeout = milliseconds{50};
+                             if (group.rank() == 1) has_given_up.wait(false);
+                             try {
+                               (void)detail::make_plain_group(other, "thread");
+                             } catch (const CommError& error) {
+                               if (group.rank() == 1) late_message = error.what();
+                               has_given_up = true;
+                               has_given_up.notify_all();
+                               throw;
+                             }
+                           }),
+               TimeoutError);
+  EXPECT_THAT(late_message, HasSubstr("rank 0 of group 'late'"));
+}
+
 TEST(SymmetricMemory, OutlivesItsGroupAndCannotGrow) {
   at::Tensor kept;
   run_threads(2,

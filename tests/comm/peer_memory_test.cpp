@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <functional>
 #include <string>
 
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 
@@ -22,6 +24,41 @@ at::Tensor shared(int64_t count, const Group& group) {
 float first_of(const PeerMemory& peers, int rank) {
   return *reinterpret_cast<const float*>(peers.of(rank));
 }
+
+// Rank 1's second gathering, of what is to be held, ends for it only when rank 0 is gone.
+class HeldBack {
+ public:
+  HeldBack(const Group& group, std::atomic<bool>& is_gone)
+      : impl_(std::make_shared<Impl>(group, is_gone)) {}
+  std::shared_ptr<detail::GroupImpl> impl() const { return impl_; }
+
+ private:
+  struct Impl final : detail::GroupImpl {
+    Impl(const Group& group, std::atomic<bool>& is_gone)
+        : GroupImpl(group.impl().membership(), "thread"), inner(group), gone(is_gone) {}
+    std::shared_ptr<detail::Pending> submit(fabric::Operation operation,
+                                            std::shared_ptr<const void> memory) override {
+      const bool holds_back =
+          operation.kind == fabric::OpKind::all_gather && ++gatherings == 2 && inner.rank() == 1;
+      auto pending = inner.impl().submit(std::move(operation), std::move(memory));
+      if (holds_back) {
+        pending->wait();
+        gone.wait(false);
+      }
+      return pending;
+    }
+    std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+    bool reaches(const void*, size_t) const override { return true; }
+    fabric::Location locate(const void* data, size_t bytes) const override {
+      return inner.impl().locate(data, bytes);
+    }
+
+    Group inner;
+    std::atomic<bool>& gone;
+    int gatherings = 0;
+  };
+  std::shared_ptr<Impl> impl_;
+};
 
 class PeerMemoryOn : public testing::TestWithParam<std::string> {
  protected:
@@ -107,6 +144,28 @@ TEST(PeerMemory, NoSharedMemory) {
                 check(!PeerMemory::open(at::zeros({0}), group).has_value(), "gloo has none");
               },
               {.backend = "gloo"});
+}
+
+TEST(PeerMemory, OfAThreadThatHasGivenUp) {
+  // Rank 1 has learnt of rank 0's tensor, but takes a share in it only when rank 0 is gone.
+  std::atomic<bool> is_gone{false};
+  std::string late;
+  EXPECT_THROW(run_threads(2,
+                           [&](const Group& group) {
+                             HeldBack held(group, is_gone);
+                             try {
+                               const at::Tensor mine = at::full({8}, group.rank() + 1.f);
+                               (void)PeerMemory::open(mine, Group(held.impl()));
+                             } catch (const Error& error) {
+                               if (group.rank() == 1) late = error.what();
+                               is_gone = true;
+                               is_gone.notify_all();
+                               throw;
+                             }
+                           },
+                           {.backend = "thread", .timeout = milliseconds{200}}),
+               TimeoutError);
+  EXPECT_THAT(late, testing::HasSubstr("rank 0"));
 }
 
 TEST(PeerMemory, FreedByItsOwner) {

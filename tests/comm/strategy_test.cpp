@@ -210,7 +210,11 @@ TEST(Strategy, GroupsInherit) {
 }
 
 TEST(Strategy, AnOperationGoesOnThoughNobodyHasItsHandleOrItsGroup) {
-  for (const std::string backend : {"thread", "gloo"}) {
+  using Case = std::pair<std::string, CommStrategy>;
+  for (const auto& [backend, strategy] :
+       {Case{"thread", CommStrategy::ring}, Case{"gloo", CommStrategy::ring},
+        Case{"thread", CommStrategy::all_reduce}, Case{"shm", CommStrategy::all_reduce},
+        Case{"gloo", CommStrategy::all_reduce}}) {
     run_threads(3,
                 [&](const Group& world) {
                   launch::Store& store = *world.impl().membership().world->store;
@@ -231,7 +235,7 @@ TEST(Strategy, AnOperationGoesOnThoughNobodyHasItsHandleOrItsGroup) {
                   EXPECT_EQ(first[7].item<float>(), 3);
                   EXPECT_EQ(second[7].item<float>(), 3);
                 },
-                {.backend = backend, .strategy = CommStrategy::ring, .check = false});
+                {.backend = backend, .strategy = strategy});
   }
 }
 

@@ -103,6 +103,34 @@ TEST(Reduce, WholeNumbersWrapAndAverageDropsTheRemainder) {
   EXPECT_EQ(reduced<uint8_t>(DType::uint8, ReduceOp::max, {{3}, {200}, {7}})[0], 200);
 }
 
+template <class T>
+void expect_exact_averages(DType dtype) {
+  __extension__ using Wide = __int128;
+  constexpr T kMost = std::numeric_limits<T>::max(), kLeast = std::numeric_limits<T>::min();
+  const std::vector<std::vector<T>> parts{
+      {kMost, kLeast, kMost, static_cast<T>(kLeast + 1), 3, static_cast<T>(-3)},
+      {kMost, kLeast, static_cast<T>(kMost - 1), kLeast, 4, static_cast<T>(-4)},
+      {kMost, kLeast, kLeast, static_cast<T>(kLeast + 5), 1, static_cast<T>(-1)}};
+  for (const size_t ranks : {1u, 2u, 3u, 7u, 256u, 300u}) {  // 256 is 0 in eight bits
+    std::vector<std::vector<T>> inputs;
+    for (size_t rank = 0; rank < ranks; ++rank) inputs.push_back(parts[rank % parts.size()]);
+    const auto averages = reduced<T>(dtype, ReduceOp::avg, inputs);
+    for (size_t i = 0; i < averages.size(); ++i) {
+      Wide sum = 0;
+      for (const auto& input : inputs) sum += input[i];
+      EXPECT_EQ(averages[i], static_cast<T>(sum / static_cast<Wide>(ranks)))
+          << ranks << " ranks, element " << i;
+    }
+  }
+}
+
+TEST(Reduce, AveragesOfWholeNumbersDoNotWrap) {
+  expect_exact_averages<int64_t>(DType::int64);
+  expect_exact_averages<int32_t>(DType::int32);
+  expect_exact_averages<int8_t>(DType::int8);
+  expect_exact_averages<uint8_t>(DType::uint8);
+}
+
 TEST(Reduce, MinAndMaxKeepNan) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const ReduceOp op : {ReduceOp::min, ReduceOp::max}) {

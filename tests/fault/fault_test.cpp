@@ -111,6 +111,11 @@ TEST_P(Faults, WhatWasGivenUpWritesNowhereElse) {
   expect_memory_left_alone(run(2, "give_up_comparing", 1, 60'000));
 }
 
+TEST_P(Faults, OperationsGoOnWithoutHandleAndGroup) {
+  const Result result = run(2, "drop", 1, 20'000);
+  EXPECT_EQ(lines_with(result.out, "sums 2 2").size(), 2) << result.out << result.err;
+}
+
 INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values("shm", "gloo"),
                          [](const auto& info) { return info.param; });
 

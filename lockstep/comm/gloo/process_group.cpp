@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "lockstep/comm/adapt.h"
+#include "lockstep/comm/comparison.h"
 #include "lockstep/comm/gloo/no_sigpipe.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/comm/watched.h"
@@ -61,54 +63,68 @@ class EngineGroup final : public detail::GroupImpl,
         trace_(this->membership()),
         size_(this->membership().size()),
         rank_(this->membership().rank),
+        comparison_(this->membership(), watch_),
         group_(std::move(engine)) {}
 
   ~EngineGroup() override {
     const NoSigpipe no_signal;
-    // A broken group may wait in Gloo until its own timeout: not here.
-    if (broken_) std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
+    // Gloo's own destructor waits for what runs, in a broken group until its timeout: not here.
+    if (broken_ || *in_flight_ > 0)
+      std::thread([group = std::move(group_)]() mutable { group.reset(); }).detach();
     group_.reset();
   }
 
   std::shared_ptr<detail::Pending> submit(Operation operation,
                                           std::shared_ptr<const void> memory) override;
+  // Those that run cannot be ended, but none begins.
+  bool abort(const std::string& why) override {
+    comparison_.abort(why);
+    return false;
+  }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
-  std::shared_ptr<detail::Pending> announce(Operation operation) override {
-    const uint64_t sequence = watch_.begin(operation);
-    const NoSigpipe no_signal;
-    compare(operation, sequence);
-    return watch_.announce(operation, sequence);
-  }
+  std::shared_ptr<detail::Pending> announce(Operation operation) override;
 
  private:
+  class Announced;
   struct Started {
     std::vector<WorkHandle> works;
     std::shared_ptr<const void> memory;
     std::function<void()> finish;
   };
 
+  // Gives the operation to the engine; what comes of it, an error too, goes to `completion`.
+  void begin(const Operation& operation, std::shared_ptr<const void> memory,
+             const std::shared_ptr<Completion>& completion);
+  // How ranks of several hosts gather what they call.
+  detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
+
   Started start(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_all_to_all(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_all_gather(const Operation& operation, std::shared_ptr<const void> memory);
-  std::shared_ptr<Completion> start_message(const Operation& operation,
-                                            std::shared_ptr<const void> memory, bool check);
-  // Where operations are checked: throws MismatchError, and breaks the group, unless ranks agree.
-  void compare(const Operation& operation, uint64_t sequence);
+  int next_tag(const Operation& operation);
+  void begin_message(const Operation& operation, std::shared_ptr<const void> memory, int tag,
+                     bool header, const std::shared_ptr<Completion>& completion);
+  std::shared_ptr<detail::Pending> submit_message(Operation operation, uint64_t sequence,
+                                                  std::shared_ptr<const void> memory);
   std::shared_ptr<detail::WatchedPending> pending(Operation operation, uint64_t sequence,
                                                   Clock::time_point started,
                                                   std::shared_ptr<Completion> completion,
                                                   std::shared_ptr<const void> memory,
-                                                  std::function<void()> finish) {
+                                                  std::shared_ptr<detail::Pending> agreed) {
     return std::make_shared<detail::WatchedPending>(
         detail::WatchedPending::Owner{shared_from_this(), watch_, trace_,
-                                      [this] { broken_ = true; }},
+                                      [this](const std::string& why) {
+                                        broken_ = true;
+                                        comparison_.abort(why);
+                                      }},
         std::move(operation), sequence, started, std::move(completion), std::move(memory),
-        std::move(finish));
+        std::move(agreed));
   }
-  std::shared_ptr<Completion> completion_of(const std::vector<WorkHandle>& works,
-                                            const std::shared_ptr<const void>& memory);
+  // Lets the completion have a part for each of the works.
+  void follow(const std::vector<WorkHandle>& works, const std::shared_ptr<const void>& memory,
+              const std::shared_ptr<Completion>& completion);
   milliseconds engine_timeout(const Operation& operation) const {
     return operation.timeout + milliseconds{500};
   }
@@ -117,67 +133,102 @@ class EngineGroup final : public detail::GroupImpl,
   detail::OperationTrace trace_;
   int size_, rank_;
   std::atomic<bool> broken_{false};
+  const std::shared_ptr<std::atomic<int>> in_flight_ = std::make_shared<std::atomic<int>>(0);
   std::mutex mutex_;
   std::map<std::pair<OpKind, int>, int> message_numbers_;
+  detail::Comparison comparison_;
   c10::intrusive_ptr<Engine> group_;
 };
 
-std::shared_ptr<Completion> EngineGroup::completion_of(const std::vector<WorkHandle>& works,
-                                                       const std::shared_ptr<const void>& memory) {
-  auto completion = std::make_shared<Completion>(works.size());
-  if (works.empty()) completion = std::make_shared<Completion>(1), completion->part_done(nullptr);
+// Until it has been run by other means.
+class EngineGroup::Announced final : public detail::Pending {
+ public:
+  Announced(std::shared_ptr<EngineGroup> group, std::shared_ptr<Pending> agreed,
+            std::shared_ptr<Pending> running)
+      : group_(std::move(group)), agreed_(std::move(agreed)), running_(std::move(running)) {}
+  void wait() override {
+    if (agreed_) agreed_->wait();
+  }
+  bool done() const override { return !agreed_ || agreed_->done(); }
+
+ private:
+  std::shared_ptr<EngineGroup> group_;
+  std::shared_ptr<Pending> agreed_, running_;
+};
+
+void EngineGroup::follow(const std::vector<WorkHandle>& works,
+                         const std::shared_ptr<const void>& memory,
+                         const std::shared_ptr<Completion>& completion) {
   for (const WorkHandle& work : works) {
+    ++*in_flight_;
     // The callback holds the work and its memory: they must live until Gloo has let go of them,
     // whether or not anybody waits.
-    work->getFuture()->addCallback([completion, work, memory](c10::ivalue::Future& future) {
-      completion->part_done(future.hasError() ? future.exception_ptr() : nullptr);
-    });
+    work->getFuture()->addCallback(
+        [completion, work, memory, in_flight = in_flight_](c10::ivalue::Future& future) {
+          --*in_flight;
+          completion->part_done(future.hasError() ? future.exception_ptr() : nullptr);
+        });
   }
-  return completion;
 }
 
-void EngineGroup::compare(const Operation& operation, uint64_t sequence) {
-  if (!membership().world->check) return;
-  try {
-    watch_.check_agreement(
-        operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
-          const size_t size = records->mine.size();
-          std::vector<at::Tensor> inputs{bytes_tensor(records->mine)};
-          std::vector<std::vector<at::Tensor>> outputs(1);
-          for (size_t at = 0; at < records->all.size(); at += size)
-            outputs[0].push_back(bytes_tensor(std::span(records->all).subspan(at, size)));
-          pending(operation, sequence, Clock::now(),
-                  completion_of({group_->allgather(outputs, inputs)}, records), records, nullptr)
-              ->wait();
-        });
-  } catch (const MismatchError&) {
-    broken_ = true;
-    watch_.fail(std::current_exception());
-  }
+detail::Comparison::Exchange EngineGroup::exchange_for(const Operation& operation,
+                                                       uint64_t sequence) {
+  return [self = shared_from_this(), operation,
+          sequence](const std::shared_ptr<detail::Watch::Records>& records) {
+    const NoSigpipe no_signal;
+    const size_t size = records->mine.size();
+    std::vector<at::Tensor> inputs{bytes_tensor(records->mine)};
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (size_t at = 0; at < records->all.size(); at += size)
+      outputs[0].push_back(bytes_tensor(std::span(records->all).subspan(at, size)));
+    const auto completion = std::make_shared<Completion>(1);
+    self->follow({self->group_->allgather(outputs, inputs)}, records, completion);
+    self->pending(operation, sequence, Clock::now(), completion, records, nullptr)->wait();
+  };
+}
+
+std::shared_ptr<detail::Pending> EngineGroup::announce(Operation operation) {
+  if (fabric::is_message(operation.kind)) return nullptr;
+  const uint64_t sequence = watch_.begin(operation);
+  auto agreed =
+      comparison_.post(operation, sequence, std::exchange(operation.finish, nullptr),
+                       comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+  return std::make_shared<Announced>(shared_from_this(), std::move(agreed),
+                                     watch_.announce(operation, sequence));
 }
 
 std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
                                                      std::shared_ptr<const void> memory) {
   const uint64_t sequence = watch_.begin(operation);
-  const NoSigpipe no_signal;
+  if (fabric::is_message(operation.kind))
+    return submit_message(std::move(operation), sequence, std::move(memory));
   const auto started = Clock::now();
-  if (fabric::is_message(operation.kind)) {
-    auto completion = start_message(operation, memory, membership().world->check);
-    return pending(std::move(operation), sequence, started, std::move(completion),
-                   std::move(memory), nullptr);
-  }
-  compare(operation, sequence);
-  Started begun;
+  auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
+  auto agreed = comparison_.post(
+      operation, sequence,
+      [self = shared_from_this(), operation, memory, completion] {
+        self->begin(operation, memory, completion);
+      },
+      comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+  return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
+                 std::move(agreed));
+}
+
+void EngineGroup::begin(const Operation& operation, std::shared_ptr<const void> memory,
+                        const std::shared_ptr<Completion>& completion) {
+  const NoSigpipe no_signal;
+  std::exception_ptr error;
   try {
-    begun = start(operation, std::move(memory));
-  } catch (const c10::Error& error) {
-    throw CommError(format("[{}] rank {}: {} refused {}: {}", fabric::name_of(operation.kind),
-                           rank_, backend(), fabric::describe(operation),
-                           error.what_without_backtrace()));
+    Started begun = start(operation, std::move(memory));
+    completion->expect(begun.works.size(), std::move(begun.finish));
+    follow(begun.works, begun.memory, completion);
+  } catch (const c10::Error& refused) {
+    error = std::make_exception_ptr(
+        CommError(format("{} refused it: {}", backend(), refused.what_without_backtrace())));
+  } catch (...) {
+    error = std::current_exception();
   }
-  auto completion = completion_of(begun.works, std::make_shared<Started>(begun));
-  return pending(std::move(operation), sequence, started, std::move(completion),
-                 std::move(begun.memory), std::move(begun.finish));
+  completion->part_done(error);
 }
 
 EngineGroup::Started EngineGroup::start(const Operation& operation,
@@ -196,7 +247,7 @@ EngineGroup::Started EngineGroup::start(const Operation& operation,
         options.timeout = timeout;
         return {{group_->allreduce(tensors, options)},
                 std::move(adapted.memory),
-                std::move(adapted.finish)};
+                std::move(adapted.operation.finish)};
       }
       // Gloo uses the tensors of the others as work space; ours stay as they are.
       if (rank_ != operation.root) tensors[0] = tensors[0].clone();
@@ -204,8 +255,9 @@ EngineGroup::Started EngineGroup::start(const Operation& operation,
       options.reduceOp = to_c10d(adapted.operation.reduce);
       options.rootRank = operation.root;
       options.timeout = timeout;
-      return {
-          {group_->reduce(tensors, options)}, std::move(adapted.memory), std::move(adapted.finish)};
+      return {{group_->reduce(tensors, options)},
+              std::move(adapted.memory),
+              std::move(adapted.operation.finish)};
     }
     case OpKind::broadcast: {
       if (operation.output.empty()) return {{}, std::move(memory), {}};
@@ -314,6 +366,9 @@ EngineGroup::Started EngineGroup::start_reduce_scatter(const Operation& operatio
   exchange.kind = OpKind::all_to_all;
   exchange.output = *parts;
   exchange.recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), mine);
+  // Gloo writes to them as long as it likes, whatever becomes of the operation.
+  memory = std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
+      std::move(memory), parts);
   Started started = start_all_to_all(exchange, std::move(memory));
   started.finish = [parts, block, mine, size = size_, output = operation.output,
                     dtype = operation.dtype, reduce = operation.reduce] {
@@ -326,34 +381,63 @@ EngineGroup::Started EngineGroup::start_reduce_scatter(const Operation& operatio
   return started;
 }
 
+int EngineGroup::next_tag(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  return 2 * (message_numbers_[{operation.kind, operation.root}]++ % (1 << 28));
+}
+
+// A sender does not wait for its receiver, which asks for the data when the header was right: one
+// on the board, or one that goes before the data.
+std::shared_ptr<detail::Pending> EngineGroup::submit_message(Operation operation, uint64_t sequence,
+                                                             std::shared_ptr<const void> memory) {
+  const auto started = Clock::now();
+  auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
+  const int tag = next_tag(operation);
+  const bool header = membership().world->check && !comparison_.has_board();
+  const auto begin = [self = shared_from_this(), operation, memory, completion, tag, header] {
+    self->begin_message(operation, memory, tag, header, completion);
+  };
+  std::shared_ptr<detail::Pending> agreed;
+  if (comparison_.has_board() && operation.kind == OpKind::recv) {
+    agreed = comparison_.post_message(operation, begin);
+  } else {
+    begin();
+    if (comparison_.has_board()) agreed = comparison_.post_message(operation, nullptr);
+  }
+  return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
+                 std::move(agreed));
+}
+
 // Every message has tags of its own, so that a header can be looked at before the data is asked
 // for. The works of sends and receives can only be waited for, so a thread does that.
-std::shared_ptr<Completion> EngineGroup::start_message(const Operation& operation,
-                                                       std::shared_ptr<const void> memory,
-                                                       bool check) {
+void EngineGroup::begin_message(const Operation& operation, std::shared_ptr<const void> memory,
+                                int tag, bool with_header,
+                                const std::shared_ptr<Completion>& completion) {
+  const NoSigpipe no_signal;
   const bool sends = operation.kind == OpKind::send;
   const int peer = operation.root;
-  int tag = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    tag = 2 * (message_numbers_[{operation.kind, peer}]++ % (1 << 28));
-  }
   auto header = std::make_shared<fabric::Signature>(fabric::signature_of(operation));
   const auto transfer = [this, sends, peer](at::Tensor tensor, int with_tag) {
     std::vector<at::Tensor> tensors{std::move(tensor)};
     return sends ? group_->send(tensors, peer, with_tag) : group_->recv(tensors, peer, with_tag);
   };
   const auto header_bytes = std::as_writable_bytes(std::span(header.get(), 1));
-  auto completion = std::make_shared<Completion>(1);
   WorkHandle header_work, data_work;
   const fabric::Signature expected = *header;
-  if (check) header_work = transfer(bytes_tensor(header_bytes), tag);
-  if (sends || !check)
-    data_work = transfer(
-        bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
-        tag + 1);
+  try {
+    if (with_header) header_work = transfer(bytes_tensor(header_bytes), tag);
+    if (sends || !with_header)
+      data_work = transfer(
+          bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
+          tag + 1);
+  } catch (...) {
+    completion->part_done(std::current_exception());
+    return;
+  }
+  completion->expect(0, nullptr);
   std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
-               completion, memory, tag, sends, output = operation.output]() mutable {
+               completion, memory = std::move(memory), tag, sends,
+               output = operation.output]() mutable {
     std::exception_ptr error;
     try {
       if (header_work) header_work->wait();
@@ -370,7 +454,6 @@ std::shared_ptr<Completion> EngineGroup::start_message(const Operation& operatio
     self.reset();  // whoever waits is the last to have the group, on a thread that ends well
     completion->part_done(error);
   }).detach();
-  return completion;
 }
 
 }  // namespace

@@ -5,16 +5,17 @@
 
 #include <sched.h>
 
-#include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "lockstep/comm/adapt.h"
 #include "lockstep/comm/adopt.h"
+#include "lockstep/comm/comparison.h"
 #include "lockstep/comm/mpi/adopt.h"
 #include "lockstep/comm/mpi/communicator.h"
 #include "lockstep/comm/mpi/runtime.h"
+#include "lockstep/comm/mpi/worker.h"
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/comm/watch.h"
 #include "lockstep/core/error.h"
@@ -29,58 +30,6 @@ using fabric::OpKind;
 
 constexpr size_t kSmallBytes = 64 << 10;
 constexpr int kTags = 1 << 14;  // MPI promises tags up to 32767
-
-// What a thread or a poll brings to an end.
-struct Progress {
-  std::mutex mutex;
-  std::condition_variable changed;
-  Communicator::Running running;              // empty for a large collective
-  std::unique_ptr<fabric::Signature> header;  // of a message, where messages are checked
-  std::shared_ptr<const void> memory;         // what MPI reads and writes
-  bool done = false;
-  std::exception_ptr error;
-  Clock::time_point finished;
-
-  void end(std::exception_ptr failure) {
-    done = true;
-    error = std::move(failure);
-    finished = Clock::now();
-    memory.reset();
-    changed.notify_all();
-  }
-  // One look at non-blocking requests; with `mutex` held.
-  void test() {
-    if (done) return;
-    int complete = 0;
-    try {
-      check_mpi(MPI_Testall(static_cast<int>(running.requests.size()), running.requests.data(),
-                            &complete, MPI_STATUSES_IGNORE),
-                "MPI_Testall");
-      if (complete != 0) end(nullptr);
-    } catch (...) {
-      end(std::current_exception());
-    }
-  }
-};
-
-// What the thread of a group shares with it, and has alone where MPI does not return, or not before
-// the group is gone.
-struct Worker {
-  explicit Worker(std::unique_ptr<Communicator> communicator) : large(std::move(communicator)) {}
-  void work();
-
-  struct Large {
-    Operation operation;
-    std::shared_ptr<Progress> progress;
-  };
-  const std::unique_ptr<Communicator> large;
-  std::mutex mutex;  // guards what follows
-  std::condition_variable arrived;
-  std::deque<Large> queue;
-  // Messages, which may need a push while their owners compute, and what nobody waits for any more.
-  std::vector<std::shared_ptr<Progress>> in_flight;
-  bool busy = false, stopping = false;
-};
 
 // Tells the members' call that makes a communicator from those for other groups, and from what an
 // earlier incarnation may have left unfinished.
@@ -98,7 +47,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
         trace_(this->membership()),
         small_(world, this->membership().members, tag_of(this->membership())),
         worker_(std::make_shared<Worker>(small_.duplicate())),
-        messages_(small_.duplicate()) {}
+        messages_(small_.duplicate()),
+        comparison_(this->membership(), watch_) {}
 
   ~MpiGroup() override {
     bool is_busy = false;
@@ -106,17 +56,26 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
       const std::lock_guard lock(worker_->mutex);
       worker_->stopping = true;
       if (broken_) worker_->queue.clear();
-      is_busy = worker_->busy || !worker_->queue.empty();
-      worker_->arrived.notify_all();
-      // What MPI will write to some day must be there then.
-      for (auto& progress : worker_->in_flight) {
+      std::erase_if(worker_->in_flight, [](const auto& progress) {
         const std::lock_guard progress_lock(progress->mutex);
-        if (!progress->done) new std::shared_ptr<Progress>(progress);
+        progress->test();
+        return progress->done;
+      });
+      // What MPI will write to some day must be there then.
+      if (broken_) {
+        for (auto& progress : worker_->in_flight) {
+          const std::lock_guard progress_lock(progress->mutex);
+          if (!progress->done) new std::shared_ptr<Progress>(progress);
+        }
+        worker_->in_flight.clear();
       }
+      is_busy = worker_->busy || !worker_->queue.empty() || !worker_->in_flight.empty();
+      if (is_busy) worker_->unfinished = std::make_unique<Unfinished>();
+      worker_->arrived.notify_all();
     }
     if (!thread_.joinable()) return;
     if (is_busy) {
-      do_not_finalize();
+      if (broken_) do_not_finalize();
       thread_.detach();
     } else {
       thread_.join();
@@ -125,22 +84,27 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
 
   std::shared_ptr<detail::Pending> submit(Operation operation,
                                           std::shared_ptr<const void> memory) override;
-  std::shared_ptr<detail::Pending> announce(Operation operation) override {
-    const std::lock_guard lock(submit_mutex_);
-    const uint64_t sequence = watch_.begin(operation);
-    if (membership().world->check) check(operation, sequence);
-    return watch_.announce(operation, sequence);
+  std::shared_ptr<detail::Pending> announce(Operation operation) override;
+  // Those that run cannot be ended, but none begins.
+  bool abort(const std::string& why) override {
+    comparison_.abort(why);
+    return false;
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
 
  private:
   class MpiPending;
+  class Announced;
 
   std::shared_ptr<Progress> begin_message(const Operation& operation);
-  void check(const Operation& operation, uint64_t sequence);
+  // Gives a collective to MPI, or to the thread that does.
+  void begin(Operation adapted, bool small, const std::shared_ptr<Progress>& progress);
+  // How ranks of several hosts gather what they call.
+  detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
-            Progress& progress);
+            Progress& progress, detail::Pending* agreed);
+  [[noreturn]] void fail(std::exception_ptr failure);
   // With its mutex held.
   void start_thread() {
     if (!thread_.joinable()) thread_ = std::thread([worker = worker_] { worker->work(); });
@@ -162,34 +126,52 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::mutex submit_mutex_;
   std::atomic<bool> broken_{false};
   std::thread thread_;
+  detail::Comparison comparison_;
+};
+
+// Until it has been run by other means.
+class MpiGroup::Announced final : public detail::Pending {
+ public:
+  Announced(std::shared_ptr<MpiGroup> group, std::shared_ptr<Pending> agreed,
+            std::shared_ptr<Pending> running)
+      : group_(std::move(group)), agreed_(std::move(agreed)), running_(std::move(running)) {}
+  void wait() override {
+    if (agreed_) agreed_->wait();
+  }
+  bool done() const override { return !agreed_ || agreed_->done(); }
+
+ private:
+  std::shared_ptr<MpiGroup> group_;
+  std::shared_ptr<Pending> agreed_, running_;
 };
 
 class MpiGroup::MpiPending final : public detail::Pending {
  public:
   MpiPending(std::shared_ptr<MpiGroup> group, Operation operation, uint64_t sequence,
              Clock::time_point started, std::shared_ptr<Progress> progress,
-             std::shared_ptr<const void> memory, std::function<void()> finish)
+             std::shared_ptr<const void> memory, std::shared_ptr<Pending> agreed)
       : group_(std::move(group)),
         operation_(std::move(operation)),
         sequence_(sequence),
         started_(started),
         progress_(std::move(progress)),
         memory_(std::move(memory)),
-        finish_(std::move(finish)) {}
+        agreed_(std::move(agreed)) {}
 
   ~MpiPending() override {
     if (ended_) return;
     {
       const std::lock_guard lock(progress_->mutex);
-      if (progress_->done || progress_->running.requests.empty()) return;  // the thread has it
+      progress_->dropped = true;
+      // The thread has it, or will get it.
+      if (progress_->done || progress_->running.requests.empty()) return;
     }
     group_->abandon(std::move(progress_));
   }
 
   void wait() override {
     if (ended_) return;
-    group_->wait(operation_, sequence_, started_, *progress_);
-    if (finish_) finish_();
+    group_->wait(operation_, sequence_, started_, *progress_, agreed_.get());
     group_->watch_.end(operation_, sequence_);
     group_->trace_.add(operation_, sequence_, started_, progress_->finished);
     memory_.reset();
@@ -197,9 +179,10 @@ class MpiGroup::MpiPending final : public detail::Pending {
   }
   bool done() const override {
     if (ended_) return true;
+    const bool may_begin = !agreed_ || !agreed_->done();
     const std::lock_guard lock(progress_->mutex);
     if (!progress_->running.requests.empty()) progress_->test();
-    return progress_->done && !finish_;
+    return progress_->done || (!progress_->begun && !may_begin);
   }
 
  private:
@@ -209,7 +192,7 @@ class MpiGroup::MpiPending final : public detail::Pending {
   Clock::time_point started_;
   std::shared_ptr<Progress> progress_;
   std::shared_ptr<const void> memory_;
-  std::function<void()> finish_;
+  std::shared_ptr<Pending> agreed_;
   bool ended_ = false;
 };
 
@@ -224,8 +207,9 @@ void relax(int& round) {
 }
 
 void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
-                    Progress& progress) {
+                    Progress& progress, detail::Pending* agreed) {
   try {
+    if (agreed != nullptr) watch_.wait_for(*agreed);
     int round = 0;
     watch_.wait(operation, sequence, started, [&](milliseconds time) {
       const auto until = Clock::now() + time;
@@ -247,52 +231,77 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
     if (progress.error) {
       try {
         std::rethrow_exception(progress.error);
+      } catch (const MismatchError&) {
+        throw;
       } catch (const std::exception& error) {
         watch_.explain(operation, sequence, error.what());
       }
     }
   } catch (const MismatchError&) {
     // All ranks are alive and know of it: what is left unfinished ends with MPI.
-    watch_.fail(std::current_exception());
+    fail(std::current_exception());
   } catch (...) {
     broken_ = true;
     do_not_finalize();
-    watch_.fail(std::current_exception());
+    fail(std::current_exception());
   }
 }
 
-void MpiGroup::check(const Operation& operation, uint64_t sequence) {
+void MpiGroup::fail(std::exception_ptr failure) {
   try {
-    watch_.check_agreement(
-        operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
-          const auto progress = std::make_shared<Progress>();
-          progress->memory = records;
-          Operation gather{
-              .kind = OpKind::all_gather,
-              .input = records->mine,
-              .output = records->all,
-              .recv_counts = std::vector<int64_t>(static_cast<size_t>(membership().size()),
-                                                  static_cast<int64_t>(records->mine.size()))};
-          small_.begin(gather, progress->running);
-          try {
-            wait(operation, sequence, Clock::now(), *progress);
-          } catch (...) {
-            abandon(progress);
-            throw;
-          }
-        });
-  } catch (const MismatchError&) {
-    watch_.fail(std::current_exception());
+    watch_.fail(std::move(failure));
+  } catch (const std::exception& error) {
+    comparison_.abort(error.what());  // when the others have been told why
+    throw;
   }
 }
 
-// With checking on, a header travels beside the data, under a tag of its own.
+detail::Comparison::Exchange MpiGroup::exchange_for(const Operation& operation, uint64_t sequence) {
+  return [self = shared_from_this(), operation,
+          sequence](const std::shared_ptr<detail::Watch::Records>& records) {
+    const auto progress = std::make_shared<Progress>();
+    progress->memory = records;
+    const auto ranks = static_cast<size_t>(self->membership().size());
+    Operation gather{
+        .kind = OpKind::all_gather,
+        .input = records->mine,
+        .output = records->all,
+        .recv_counts = std::vector<int64_t>(ranks, static_cast<int64_t>(records->mine.size()))};
+    self->small_.begin(gather, progress->running);
+    try {
+      self->wait(operation, sequence, Clock::now(), *progress, nullptr);
+    } catch (...) {
+      self->abandon(progress);
+      throw;
+    }
+  };
+}
+
+std::shared_ptr<detail::Pending> MpiGroup::announce(Operation operation) {
+  if (fabric::is_message(operation.kind)) return nullptr;
+  const std::lock_guard lock(submit_mutex_);
+  const uint64_t sequence = watch_.begin(operation);
+  auto agreed =
+      comparison_.post(operation, sequence, std::exchange(operation.finish, nullptr),
+                       comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+  return std::make_shared<Announced>(shared_from_this(), std::move(agreed),
+                                     watch_.announce(operation, sequence));
+}
+
+// A header travels with the data, under a tag of its own.
 std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
   auto progress = std::make_shared<Progress>();
   auto& requests = progress->running.requests;
   const int peer = operation.root, tag = message_numbers_[{operation.kind, peer}]++ % kTags;
   if (membership().world->check)
     progress->header = std::make_unique<fabric::Signature>(fabric::signature_of(operation));
+  // Before anything is done with the data. The header lives as long as what looks at it.
+  if (progress->header && operation.kind == OpKind::recv) {
+    progress->finish = [name = membership().name, rank = membership().rank,
+                        asked = *progress->header, sent = progress->header.get()] {
+      fabric::check_message(name, rank, asked, *sent);
+    };
+  }
   const auto header = progress->header
                           ? std::as_writable_bytes(std::span(progress->header.get(), 1))
                           : std::span<std::byte>();
@@ -306,77 +315,73 @@ std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
   return progress;
 }
 
+void MpiGroup::begin(Operation adapted, bool small, const std::shared_ptr<Progress>& progress) {
+  bool dropped = false;
+  {
+    const std::lock_guard lock(progress->mutex);
+    progress->begun = true;
+    if (small) {
+      try {
+        small_.begin(adapted, progress->running);
+      } catch (...) {
+        progress->end(std::current_exception());
+        return;
+      }
+    }
+    // Where a collective of nothing makes no request, the thread ends it.
+    small = !progress->running.requests.empty();
+    dropped = progress->dropped;
+  }
+  if (small) {
+    if (dropped) abandon(progress);
+    return;
+  }
+  const std::lock_guard lock(worker_->mutex);
+  worker_->queue.push_back({std::move(adapted), progress});
+  start_thread();
+}
+
 std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
                                                   std::shared_ptr<const void> memory) {
   const std::lock_guard lock(submit_mutex_);
   const uint64_t sequence = watch_.begin(operation);
   const auto started = Clock::now();
-  const bool message = fabric::is_message(operation.kind);
-  if (membership().world->check && !message) check(operation, sequence);
-  std::function<void()> finish;
-  Operation adapted = operation;
-  if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
-      operation.kind == OpKind::reduce_scatter) {
-    detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory),
-                                                   membership().rank, membership().size());
-    adapted = std::move(form.operation);
-    memory = std::move(form.memory);
-    finish = std::move(form.finish);
-  }
-  // Every rank must take the same of the two ways: the choice looks only at what all ranks agree
-  // on.
-  const bool small = operation.kind != OpKind::all_to_all &&
-                     static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
-  auto progress = message ? begin_message(operation) : std::make_shared<Progress>();
-  progress->memory = memory;
-  if (!message && small) small_.begin(adapted, progress->running);
-  const bool large = progress->running.requests.empty();
-  if (large || message) {
+  std::shared_ptr<Progress> progress;
+  std::shared_ptr<detail::Pending> agreed;
+  if (fabric::is_message(operation.kind)) {
+    progress = begin_message(operation);
+    progress->memory = memory;
+    progress->finish =
+        detail::chain(std::move(progress->finish), std::exchange(operation.finish, nullptr));
     const std::lock_guard queue_lock(worker_->mutex);
-    if (large) {
-      worker_->queue.push_back({std::move(adapted), progress});
-    } else {
-      worker_->in_flight.push_back(progress);
-    }
+    worker_->in_flight.push_back(progress);
     start_thread();
+  } else {
+    Operation adapted = operation;
+    operation.finish = nullptr;
+    if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
+        operation.kind == OpKind::reduce_scatter) {
+      detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory),
+                                                     membership().rank, membership().size());
+      adapted = std::move(form.operation);
+      memory = std::move(form.memory);
+    }
+    // Every rank must take the same of the two ways: the choice looks only at what all ranks agree
+    // on.
+    const bool small = operation.kind != OpKind::all_to_all &&
+                       static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
+    progress = std::make_shared<Progress>();
+    progress->memory = memory;
+    progress->finish = std::exchange(adapted.finish, nullptr);
+    agreed = comparison_.post(
+        operation, sequence,
+        [self = shared_from_this(), adapted = std::move(adapted), small, progress] {
+          self->begin(adapted, small, progress);
+        },
+        comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
   }
   return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started,
-                                      std::move(progress), std::move(memory), std::move(finish));
-}
-
-void Worker::work() {
-  std::unique_lock lock(mutex);
-  while (true) {
-    if (!queue.empty()) {
-      const Large next = std::move(queue.front());
-      queue.pop_front();
-      busy = true;
-      lock.unlock();
-      std::exception_ptr error;
-      try {
-        large->run(next.operation);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      lock.lock();
-      busy = false;  // before anybody learns of the end and destroys the group
-      const std::lock_guard progress_lock(next.progress->mutex);
-      next.progress->end(error);
-      continue;
-    }
-    if (stopping) return;
-    std::erase_if(in_flight, [](const auto& item) {
-      const std::lock_guard progress_lock(item->mutex);
-      item->test();
-      return item->done;
-    });
-    const auto wanted = [this] { return stopping || !queue.empty(); };
-    if (in_flight.empty()) {
-      arrived.wait(lock, [&] { return wanted() || !in_flight.empty(); });
-    } else {
-      arrived.wait_for(lock, std::chrono::microseconds(100), wanted);
-    }
-  }
+                                      std::move(progress), std::move(memory), std::move(agreed));
 }
 
 }  // namespace

@@ -13,11 +13,12 @@ namespace lockstep::comm::mpi {
 namespace {
 
 std::atomic<bool> finalize_at_exit{false};
+std::atomic<int> unfinished{0};
 
 void finalize() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  if (finalize_at_exit && finalized == 0) MPI_Finalize();
+  if (finalize_at_exit && unfinished == 0 && finalized == 0) MPI_Finalize();
 }
 
 }  // namespace
@@ -43,6 +44,9 @@ void require_mpi() {
 }
 
 void do_not_finalize() { finalize_at_exit = false; }
+
+Unfinished::Unfinished() { ++unfinished; }
+Unfinished::~Unfinished() { --unfinished; }
 
 void check_mpi(int code, const char* call) {
   if (code == MPI_SUCCESS) return;

@@ -11,6 +11,13 @@ void require_mpi();
 
 // An operation did not come to an end: ending MPI at exit would wait for it for ever.
 void do_not_finalize();
+// While one is alive, an operation is still running that nobody waits for: MPI is not ended.
+struct Unfinished {
+  Unfinished();
+  ~Unfinished();
+  Unfinished(const Unfinished&) = delete;
+  Unfinished& operator=(const Unfinished&) = delete;
+};
 
 // Throws CommError with MPI's words unless `code` is MPI_SUCCESS.
 void check_mpi(int code, const char* call);

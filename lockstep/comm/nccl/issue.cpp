@@ -39,7 +39,7 @@ RedOp reduction_of(const Operation& operation, int size) {
   switch (operation.reduce) {
     case ReduceOp::avg:
       // The kernel with which NCCL 2.28 averages over one rank leaves out elements of float64.
-      return divides_afterwards(operation) || size == 1 ? RedOp::sum : RedOp::avg;
+      return size == 1 ? RedOp::sum : RedOp::avg;
     case ReduceOp::product:
       return RedOp::product;
     case ReduceOp::min:
@@ -237,10 +237,6 @@ class Issue {
 };
 
 }  // namespace
-
-bool divides_afterwards(const Operation& operation) {
-  return operation.reduce == ReduceOp::avg && !is_floating(operation.dtype);
-}
 
 Result issue(const Engine& engine, const Seat& seat, const Operation& operation) {
   return Issue(engine, seat, operation).run();

@@ -13,10 +13,6 @@ struct Seat {
   int rank = 0, size = 0;
 };
 
-// NCCL's avg divides before it sums, which is right for floats alone: where this says true, the
-// operation is issued as a sum, and whoever waits divides.
-bool divides_afterwards(const fabric::Operation& operation);
-
 // Queues the operation on the stream. Blocks of unequal size are one broadcast, or reduction, each;
 // what NCCL has no name for is sends and receives; a rank's own blocks are copied. A message has a
 // communicator of its two ranks. The worst result of the calls.

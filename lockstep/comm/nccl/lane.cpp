@@ -91,6 +91,11 @@ std::shared_ptr<Ticket> Lane::post(Ticket handed_in) {
   return ticket;
 }
 
+bool Lane::has_posted() const {
+  const std::lock_guard lock(mutex_);
+  return !posted_.empty();
+}
+
 void Lane::connect(const UniqueId& id, int rank, int size, const fabric::Operation& operation,
                    uint64_t sequence) {
   try {
@@ -139,6 +144,9 @@ void Lane::start(Ticket& ticket) {
   }
   // Until then the stream does not have it, and an event would say that it is over.
   if (!settled) settle(ticket.operation, ticket.sequence);
+  // Its memory is kept with the ticket's until the stream is done with it.
+  if (const auto last = std::exchange(ticket.operation.finish, nullptr))
+    runtime_.give(stream, communicator_->device(), last);
   ticket.done = events_->take(traced);
   runtime_.record(ticket.done.get(), stream);
 }
@@ -208,6 +216,7 @@ bool Lane::launch_posted(Lock& lock) {
   if (aborted_) throw Aborted{};
   const std::shared_ptr<Ticket> ticket = posted_.front();
   lock.unlock();
+  if (const auto agreed = std::exchange(ticket->agreed, nullptr)) options_.watch.wait_for(*agreed);
   if (options_.prepare) options_.prepare(*ticket);
   start(*ticket);
   lock.lock();

@@ -37,8 +37,9 @@ class Events : public std::enable_shared_from_this<Events> {
 struct Ticket {
   fabric::Operation operation;
   uint64_t sequence = 0;
-  std::shared_ptr<const void> memory = {};  // what it reads and writes
-  CUstream_st* from = nullptr;              // the caller's stream, which it comes after
+  std::shared_ptr<const void> memory = {};       // what it reads and writes
+  std::shared_ptr<detail::Pending> agreed = {};  // by the ranks: to be waited for before the launch
+  CUstream_st* from = nullptr;                   // the caller's stream, which it comes after
   Events::Handle ready = {}, begin = {}, done = {};
   bool launched = false;
 };
@@ -63,6 +64,7 @@ class Lane {
   // what the caller's stream has been given so far.
   std::shared_ptr<Ticket> launch(Ticket ticket);
   std::shared_ptr<Ticket> post(Ticket ticket);
+  bool has_posted() const;  // some that the thread has not launched yet
 
   // Makes the caller's stream wait, and lets go of the memory as soon as that is right.
   void wait(Ticket& ticket);

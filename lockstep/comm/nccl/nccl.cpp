@@ -3,9 +3,6 @@
 // send on the device waits for its recv, and whatever was queued behind it would wait too.
 #include "lockstep/comm/nccl/nccl.h"
 
-#include <ATen/ops/from_blob.h>
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -13,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/adapt.h"
+#include "lockstep/comm/comparison.h"
 #include "lockstep/comm/nccl/lane.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
@@ -27,6 +26,10 @@ using fabric::OpKind;
 
 // Smaller ones would each take a page of 2 MB, and gain nothing.
 constexpr size_t kLeastAllocation = size_t{1} << 20;
+
+bool is_reduction(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter;
+}
 
 std::span<std::byte> bytes_of(UniqueId& id) {
   return std::as_writable_bytes(std::span(id.internal));
@@ -65,7 +68,8 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
     if (!this->membership().world->check || size_ == 1) return;
     detail::Membership same = this->membership();
     same.name += "/headers";
-    headers_ = detail::make_plain_group(same, same.world->host_backend);
+    announcements_ = detail::make_announcement_group(same);
+    if (!announcements_) headers_ = detail::make_plain_group(same, same.world->host_backend);
   }
 
   ~NcclGroup() override {
@@ -154,7 +158,6 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   Lane& message_lane(const Operation& operation);
   void open_message_lane(Lane& lane, const Ticket& ticket);
   void compare_headers(const Ticket& ticket);
-  void compare(const Operation& operation, uint64_t sequence);
   void check_device(const Operation& operation) const;
   // The companion knows that a member has broken the group, but not with what.
   template <class Body>
@@ -172,7 +175,8 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
 
   const Engine engine_;
   const std::shared_ptr<detail::GroupImpl> companion_;
-  std::shared_ptr<detail::GroupImpl> headers_;  // where messages are compared
+  // Where messages are compared: by announcing them, or else by sending what they are.
+  std::shared_ptr<detail::GroupImpl> announcements_, headers_;
   detail::Watch watch_;
   detail::OperationTrace trace_;
   const int rank_, size_;
@@ -185,24 +189,16 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
 
 class NcclGroup::NcclPending final : public detail::Pending {
  public:
-  NcclPending(std::shared_ptr<NcclGroup> group, Lane& lane, std::shared_ptr<Ticket> ticket,
-              std::function<void()> finish)
-      : group_(std::move(group)),
-        lane_(lane),
-        ticket_(std::move(ticket)),
-        finish_(std::move(finish)) {}
+  NcclPending(std::shared_ptr<NcclGroup> group, Lane& lane, std::shared_ptr<Ticket> ticket)
+      : group_(std::move(group)), lane_(lane), ticket_(std::move(ticket)) {}
 
-  void wait() override {
-    lane_.wait(*ticket_);
-    if (const auto finish = std::exchange(finish_, nullptr)) finish();
-  }
-  bool done() const override { return !finish_ && lane_.done(*ticket_); }
+  void wait() override { lane_.wait(*ticket_); }
+  bool done() const override { return lane_.done(*ticket_); }
 
  private:
   std::shared_ptr<NcclGroup> group_;
   Lane& lane_;
   std::shared_ptr<Ticket> ticket_;
-  std::function<void()> finish_;
 };
 
 class NcclGroup::HostPending final : public detail::Pending {
@@ -293,9 +289,15 @@ void NcclGroup::open_message_lane(Lane& lane, const Ticket& ticket) {
 
 // The receiver finds out; the sender does not wait for that.
 void NcclGroup::compare_headers(const Ticket& ticket) {
-  if (!headers_) return;
   const Operation& operation = ticket.operation;
   const bool sends = operation.kind == OpKind::send;
+  if (announcements_) {
+    Operation header = operation;
+    header.finish = nullptr;
+    const auto announced = announcements_->announce(std::move(header));
+    if (!sends) announced->wait();
+  }
+  if (!headers_) return;
   const auto header = std::make_shared<fabric::Signature>(fabric::signature_of(operation));
   const fabric::Signature asked = *header;
   const auto bytes = std::as_writable_bytes(std::span(header.get(), 1));
@@ -309,24 +311,6 @@ void NcclGroup::compare_headers(const Ticket& ticket) {
   if (sends) return;
   exchange->wait();
   fabric::check_message(membership().name, rank_, asked, *header);
-}
-
-void NcclGroup::compare(const Operation& operation, uint64_t sequence) {
-  if (!membership().world->check) return;
-  watch_.check_agreement(
-      operation, sequence, [&](const std::shared_ptr<detail::Watch::Records>& records) {
-        const auto size = static_cast<int64_t>(records->mine.size());
-        companion_
-            ->submit({.kind = OpKind::all_gather,
-                      .input = records->mine,
-                      .output = records->all,
-                      .recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), size),
-                      .tag = "what is called",
-                      .timeout = operation.timeout,
-                      .count = static_cast<int64_t>(records->all.size())},
-                     records)
-            ->wait();
-      });
 }
 
 void NcclGroup::check_device(const Operation& operation) const {
@@ -352,7 +336,7 @@ std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
   } catch (...) {
     error = std::current_exception();
   }
-  for (detail::GroupImpl* group : {companion_.get(), headers_.get()}) {
+  for (detail::GroupImpl* group : {companion_.get(), announcements_.get(), headers_.get()}) {
     if (group != nullptr) group->abort(why);
   }
   // The collectives' last: an adopted communicator may be in a call that nothing ends.
@@ -382,34 +366,45 @@ std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
     Lane& lane = message_lane(operation);
     auto ticket = lane.post(
         {.operation = std::move(operation), .sequence = sequence, .memory = std::move(memory)});
-    return std::make_shared<NcclPending>(shared_from_this(), lane, std::move(ticket), nullptr);
+    return std::make_shared<NcclPending>(shared_from_this(), lane, std::move(ticket));
   }
   try {
-    compare(operation, sequence);
+    std::shared_ptr<detail::Pending> agreed;
+    if (membership().world->check && size_ > 1) {
+      Operation called = operation;
+      called.finish = nullptr;
+      agreed = companion_->announce(std::move(called));
+    }
+    // The first needs the companion for more than this.
+    if (agreed && (!is_open_ || operation.count == 0 || agreed->done())) {
+      watch_.wait_for(*agreed);
+      agreed.reset();
+    }
     // Of all_to_all a rank does not know whether the others have something to send.
     if (operation.kind != OpKind::all_to_all && operation.count == 0) {
       watch_.end(operation, sequence);
       return std::make_shared<Nothing>();
     }
-    std::function<void()> finish;
-    if (divides_afterwards(operation) &&
-        (operation.kind != OpKind::reduce || rank_ == operation.root)) {
-      const at::Tensor sum =
-          at::from_blob(operation.output.data(),
-                        {static_cast<int64_t>(operation.output.size() / size_of(operation.dtype))},
-                        at::TensorOptions()
-                            .dtype(detail::to_scalar_type(operation.dtype))
-                            .device(engine_.runtime->torch_device(operation.device)));
-      finish = [sum, memory, size = size_] {
-        const c10::AutoGradMode no_grad(false);
-        at::Tensor(sum).div_(size, "trunc");
-      };
+    // NCCL's avg divides before it sums, which is right for floats alone.
+    if (is_reduction(operation.kind) && operation.reduce == fabric::ReduceOp::avg &&
+        !is_floating(operation.dtype)) {
+      detail::Adapted form =
+          detail::adapt_reduction(std::move(operation), std::move(memory), rank_, size_,
+                                  engine_.runtime->torch_device(operation.device));
+      operation = std::move(form.operation);
+      memory = std::move(form.memory);
     }
     Lane& lane = open_collectives(operation.device, operation, sequence);
-    auto ticket = lane.launch(
-        {.operation = std::move(operation), .sequence = sequence, .memory = std::move(memory)});
-    return std::make_shared<NcclPending>(shared_from_this(), lane, std::move(ticket),
-                                         std::move(finish));
+    // Launched in the call where all ranks have called it, else by the lane's thread when they
+    // have.
+    const bool by_thread = agreed || lane.has_posted();
+    Ticket ticket{.operation = std::move(operation),
+                  .sequence = sequence,
+                  .memory = std::move(memory),
+                  .agreed = std::move(agreed)};
+    return std::make_shared<NcclPending>(
+        shared_from_this(), lane,
+        by_thread ? lane.post(std::move(ticket)) : lane.launch(std::move(ticket)));
   } catch (...) {
     std::rethrow_exception(break_group(std::current_exception()));
   }

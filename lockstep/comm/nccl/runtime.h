@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,8 @@ struct Runtime {
   void (*free_stream)(CUstream_st* stream);
   CUstream_st* (*current_stream)(int device);  // torch's, of the calling thread
   void (*copy)(void* to, const void* from, size_t bytes, CUstream_st* stream);
+  // Torch's operators in `body` are given to the stream, which is of this device.
+  void (*give)(CUstream_st* stream, int device, const std::function<void()>& body);
 
   CUevent_st* (*make_event)(bool timed);
   void (*free_event)(CUevent_st* event);

@@ -1,3 +1,4 @@
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -72,6 +73,12 @@ void copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
 
+void give(cudaStream_t stream, int device, const std::function<void()>& body) {
+  const c10::StreamGuard guard(
+      c10::cuda::getStreamFromExternal(stream, static_cast<c10::DeviceIndex>(device)).unwrap());
+  body();
+}
+
 cudaEvent_t make_event(bool timed) {
   cudaEvent_t event = nullptr;
   require(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
@@ -116,6 +123,7 @@ constexpr Runtime kRuntime{
     .free_stream = free_stream,
     .current_stream = current_stream,
     .copy = copy,
+    .give = give,
     .make_event = make_event,
     .free_event = free_event,
     .record = record,

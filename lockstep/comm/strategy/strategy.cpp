@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "lockstep/comm/host_layout.h"
+#include "lockstep/comm/shm/shm.h"
 #include "lockstep/comm/strategy/hierarchical.h"
 #include "lockstep/comm/strategy/ring.h"
 #include "lockstep/comm/strategy/strategy_group.h"
@@ -19,7 +20,13 @@ using layout::CommStrategy;
 class Maker {
  public:
   Maker(const Membership& membership, std::string backend, detail::HostLayout layout)
-      : base_(membership), backend_(std::move(backend)), layout_(std::move(layout)) {}
+      : base_(membership), backend_(std::move(backend)), layout_(std::move(layout)) {
+    // What was called is compared where it is announced; of the parts' operations all is known. All
+    // groups of the job share memory.
+    if (detail::backend_inside(backend_) == "shm") shm::make_heap(*base_.world);
+    base_.world = std::make_shared<detail::World>(*base_.world);
+    base_.world->check = false;
+  }
 
   std::unique_ptr<Algorithm> make(CommStrategy strategy) {
     if (strategy == CommStrategy::hierarchical) return make_hierarchy();
@@ -74,8 +81,8 @@ std::shared_ptr<GroupImpl> create(Membership membership, std::string backend) {
     table = Table::always(strategy);
   }
   std::vector<std::unique_ptr<Algorithm>> algorithms;
+  auto inner = make_plain_group(membership, backend);
   Maker maker(membership, carrier, std::move(layout));
-  auto inner = make_plain_group(std::move(membership), backend);
   // In the order of the enumeration, the same on all ranks.
   for (const CommStrategy used : table.strategies()) algorithms.push_back(maker.make(used));
   if (algorithms.empty()) return inner;

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <utility>
 
 #include "lockstep/comm/adapt.h"
 #include "lockstep/comm/watch.h"
@@ -18,6 +19,7 @@ using layout::CommStrategy;
 struct StrategyGroup::Item {
   Operation operation;
   std::shared_ptr<const void> memory;
+  std::function<void()> finish;
   Entry* entry;
   uint64_t sequence;
   std::shared_ptr<Pending> announcement;
@@ -60,6 +62,7 @@ struct StrategyGroup::Queue {
       } catch (...) {
         item->error = std::current_exception();
       }
+      item->finish = nullptr;
       item->memory.reset();
       item->announcement.reset();
       // Before anybody learns of the end: a caller who then drops the group is the last to have it.
@@ -122,6 +125,7 @@ std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
   if (entry == nullptr) return inner_->submit(std::move(operation), std::move(memory));
   const std::lock_guard submit_lock(submit_mutex_);
   auto item = std::make_shared<Item>();
+  item->finish = std::exchange(operation.finish, nullptr);
   item->announcement = inner_->announce(operation);
   item->operation = std::move(operation);
   item->memory = std::move(memory);
@@ -140,14 +144,12 @@ void StrategyGroup::run(Item& item) {
   const auto started = Clock::now();
   if (item.announcement) item.announcement->wait();  // its errors name the operation and the ranks
   Job job{item.operation, item.memory, Deadline(item.operation.timeout)};
-  std::function<void()> finish;
   const OpKind kind = item.operation.kind;
   if (kind == OpKind::all_reduce || kind == OpKind::reduce_scatter) {
     detail::Adapted form = detail::adapt_reduction(std::move(job.operation), std::move(job.memory),
                                                    membership().rank, membership().size());
     job.operation = std::move(form.operation);
     job.memory = std::move(form.memory);
-    finish = std::move(form.finish);
   }
   try {
     item.entry->algorithm->run(job);
@@ -160,7 +162,8 @@ void StrategyGroup::run(Item& item) {
       throw;
     }
   }
-  if (finish) finish();
+  if (job.operation.finish) job.operation.finish();
+  if (item.finish) item.finish();
   item.entry->trace->add(item.operation, item.sequence, started, Clock::now());
 }
 

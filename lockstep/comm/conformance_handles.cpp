@@ -1,0 +1,126 @@
+// An operation completes whether it is waited for, looked at, or left alone.
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <thread>
+
+#include "lockstep/comm/conformance_support.h"
+#include "lockstep/comm/ordered.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::comm::conformance {
+namespace {
+
+// An operation that has more to do when its data has arrived: a division, a cast, a local sum, a
+// copy to where the result belongs.
+struct Unwaited {
+  const char* name;
+  // Begins it on new tensors; the result is `output`, to be compared with `expected`.
+  std::function<Work(at::Tensor& output, at::Tensor& expected)> begin;
+};
+
+std::vector<Unwaited> cases(const Ranks& group, int64_t count) {
+  const int me = group.rank(), size = group.size();
+  const auto sum = [&group](int64_t n, DType dtype, ReduceOp op) {
+    return expected_reduction(group.contributions(n, dtype), op);
+  };
+  // Every other column of a matrix.
+  const auto strided = [&group](int64_t n) {
+    return at::zeros({n, 2}, group.options()).select(1, 0);
+  };
+  std::vector<Unwaited> all;
+  for (const DType dtype : {DType::float32, DType::int32, DType::int64, DType::bfloat16}) {
+    all.push_back({"all_reduce, avg", [=](at::Tensor& output, at::Tensor& expected) {
+                     output = group.contribution(me, count, dtype);
+                     expected = sum(count, dtype, ReduceOp::avg);
+                     return all_reduce(output, group, {.op = ReduceOp::avg});
+                   }});
+  }
+  all.push_back({"reduce, avg", [=](at::Tensor& output, at::Tensor& expected) {
+                   output = group.contribution(me, count, DType::bfloat16);
+                   expected = me == 0 ? sum(count, DType::bfloat16, ReduceOp::avg) : output.clone();
+                   return reduce(output, group, {.op = ReduceOp::avg});
+                 }});
+  all.push_back(
+      {"reduce_scatter", [=](at::Tensor& output, at::Tensor& expected) {
+         output = at::empty({count}, group.options());
+         expected = sum(count * size, DType::float32, ReduceOp::sum).narrow(0, count * me, count);
+         return reduce_scatter(output, group.contribution(me, count * size, DType::float32), group);
+       }});
+  all.push_back({"a strided all_reduce", [=](at::Tensor& output, at::Tensor& expected) {
+                   output = strided(count).copy_(group.contribution(me, count, DType::float32));
+                   expected = sum(count, DType::float32, ReduceOp::sum);
+                   return all_reduce(output, group);
+                 }});
+  all.push_back({"a strided all_gather", [=](at::Tensor& output, at::Tensor& expected) {
+                   output = strided(count * size);
+                   expected = at::cat(group.contributions(count, DType::float32));
+                   return all_gather(output, group.contribution(me, count, DType::float32), group);
+                 }});
+  all.push_back({"an uneven all_gather", [=](at::Tensor& output, at::Tensor& expected) {
+                   std::vector<int64_t> counts;
+                   std::vector<at::Tensor> parts;
+                   for (int rank = 0; rank < size; ++rank) {
+                     counts.push_back(count + rank);
+                     parts.push_back(group.contribution(rank, counts.back(), DType::float32));
+                   }
+                   expected = at::cat(parts);
+                   output = strided(expected.numel());
+                   return all_gather(output, parts[static_cast<size_t>(me)], group,
+                                     {.counts = counts});
+                 }});
+  all.push_back({"a sum in order", [=](at::Tensor& output, at::Tensor& expected) {
+                   output = strided(count).copy_(group.contribution(me, count, DType::float32));
+                   expected = sum(count, DType::float32, ReduceOp::sum);
+                   return all_reduce_ordered(output, group);
+                 }});
+  all.push_back(
+      {"a block's sum in order", [=](at::Tensor& output, at::Tensor& expected) {
+         output = strided(count);
+         expected = sum(count * size, DType::float32, ReduceOp::sum).narrow(0, count * me, count);
+         return reduce_scatter_ordered(output, group.contribution(me, count * size, DType::float32),
+                                       group);
+       }});
+  if (size > 1) {
+    all.push_back({"a strided message", [=](at::Tensor& output, at::Tensor& expected) {
+                     const int next = (me + 1) % size, previous = (me + size - 1) % size;
+                     (void)send(group.contribution(me, count, DType::float32), next, group);
+                     output = strided(count);
+                     expected = group.contribution(previous, count, DType::float32);
+                     return recv(output, previous, group);
+                   }});
+  }
+  return all;
+}
+
+}  // namespace
+
+void check_unwaited(const Ranks& group) {
+  const auto until = [](const std::function<bool()>& happened) {
+    for (const Deadline deadline(milliseconds{20'000}); !happened() && !deadline.passed();)
+      std::this_thread::yield();
+    return happened();
+  };
+  for (const int64_t count : {int64_t{5}, int64_t{70'001}}) {
+    for (const auto& [name, begin] : cases(group, count)) {
+      at::Tensor output, expected;
+      const double tolerance = group.tolerance(ReduceOp::avg, DType::bfloat16);
+      {
+        const Work work = begin(output, expected);
+        require(until([&] { return work.done(); }),
+                format("{} of {} elements is never done without wait()", name, count));
+        require_equal(output.contiguous(), expected, format("{}, not waited for", name), tolerance);
+      }
+      // What an operation still needs it holds: when nobody else has the tensor, it is over.
+      (void)begin(output, expected);
+      require(until([&] { return output.use_count() == 1 && output.storage().use_count() == 1; }),
+              format("{} of {} elements: the tensor is held for ever", name, count));
+      require_equal(output.contiguous(), expected, format("{}, its handle dropped", name),
+                    tolerance);
+      barrier(group).wait();
+    }
+  }
+}
+
+}  // namespace lockstep::comm::conformance
