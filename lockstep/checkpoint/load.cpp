@@ -120,6 +120,9 @@ class Filler {
     const auto dtype = dtype_of(name);
     if (slice.tensor.device().is_cpu() && slice.tensor.scalar_type() == dtype &&
         slice.tensor.is_contiguous()) {
+      // Reading goes past torch. An operator on nothing tells autograd, and a sharded model whose
+      // memory this is, or refuses.
+      if (!slice.tensor.is_inference()) slice.tensor.as_strided({0}, {1}).zero_();
       reader_.read(name, held, comm::detail::bytes_of(slice.tensor));
       return;
     }
@@ -147,6 +150,16 @@ class Filler {
   at::Tensor buffer_;
 };
 
+// What the models hold may be in use: copies of it become invalid, and no rank reads another's
+// shards, until the next use after the load.
+void open_for_writing(const std::vector<NamedSlice>& slices) {
+  std::set<const void*> opened;
+  for (const NamedSlice& slice : slices) {
+    if (!slice.model || !opened.insert(slice.model->shared().get()).second) continue;
+    parallel::ShardedModel(*slice.model).begin_update();
+  }
+}
+
 }  // namespace
 
 formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
@@ -162,6 +175,7 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
     report(differences, path, options.partial, group.rank() == 0);
     return "";
   });
+  open_for_writing(slices);
   detail::together("load", group, [&]() -> std::string {
     // Before any is filled: other parts of the same tensor may stay as they are.
     for (const NamedSlice& slice : slices) {

@@ -13,6 +13,7 @@
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/optim/gradients.h"
 
 namespace lockstep::checkpoint {
 namespace detail {
@@ -104,6 +105,7 @@ std::string fill(const std::string& folder, const std::string& dir, const Conten
 
 void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   const at::NoGradGuard no_grad;
+  optim::detail::announce_read(tensor);
   sink(comm::detail::bytes_of(tensor.cpu().contiguous()));
 }
 

@@ -102,9 +102,8 @@ std::vector<NamedSlice> slices_of(const torch::nn::Module& model,
 
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
   std::vector<NamedSlice> slices;
-  for (auto& [placement, tensor] : model.sharded_state_dict()) {
-    if (!placement.is_empty()) slices.push_back({placement, tensor});
-  }
+  for (auto& [placement, tensor] : model.sharded_state_dict())
+    slices.push_back({.placement = placement, .tensor = tensor, .model = model});
   return slices;
 }
 
@@ -154,7 +153,9 @@ std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
       all.push_back(slice);
       continue;
     }
-    for (const auto& [local, global] : split.pieces(held.slice)) {
+    auto pieces = split.pieces(held.slice);
+    if (pieces.empty()) pieces = {{held.slice, held.slice}};  // of nothing
+    for (const auto& [local, global] : pieces) {
       NamedSlice piece = slice;
       piece.placement.global_shape = split.global_shape;
       piece.placement.slice = global;

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
@@ -23,6 +24,9 @@ struct NamedSlice {
   // For what is not a tensor where it is used: called before the tensor is saved or filled, and
   // when load() has filled it.
   std::function<void()> saving = {}, loaded = {};
+  // Of which the tensor is a shard. load() opens its shards for writing, on all its ranks: a rank
+  // that holds nothing of a model has empty slices of it.
+  std::optional<parallel::ShardedModel> model = std::nullopt;
 };
 
 // Parameters and buffers, under their names in the module; a shared one under the first of its
@@ -38,7 +42,7 @@ std::vector<NamedSlice> slices_of(const torch::nn::Module& model,
                                   torch::optim::Optimizer& optimizer);
 
 // This rank's parts of a sharded model and of the optimizer over its parameters(), under the same
-// names. Before load(), unless nothing has used the model: sharded.begin_update().
+// names.
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model);
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model, optim::Optimizer& optimizer);
 std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model,

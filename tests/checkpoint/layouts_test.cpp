@@ -219,5 +219,47 @@ TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStage
   }
 }
 
+// The model has been used since: the next evaluation, and the next step, have the values that were
+// loaded on every rank.
+TEST(CheckpointLayouts, LoadedIntoAModelInUse) {
+  for (const char* name : {"dp4", "full3", "hybrid4", "optimizer4", "pp2x2", "grad2pp2", "3d"}) {
+    const TempDir folder;
+    const Layout& layout = layout_of(name);
+    PipelineCase c =
+        make(layout, {.llama = false, .tied = true, .reproducible = false, .microbatches = 12});
+    c.steps = 5;
+    c.dropout = 0;
+    comm::run_threads(c.world(), [&](const comm::Group& world) {
+      std::string path;
+      std::vector<double> saved;
+      train_pipeline(c, world, [&](int step, parallel::Pipeline pipeline, optim::Optimizer& adamw) {
+        const auto evaluate = [&] {
+          pipeline.eval();
+          const at::Tensor losses = pipeline.evaluate(
+              {.inputs = [&](int i) { return parallel::Tensors{tokens(1000 + i, c.device).input}; },
+               .loss =
+                   [&](int i, const parallel::Tensors& outputs) {
+                     return loss_of(outputs[0], tokens(1000 + i, c.device), 1,
+                                    pipeline.tensor().group());
+                   }},
+              4);
+          pipeline.train();
+          return std::vector<double>(losses.data_ptr<double>(),
+                                     losses.data_ptr<double>() + losses.numel());
+        };
+        if (step == 1) {
+          saved = evaluate();
+          path = checkpoint::save(folder.path(), {.step = step, .slices = all_of(pipeline, adamw)},
+                                  world);
+        } else if (step > 2) {
+          EXPECT_NE(evaluate(), saved) << name;
+          checkpoint::load(path, slices_of(pipeline), world, {.may_ignore = {"optim."}});
+          EXPECT_EQ(evaluate(), saved) << name << " before step " << step;
+        }
+      });
+    });
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::test

@@ -72,7 +72,6 @@ Curve train(const comm::Group& group, const Part& part) {
   if (part.used) {
     for (int index = 0; index < 2; ++index) step(100 + index);
     curve = {};
-    sharded.begin_update();
   }
   const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
   if (!part.load.empty()) {
@@ -171,7 +170,6 @@ TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
         optimizer.step();
         optimizer.zero_grad();
       }
-      sharded.begin_update();
       body(sharded, optimizer);
     };
     const auto all_of = [](auto& sharded, auto& optimizer) {

@@ -208,6 +208,75 @@ TEST(Fetch, EvaluationBetweenSteps) {
   });
 }
 
+// In eval mode no unit is kept for a backward, or for a pass that may not come.
+TEST(Fetch, InEvalModeUnitsAreReshardedAfterUse) {
+  for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op}) {
+    for (const Prefetch when : {Prefetch::pre, Prefetch::post, Prefetch::none}) {
+      for (const bool grad : {true, false}) {
+        for (const bool trained : {true, false}) {
+          comm::run_threads(2, [&](const comm::Group& group) {
+            FullyShardOptions options = weights_only(strategy);
+            options.forward_prefetch = when;
+            Watched run(group, options);
+            if (trained) run.step();
+            run.sharded.eval();
+            run.model->probe = [&](size_t layer, bool back) {
+              if (back) return;
+              // The next one may be on its way.
+              auto present = run.present();
+              if (when != Prefetch::none) present.erase(layer + 1);
+              EXPECT_THAT(present, testing::IsEmpty()) << layer;
+            };
+            for (int pass = 0; pass < 3; ++pass) {
+              const at::AutoGradMode mode(grad);
+              const ShardStats before = run.sharded.stats();
+              run.model->forward(LayersTask::batch(0).input);
+              EXPECT_THAT(run.present(), testing::IsEmpty()) << "after pass " << pass;
+              EXPECT_EQ((run.sharded.stats() - before).all_gathers, kUnits);
+            }
+            // Gradients come all the same, and training is as it was.
+            run.backward(0);
+            EXPECT_THAT(run.present(), testing::IsEmpty());
+            run.optimizer.step();
+            run.model->probe = nullptr;
+            run.sharded.train();
+            run.step();
+            if (strategy == Strategy::shard_grad_op) {
+              EXPECT_EQ(run.step().all_gathers, kUnits);
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+// A unit of several operators is gathered for each of them until it is known which is the last.
+TEST(Fetch, InEvalModeTheLastUseOfAUnitIsLearned) {
+  for (const bool trained : {true, false}) {
+    comm::run_threads(2, [&](const comm::Group& group) {
+      FullyShardOptions options = weights_only();
+      options.units = parallel::ByPredicate([](const std::string& path, torch::nn::Module&) {
+        return path == "layer0" || path == "layer2";  // the others are the model's own unit
+      });
+      Watched run(group, options);
+      run.model->order = {0, 1, 3, 2};
+      if (trained) run.step();
+      run.sharded.eval();
+      const at::NoGradGuard no_grad;
+      const auto evaluate = [&] {
+        const ShardStats before = run.sharded.stats();
+        run.model->forward(LayersTask::batch(0).input);
+        EXPECT_THAT(run.present(), testing::IsEmpty());
+        return (run.sharded.stats() - before).all_gathers;
+      };
+      EXPECT_EQ(evaluate(), trained ? 3 : 4);
+      EXPECT_EQ(evaluate(), 3);
+      EXPECT_EQ(evaluate(), 3);
+    });
+  }
+}
+
 TEST(Fetch, NoSyncReducesOnceOrEachTime) {
   for (const auto kind :
        {parallel::NoSyncGradients::unreduced, parallel::NoSyncGradients::sharded}) {

@@ -231,11 +231,13 @@ void OffloadedAdamW::step() {
   const at::NoGradGuard no_grad;
   for (const auto& model : state_->models) {
     const bool exact = !model->tiers->updates_in_backward();
-    if (exact && !model->model.shared()->engine->allows_step()) {
+    auto& engine = *model->model.shared()->engine;
+    if (exact && !engine.allows_step()) {
       throw Error(
           "[OffloadedAdamW] parameters have been used since the last backward; step between "
           "a backward and the next forward");
     }
+    if (exact) engine.before_step();
     for (const auto& [index, flat] : model->flats) {
       if (exact) state_->update(*model, index);
     }

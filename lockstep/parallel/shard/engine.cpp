@@ -2,13 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 
-#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/trace.h"
 #include "lockstep/parallel/offload/arrange.h"
 
 namespace lockstep::parallel::detail {
@@ -21,9 +20,11 @@ Phase current_phase() {
 
 }  // namespace
 
-ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options)
+ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options,
+                         std::weak_ptr<const torch::nn::Module> model)
     : groups_(std::move(groups)),
       options_(std::move(options)),
+      model_(std::move(model)),
       copy_thread_(groups_.all.members()[static_cast<size_t>(groups_.all.rank())]) {}
 
 void ShardEngine::start(std::vector<FlatPlan> plans, const Flat::ValueOf& value_of,
@@ -99,32 +100,21 @@ void ShardEngine::gather(Flat& flat) {
   note_bytes();
 }
 
-// The first use since shards could be written: all ranks show what they have.
-void ShardEngine::begin_epoch() {
-  const trace::Span span("shard", "new parameters");
-  for (const auto& flat : flats_) flat->check_members();
-  for (const auto& flat : flats_) {
-    flat->make_stale();
-    flat->publish();
-  }
-  if (one_sided_) {
-    comm::barrier(groups_.shard, {.tag = format("parameters after backward {}", backwards_)})
-        .wait();
-  }
-  foreign_writes_ = false;
-  window_ = false;  // not if a peer is missing: the next use finds that out again
-  for (const auto& flat : flats_) {
-    if (flat->plan().resident) flat->prefetch();
-  }
-}
-
 Prefetch ShardEngine::prefetch_in(Phase phase) const {
   return phase == Phase::backward ? options_.backward_prefetch : options_.forward_prefetch;
 }
 
+// In eval mode no unit waits for a backward, whatever the grad mode.
+bool ShardEngine::evaluates(Phase phase) const {
+  if (phase == Phase::backward) return false;
+  const auto model = model_.lock();
+  return model && !model->is_training();
+}
+
 bool ShardEngine::may_release(const Unit& unit, Phase phase) const {
-  if (unit.pins > 0) return false;
+  if (is_kept(unit)) return false;
   if (options_.strategy != ShardingStrategy::shard_grad_op || phase == Phase::no_grad) return true;
+  if (evaluates(phase)) return true;
   // Its backward is still to come.
   return phase == Phase::backward && unit.used_in_backward;
 }
@@ -136,13 +126,17 @@ void ShardEngine::release(Unit& unit) {
 // What was fetched and is not used yet gives way.
 void ShardEngine::make_way() {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (unit != current_ && !held_.contains(unit) && units_[unit].pins == 0) release(units_[unit]);
+    if (unit != current_ && !held_.contains(unit) && !is_kept(units_[unit])) release(units_[unit]);
   }
 }
 
 void ShardEngine::release_all() {
   for (Unit& unit : units_) {
-    if (unit.pins == 0) release(unit);
+    if (!is_kept(unit)) release(unit);
+  }
+  // What stays has arrived: from here on this rank reads nothing of its peers.
+  for (const auto& flat : flats_) {
+    if (flat->state() == ParameterState::gathering) gather(*flat);
   }
 }
 
@@ -188,9 +182,15 @@ void ShardEngine::use(size_t index, const std::set<size_t>& held) {
   std::vector<size_t> next;
   const Prefetch prefetch = prefetch_in(phase);
   if (begins) {
+    for (const Flat* flat : units_[index].flats) flat->check_sealed();
     if (tiers_) stay_near();
+    const bool evaluating = evaluates(phase);
+    // A unit that comes a second time begins the next pass.
+    if (evaluating && !evaluated_.insert(index).second) evaluated_ = {index};
     if (prefetch != Prefetch::none) {
       next = ahead();
+      // Nothing is fetched for a pass that may not come.
+      if (evaluating) std::erase_if(next, [&](size_t unit) { return evaluated_.contains(unit); });
       wanted.insert(next.begin(), next.end());
     }
     for (size_t other = 0; other < units_.size(); ++other) {
@@ -230,10 +230,24 @@ void ShardEngine::before_operator(std::span<const size_t> flats) {
   }
 }
 
+// After an operator in eval mode.
+void ShardEngine::release_used() {
+  const bool over = order_.visit_may_be_over();
+  for (const size_t unit : held_) {
+    if ((unit != current_ || over) && !is_kept(units_[unit])) release(units_[unit]);
+  }
+  if (!over || options_.forward_prefetch != Prefetch::post) return;
+  auto next = order_.ahead(options_.prefetch_depth);
+  std::erase_if(next, [&](size_t unit) { return evaluated_.contains(unit); });
+  fetch_ahead(next);
+}
+
 void ShardEngine::after_operator() {
   if (drops_always_) return release_all();
-  if (current_ == SIZE_MAX || !order_.visit_is_over()) return;
+  if (current_ == SIZE_MAX) return;
   const Phase phase = current_phase();
+  if (evaluates(phase)) return release_used();
+  if (!order_.visit_is_over()) return;
   const bool post = prefetch_in(phase) == Prefetch::post;
   if (!post && phase != Phase::no_grad) return;
   const auto ahead = order_.ahead(post ? options_.prefetch_depth : 1);
@@ -242,24 +256,13 @@ void ShardEngine::after_operator() {
   if (post) fetch_ahead(ahead);
 }
 
-void ShardEngine::announce_foreign_writes() {
-  if (std::exchange(foreign_writes_, true)) return;
-  if (tiers_ && tiers_->updater) tiers_->updater->before_foreign_writes();
-}
-
-void ShardEngine::before_write(const Tag& tag, const at::Tensor& view) {
-  if (window_ || writable_) return announce_foreign_writes();
-  throw Error(
-      format("[fully_shard] the shard of parameter {} is written, but parameters have been used "
-             "since the last backward; step between a backward and the next forward, or call "
-             "begin_update() on all ranks first",
-             tag.name_of(view)));
-}
-
+// A parameter that was replaced stays an error: also for a caller who catches the first one.
 void ShardEngine::check_replaced() {
-  const Member* last = std::exchange(replaced_, nullptr);
-  if (last == nullptr || last->tensor.key_set().has(kShardKey)) return;
-  for (const auto& flat : flats_) flat->check_members();  // says which one it is
+  if (replaced_ == nullptr) return;
+  if (!replaced_->tensor.key_set().has(kShardKey)) {
+    for (const auto& flat : flats_) flat->check_members();  // says which one it is
+  }
+  replaced_ = nullptr;
 }
 
 void ShardEngine::on_replacement(const Tag& tag, const at::Tensor& view) {
@@ -279,14 +282,6 @@ void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
 }
 
 // ---- users ----
-
-void ShardEngine::begin_update() {
-  release_all();
-  announce_foreign_writes();
-  if (groups_.shard.size() > 1) comm::barrier(groups_.shard, {.tag = "begin_update"}).wait();
-  order_.end_pass();
-  window_ = true;
-}
 
 void ShardEngine::pin(const std::string& name, bool waits) {
   const auto fetch = [&](Flat& flat) { waits ? gather(flat) : flat.prefetch(); };
@@ -310,13 +305,9 @@ void ShardEngine::pin(const std::string& name, bool waits) {
 void ShardEngine::unpin(const std::string& name) {
   for (Unit& unit : units_) {
     if ((!name.empty() && unit.name != name) || unit.pins == 0) continue;
-    if (--unit.pins == 0) release(unit);
+    --unit.pins;
+    if (!is_kept(unit)) release(unit);
   }
-}
-
-void ShardEngine::write_back() {
-  for (const auto& flat : flats_) flat->write_back();
-  window_ = true;
 }
 
 std::vector<std::string> ShardEngine::unit_names() const {

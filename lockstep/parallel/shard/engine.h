@@ -3,8 +3,8 @@
 // Operators say which flats they are about to use; the engine gathers them, lets others go and
 // fetches those that will be used next. Gradients arrive one by one, are laid into their flat's
 // line, and full lines are reduced in an order that all ranks share. Shards may be written from the
-// end of a backward to the next use of a parameter; then they are shown to the other ranks, and
-// nothing is read before all have shown theirs. Private: not installed.
+// end of a backward to the next use of a parameter, which is the window; then they are shown to the
+// other ranks, and nothing is read before all have shown theirs. Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,7 +50,8 @@ struct ShardCounts {
 
 class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
  public:
-  ShardEngine(ShardGroups groups, FullyShardOptions options);
+  ShardEngine(ShardGroups groups, FullyShardOptions options,
+              std::weak_ptr<const torch::nn::Module> model);
   ~ShardEngine();
   ShardEngine(const ShardEngine&) = delete;
   ShardEngine& operator=(const ShardEngine&) = delete;
@@ -69,9 +70,10 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void after_operator();
   // Throws Error unless the shard may be written now.
   void before_write(const Tag& tag, const at::Tensor& view);
-  bool allows_writing() const { return writable_; }
-  // Whether an optimizer may step now.
+  bool allows_writing() const { return writers_ > 0; }
+  // Whether an offloaded model's optimizer may step now; it writes shards past operators.
   bool allows_step() const { return window_; }
+  void before_step();
   // A parameter may be about to be replaced: what set_data() asks first, and model->to() copies.
   // Whether it was is found at the next operator.
   void on_replacement(const Tag& tag, const at::Tensor& view);
@@ -90,10 +92,13 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // uses them first waits.
   void pin(const std::string& unit, bool waits = true);
   void unpin(const std::string& unit);
-  void set_writable(bool writable) { writable_ = writable; }
+  // Gathers and keeps everything until end_summon(). To write, collective: when it returns, no rank
+  // reads another's shard, and none does before the next use after end_summon(), which writes this
+  // rank's part back.
+  void begin_summon(bool writes);
+  void end_summon(bool writes);
   // Drops everything after every operator: for tests of what operators find.
   void drop_always(bool on) { drops_always_ = on; }
-  void write_back();
 
   const std::vector<std::unique_ptr<Flat>>& flats() const { return flats_; }
   const ShardGroups& groups() const { return groups_; }
@@ -128,6 +133,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void install_hooks();
   void check_replaced();
   void begin_epoch();
+  void open_window();
   void use(size_t unit, const std::set<size_t>& held);
   void gather(Flat& flat);
   void fetch_ahead(std::span<const size_t> units);  // the nearest first
@@ -136,6 +142,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void release(Unit& unit);
   void make_way();
   void announce_foreign_writes();
+  bool is_kept(const Unit& unit) const { return unit.pins > 0 || summons_ > 0; }
+  bool evaluates(Phase phase) const;
+  void release_used();
   bool may_release(const Unit& unit, Phase phase) const;
   Prefetch prefetch_in(Phase phase) const;
   void release_all();
@@ -155,6 +164,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
 
   ShardGroups groups_;
   FullyShardOptions options_;
+  std::weak_ptr<const torch::nn::Module> model_;
   std::shared_ptr<OffloadTiers> tiers_;  // where something is offloaded
   std::unique_ptr<GatherMemory> gather_memory_;
   std::unique_ptr<GradientMemory> gradient_memory_;
@@ -169,10 +179,12 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   bool foreign_writes_ = false;  // and someone else than an offloaded model's optimizer does
   std::set<size_t> held_;        // units of the operator that runs
   int64_t backwards_ = 0;
-  bool writable_ = false;
+  int summons_ = 0;
+  int writers_ = 0;  // of them, those that may write
   bool drops_always_ = false;
   UnitOrder order_;
   size_t current_ = SIZE_MAX;
+  std::set<size_t> evaluated_;             // units of the evaluation that runs
   std::deque<memory::Event> handed_over_;  // of an offloaded model: before its last units
 
   std::mutex mutex_;  // gradients of different devices arrive on different threads

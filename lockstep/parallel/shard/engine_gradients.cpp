@@ -13,6 +13,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/parallel/offload/tiers.h"
 #include "lockstep/parallel/shard/engine.h"
 
 namespace lockstep::parallel::detail {
@@ -92,6 +93,12 @@ bool ShardEngine::syncs() const {
 }
 
 void ShardEngine::open_round(bool in_backward) {
+  if (writers_ > 0 && tiers_ && tiers_->updates_in_backward()) {
+    throw Error(
+        "[fully_shard] a backward that updates parameters (clip_mode none) runs under "
+        "a summon with write_back, whose end writes all shards; end the summon first");
+  }
+  check_replaced();
   in_round_ = true;
   in_backward_ = in_backward;
   round_syncs_ = !in_backward || syncs();
@@ -231,7 +238,7 @@ void ShardEngine::reduce_round() {
   }
   for (const auto& flat : flats_) flat->wait_gradients();
   note_bytes();
-  window_ = true;
+  open_window();
   ++backwards_;
   if (!learned_ && in_backward_) learn_launch_order();
 }

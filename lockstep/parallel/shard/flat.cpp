@@ -73,6 +73,7 @@ Flat::Flat(FlatPlan plan, FlatContext context, size_t index, const ValueOf& valu
     }
   } else {
     make_shard(value_of);
+    tag_shard();
     attach_parameters();
   }
   make_optimized();
@@ -162,23 +163,13 @@ void Flat::make_optimized() {
     return;
   }
   if (shard_.numel() == 0) return;
-  auto names = std::make_shared<FlatNames>();
-  for (const Member& member : members_) {
-    if (member.shard_numel() == 0) continue;
-    names->names.push_back(member.name);
-    names->bytes.push_back(member.shard_offset * static_cast<int64_t>(shard_.element_size()));
-  }
-  Tag shard_tag = tag(Tag::Kind::shard, keep(shard_));
-  shard_tag.names = names;
-  const c10::Storage storage =
-      make_storage(shard_.data_ptr(), shard_.nbytes(), shard_.device(), std::move(shard_tag));
   Tag unreduced_tag = tag(Tag::Kind::unreduced, nullptr);
-  unreduced_tag.names = names;
+  unreduced_tag.names = shard_names_;
   const c10::Storage unreduced =
       make_storage(nowhere_.data(), shard_.nbytes(), shard_.device(), std::move(unreduced_tag));
   const auto add = [&](const std::string& name, const layout::Shape& shape, int64_t begin,
                        size_t first, size_t end) {
-    at::Tensor tensor = tagged_tensor(storage, shard_.scalar_type(), shape, begin);
+    at::Tensor tensor = tagged_tensor(shard_storage_, shard_.scalar_type(), shape, begin);
     tensor.set_requires_grad(true);
     optimized_.push_back({name,
                           tensor,
@@ -253,28 +244,6 @@ layout::Placement Flat::placement(const Member& member) const {
   layout::Placement placement = layout::Placement::whole(member.name, member.shape);
   if (plan_.shard.size() == 1) return placement;
   return placement.narrow(0, member.rows, "shard");
-}
-
-at::Tensor Flat::shard_of(const Member& member) const {
-  if (plain_) return member.tensor.detach();
-  wait_updated();
-  return shard_.narrow(0, member.shard_offset, member.shard_numel()).view(member.shard_shape());
-}
-
-void Flat::make_stale() {
-  if (plain_ || in_place_) return;
-  kept_is_valid_ = false;
-  stale_ = true;
-  if (!plan_.resident) release();
-}
-
-void Flat::publish() {
-  if (plain_) return;
-  const bool same = sent_.is_same(shard_);
-  if (plan_.shard.size() > 1 || !same) wait_updated();
-  if (same) return;
-  const at::NoGradGuard no_grad;
-  sent_.copy_(shard_);
 }
 
 at::Tensor Flat::buffer(at::ScalarType dtype, c10::Device device) const {
@@ -418,33 +387,6 @@ void Flat::release() {
   line_.reset();
   arriving_.reset();
   state_ = ParameterState::sharded;
-}
-
-void Flat::write_back() {
-  if (plain_) return;
-  const at::NoGradGuard no_grad;
-  kept_is_valid_ = false;
-  wait_updated();
-  if (in_place_) return;
-  const at::Tensor now = line_.narrow(0, block().begin, block().size()).to(shard_.device());
-  if (plan_.gather_dtype == plan_.dtype) {
-    shard_.copy_(now);
-  } else {
-    // What nobody wrote keeps the bits that were lost on the way.
-    const at::Tensor& shown = plan_.shard.size() == 1 ? shard_ : sent_;
-    shard_.copy_(
-        at::where(now.eq(shown.to(now.scalar_type())), shard_, now.to(shard_.scalar_type())));
-  }
-}
-
-at::Tensor Flat::gathered_shards() const {
-  wait_updated();
-  if (plan_.shard.size() == 1) return shard_;
-  const at::NoGradGuard no_grad;
-  const at::Tensor line = at::empty({layout_.size}, shard_.options());
-  comm::all_gather(line, shard_, plan_.reduce, {.counts = layout_.counts(), .tag = plan_.name})
-      .wait();
-  return line;
 }
 
 size_t Flat::parameter_bytes() const {

@@ -26,6 +26,7 @@
 #include "lockstep/parallel/shard/copy_thread.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/shard/options.h"
+#include "lockstep/parallel/shard/seal.h"
 #include "lockstep/parallel/shard/tag.h"
 #include "lockstep/parallel/shard/units.h"
 
@@ -106,7 +107,7 @@ class Flat {
   // The tensors for the optimizer, with their names. Empty for parameters that are not trained.
   std::vector<UnitParameter> optimized() const;
   layout::Placement placement(const Member& member) const;
-  // This rank's rows of a parameter; the parameter itself where it is plain.
+  // This rank's rows of a parameter, tagged; the parameter itself where it is plain.
   at::Tensor shard_of(const Member& member) const;
 
   // ---- parameters ----
@@ -119,6 +120,14 @@ class Flat {
   bool is_live() const { return plain_ || state_ == ParameterState::gathered; }
   // What was gathered is no longer what the shards hold.
   void make_stale();
+  // The same, because the shard is about to be written: autograd refuses graphs that saved what the
+  // parameters were.
+  void outdate();
+  // Peers may read the shard from here to unseal(), and nothing may write it. check_sealed() throws
+  // Error, naming the parameter, where something did.
+  void seal();
+  void check_sealed() const;
+  void unseal() { seal_.open(); }
   // The shard is being written beside the computation, until the event.
   void set_updating(memory::Event done) { updating_ = std::move(done); }
   // Whoever reads or writes the shard from here on comes after that.
@@ -194,6 +203,7 @@ class Flat {
  private:
   void make_members();
   void make_shard(const ValueOf& value_of);
+  void tag_shard();
   void make_optimized();
   void attach_parameters();
   Tag tag(Tag::Kind kind, std::shared_ptr<void> memory) const;
@@ -247,6 +257,9 @@ class Flat {
 
   at::Tensor shard_;  // 1-d, and untagged: for the engine's own use
   at::Tensor sent_;   // what peers read: the shard, or a copy of it in the type that travels
+  c10::Storage shard_storage_;  // the shard's memory with a tag, for all other users
+  std::shared_ptr<FlatNames> shard_names_;
+  Seal seal_;
   // What the optimizer updates: tagged views of the shard. Of the whole, or one for each member.
   struct Optimized {
     std::string name;

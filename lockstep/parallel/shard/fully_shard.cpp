@@ -212,7 +212,7 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   install_fallback();
-  engine = std::make_shared<ShardEngine>(groups, options);
+  engine = std::make_shared<ShardEngine>(groups, options, model);
   auto plans = Plans(groups, options).make(*model, first_values.device);
   std::shared_ptr<OffloadTiers> tiers;
   if (options.offload) {

@@ -54,4 +54,16 @@ bool UnitOrder::visit_is_over() const {
   return found != experience_.end() && found->second.operators == operators_;
 }
 
+bool UnitOrder::visit_may_be_over() const {
+  if (!current_) return true;
+  auto found = experience_.find({before_, *current_});
+  if (found == experience_.end()) {
+    // An evaluation uses units as the forward of a step does.
+    Context trained{before_, {Phase::forward, current_->second}};
+    if (trained.first) trained.first->first = Phase::forward;
+    found = experience_.find(trained);
+  }
+  return found == experience_.end() || operators_ >= found->second.operators;
+}
+
 }  // namespace lockstep::parallel::detail

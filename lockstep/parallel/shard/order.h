@@ -30,6 +30,8 @@ class UnitOrder {
   bool stays() const;
   // As many operators have used the unit as in the last visit like this one.
   bool visit_is_over() const;
+  // At least as many, in a pass with or without gradients; also where there was no such visit.
+  bool visit_may_be_over() const;
 
  private:
   using Visit = std::pair<Phase, size_t>;

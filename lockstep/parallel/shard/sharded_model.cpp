@@ -28,18 +28,10 @@ NoSyncShards::~NoSyncShards() {
 
 Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
     : sharded_(std::move(sharded)), options_(options) {
-  if (!sharded_->engine) return;
-  if (options_.write_back) sharded_->engine->begin_update();
-  sharded_->engine->pin("");
-  if (options_.write_back) sharded_->engine->set_writable(true);
+  if (sharded_->engine) sharded_->engine->begin_summon(options_.write_back);
 }
 Summon::~Summon() {
-  if (!sharded_ || !sharded_->engine) return;
-  if (options_.write_back) {
-    sharded_->engine->set_writable(false);
-    sharded_->engine->write_back();
-  }
-  sharded_->engine->unpin("");
+  if (sharded_ && sharded_->engine) sharded_->engine->end_summon(options_.write_back);
 }
 
 std::vector<at::Tensor> ShardedModel::parameters() const {

@@ -41,6 +41,7 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
   if (sharded_->engine) {
     for (const auto& flat : sharded_->engine->flats()) {
       if (flat->is_plain()) continue;
+      flat->check_members();
       const at::Tensor line = flat->gathered_shards();
       for (const Member& member : flat->members()) {
         gathered[member.name] = line.narrow(0, member.offset, member.numel())
