@@ -83,6 +83,7 @@ check-wide: build
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/init_tests --gtest_filter='InitAgain.*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/offload_checkpoint_test --gtest_filter='LoadUsed*'
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='Units.ThousandsOfThem'
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

@@ -211,14 +211,13 @@ Findings check_limits(const Machine& machine) {
   rlimit files{}, locked{};
   getrlimit(RLIMIT_NOFILE, &files);
   getrlimit(RLIMIT_MEMLOCK, &locked);
-  // A rank has a descriptor for each block of symmetric memory, and for those of its peers that it
-  // is opening.
-  const bool few = files.rlim_cur < 1024;
+  // The launcher and the ranks raise the soft limit themselves.
+  const bool few = files.rlim_max < 1024;
   findings.push_back(
       {few ? Verdict::warning : Verdict::ok, "open files",
-       format(
-           "{}{}", limit_text(files.rlim_cur),
-           few ? format(": raise it with ulimit -n, up to {}", limit_text(files.rlim_max)) : "")});
+       format("{}{}", limit_text(files.rlim_max),
+              few ? ": the hard limit is low for many ranks; raise it (ulimit -Hn, limits.conf)"
+                  : "")});
   // Only network cards that read memory by themselves need it locked.
   if (fs::exists(machine.root / "dev/infiniband") && locked.rlim_cur != RLIM_INFINITY) {
     findings.push_back({Verdict::warning, "locked memory",

@@ -133,10 +133,13 @@ class GroupImpl {
   virtual std::shared_ptr<std::byte> allocate_on(int, size_t) { return nullptr; }
   // Peers can reach [data, data + bytes) without staging.
   virtual bool reaches(const void* data, size_t bytes) const = 0;
-  // How peers find [data, data + bytes), and how this rank finds what a peer has located. Thread
-  // safe. Backends without shared memory locate nothing.
+  // How peers find [data, data + bytes), and how this rank finds what a peer has located. Shared
+  // memory stays, freed or not, until every member has reached it once and dropped what it got.
+  // Thread safe. Backends without shared memory locate nothing.
   virtual fabric::Location locate(const void*, size_t) const { return {}; }
-  virtual const std::byte* reach(int, const fabric::Location&) const { return nullptr; }
+  virtual std::shared_ptr<const std::byte> reach(int, const fabric::Location&) const {
+    return nullptr;
+  }
   // Makes the operations of all members fail, those that run too. False where the backend cannot:
   // they end when a peer is lost, or late.
   virtual bool abort(const std::string&) { return false; }

@@ -21,6 +21,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/open_files.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/launch/interface.h"
 
@@ -258,6 +259,7 @@ Group init(const RankEnv& env, InitOptions options) {
     throw ConfigError("[init] backend 'thread' makes its ranks itself: use run_threads");
   log::set_rank(env.rank);
   trace::name_thread(env.rank, "compute");
+  raise_open_file_limit();
   name_interface_to_engines();
   if (env.world_size == 1 && !options.even_alone) return {};
   auto world = world_with(options);
@@ -275,6 +277,7 @@ Group detail::adopt_world(int rank, int size, const GatherTexts& gather, Backend
                           InitOptions options) {
   log::set_rank(rank);
   trace::name_thread(rank, "compute");
+  raise_open_file_limit();
   const Contribution host([&] {
     options = with_environment(std::move(options));
     if (options.backend != "auto") find_backend(options.backend);

@@ -48,10 +48,11 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   fabric::Location locate(const void* data, size_t bytes) const override {
     // An empty tensor has nothing to read, wherever it is.
     if (bytes == 0) return {fabric::Location::address, 0, 0, reinterpret_cast<uint64_t>(data)};
-    return engine_.seat().locate(data, bytes);
+    return engine_.seat().lend(data, bytes);
   }
-  const std::byte* reach(int rank, const fabric::Location& location) const override {
-    return engine_.seat().reach(rank, location);
+  std::shared_ptr<const std::byte> reach(int rank,
+                                         const fabric::Location& location) const override {
+    return engine_.seat().borrow(rank, location);
   }
   bool abort(const std::string& why) override {
     engine_.abort(why);

@@ -3,15 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/shared_objects.h"
 #include "lockstep/comm/tensor.h"
-#include "lockstep/core/error.h"
-#include "lockstep/core/format.h"
 
 namespace lockstep::comm {
 
@@ -47,21 +44,16 @@ std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
 std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& group) {
   const auto bytes = detail::bytes_of(mine);
   const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
-  const auto unreachable = [](const fabric::Location& each) {
-    return each.kind == fabric::Location::unreachable;
-  };
-  if (std::any_of(locations.begin(), locations.end(), unreachable)) return std::nullopt;
-  return PeerMemory(group, locations, hold_all(mine, group));
-}
-
-const std::byte* PeerMemory::of(int rank) const {
-  try {
-    return group_.impl().reach(rank, locations_[static_cast<size_t>(rank)]);
-  } catch (const std::logic_error&) {
-    throw PeerLost(rank, format("[peer memory] rank {}: rank {} has freed the memory that is to be "
-                                "read",
-                                group_.rank(), rank));
+  std::vector<std::shared_ptr<const std::byte>> memory;
+  bool complete = true;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const fabric::Location& location = locations[static_cast<size_t>(rank)];
+    const bool reachable = location.kind != fabric::Location::unreachable;
+    complete &= reachable;
+    memory.push_back(reachable ? group.impl().reach(rank, location) : nullptr);
   }
+  if (!complete) return std::nullopt;
+  return PeerMemory(std::move(memory), hold_all(mine, group));
 }
 
 }  // namespace lockstep::comm

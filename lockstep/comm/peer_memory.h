@@ -8,7 +8,6 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/core/torch_fwd.h"
-#include "lockstep/fabric/heap.h"
 
 namespace lockstep::comm {
 
@@ -20,16 +19,15 @@ class PeerMemory {
   // where the backend has no shared memory.
   static std::optional<PeerMemory> open(const at::Tensor& mine, const Group& group);
 
-  // Where this rank finds the tensor of `rank`. Throws PeerLost if the owner has freed it; under
-  // thread it stays as long as anybody has this. Thread safe.
-  const std::byte* of(int rank) const;
+  // Where this rank finds the tensor of `rank`. It stays as long as any rank has this, also where
+  // its owner has freed it. Thread safe.
+  const std::byte* of(int rank) const { return memory_[static_cast<size_t>(rank)].get(); }
 
  private:
-  PeerMemory(Group group, std::vector<fabric::Location> locations, std::shared_ptr<void> held)
-      : group_(std::move(group)), locations_(std::move(locations)), held_(std::move(held)) {}
+  PeerMemory(std::vector<std::shared_ptr<const std::byte>> memory, std::shared_ptr<void> held)
+      : memory_(std::move(memory)), held_(std::move(held)) {}
 
-  Group group_;
-  std::vector<fabric::Location> locations_;
+  std::vector<std::shared_ptr<const std::byte>> memory_;  // of each rank
   std::shared_ptr<void> held_;  // the tensors of all ranks, where they are threads
 };
 

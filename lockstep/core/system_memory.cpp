@@ -65,7 +65,7 @@ uint64_t symmetric_memory() {
   uint64_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code gone;
-    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep-block")) continue;
+    if (!read_symlink(entry, gone).string().starts_with("/memfd:lockstep-symmetric")) continue;
     struct stat status {};
     if (stat(entry.path().c_str(), &status) == 0)
       bytes += static_cast<uint64_t>(status.st_blocks) * 512;

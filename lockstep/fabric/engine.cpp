@@ -279,8 +279,10 @@ void Engine::finish(Queue& queue, std::exception_ptr error) {
     }
   }
   ticket->error = std::move(error);
-  if (ticket->error && ticket->memory && ticket->started != Clock::time_point{})
+  if (ticket->error && ticket->memory && ticket->started != Clock::time_point{}) {
     seat_.board().keep(ticket->memory);
+    seat_.retire(ticket->operation);
+  }
   ticket->memory.reset();
   ticket->task = {};
   seat_.show_activity(ticket->operation.kind, ticket->sequence, false);

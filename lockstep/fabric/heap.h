@@ -20,33 +20,40 @@ struct Location {
       0;  // block: bytes from its start; address: the address itself, for ranks of one process
 };
 
-// The blocks of one rank. Each is a segment of its own; a table in shared memory tells peers how to
-// open them. Thread safe. Blocks outlive the heap object.
+// The blocks of one rank, laid out in few segments: descriptors and mappings do not grow with the
+// number of blocks. A table in shared memory tells peers where each block is. Thread safe. Blocks
+// outlive the heap object.
 class SharedHeap {
  public:
   SharedHeap();
 
   const SegmentHandle& table() const;
-  // Uninitialised for the caller's purposes (in fact zero). Throws when the memory cannot be had.
+  // Zeroed memory, aligned to 256 bytes, and to a page from one page on; it goes back to the system
+  // when the block is freed. Throws when there is not enough.
   std::shared_ptr<std::byte> allocate(size_t bytes);
   // The location of [data, data + bytes) if one block holds all of it.
   Location find(const void* data, size_t bytes) const;
+  // The block that holds `data`, if any, keeps its memory, freed or not, until `peers` calls of
+  // PeerHeaps::give_back for it.
+  void lend(const void* data, int peers);
 
  private:
   struct Books;
   std::shared_ptr<Books> books_;
 };
 
-// Other ranks' blocks, mapped when first needed and unmapped once their owner has freed them.
-// Thread safe.
+// Other ranks' segments, mapped when first needed. Thread safe.
 class PeerHeaps {
  public:
+  // Throws std::logic_error where the owner has freed the block.
   std::byte* resolve(const SegmentHandle& table, const Location& location);
+  // For a block that was lent to this rank and resolved.
+  void give_back(const SegmentHandle& table, const Location& location);
 
  private:
   struct PeerTable {
     Segment table;
-    std::map<uint32_t, std::pair<uint64_t, Segment>> mapped;  // entry -> id, memory
+    std::map<uint32_t, Segment> mapped;  // by index in the table
   };
   std::mutex mutex_;
   std::map<std::pair<int64_t, uint64_t>, PeerTable> peers_;  // by pid and inode of the table

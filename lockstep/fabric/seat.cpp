@@ -84,6 +84,27 @@ std::byte* Seat::reach(int rank, const Location& location) const {
   return peer_heaps_->resolve(board_->slot(rank).heap, location);
 }
 
+Location Seat::lend(const void* data, size_t bytes) const {
+  const Location location = locate(data, bytes);
+  if (location.kind == Location::block) heap_->lend(data, size_);
+  return location;
+}
+
+std::shared_ptr<const std::byte> Seat::borrow(int rank, const Location& location) const {
+  const SegmentHandle table = board_->slot(rank).heap;
+  const std::byte* const data = reach(rank, location);
+  if (location.kind == Location::address) return {std::shared_ptr<void>(), data};
+  return {data, [peers = peer_heaps_, table, location](const std::byte*) {
+            peers->give_back(table, location);
+          }};
+}
+
+void Seat::retire(const Operation& operation) const {
+  if (heap_ == nullptr) return;
+  heap_->lend(operation.input.data(), 1);  // and it never comes back
+  heap_->lend(operation.output.data(), 1);
+}
+
 void Seat::show_activity(OpKind kind, uint64_t sequence, bool running) const {
   board_->slot(rank_).activity.store(Activity{kind, running, sequence}.pack(),
                                      std::memory_order_relaxed);

@@ -39,6 +39,12 @@ class Seat {
   // How peers find memory of this rank, and how this rank finds theirs.
   Location locate(const void* data, size_t bytes) const;
   std::byte* reach(int rank, const Location& location) const;
+  // The same for memory that is used outside operations: it stays, freed or not, until every member
+  // has borrowed it once and dropped what it got.
+  Location lend(const void* data, size_t bytes) const;
+  std::shared_ptr<const std::byte> borrow(int rank, const Location& location) const;
+  // This rank gave up an operation that others may still be in: no other block gets its memory.
+  void retire(const Operation& operation) const;
 
   // What the others see of this rank: see Activity.
   void show_activity(OpKind kind, uint64_t sequence, bool running) const;

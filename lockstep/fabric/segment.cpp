@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <sstream>
 
 #include "lockstep/core/error.h"
@@ -13,6 +14,18 @@
 #include "lockstep/core/system_memory.h"
 
 namespace lockstep::fabric {
+namespace {
+
+// The kernel does not limit a memfd: asking it for too much ends with the out-of-memory killer,
+// not with an error.
+void require_room(size_t bytes) {
+  if (const uint64_t room = available_memory(); bytes > room) {
+    throw SystemError(
+        format("cannot allocate {} bytes of shared memory, {} are available", bytes, room), ENOMEM);
+  }
+}
+
+}  // namespace
 
 std::string SegmentHandle::to_text() const { return format("{} {} {} {}", pid, fd, inode, bytes); }
 
@@ -47,21 +60,19 @@ void Segment::map(int fd, size_t bytes, int flags) {
 }
 
 Segment Segment::create(size_t bytes, const char* name) {
-  // The kernel does not limit a memfd: asking it for too much ends with the out-of-memory killer,
-  // not with an error.
-  if (const uint64_t room = available_memory(); bytes > room) {
-    throw SystemError(
-        format("cannot allocate {} bytes of shared memory, {} are available", bytes, room), ENOMEM);
-  }
+  require_room(bytes);  // first: its message says more than that of a reservation that fails
+  Segment segment = reserve(bytes, name);
+  segment.commit(0, bytes);
+  return segment;
+}
+
+Segment Segment::reserve(size_t bytes, const char* name) {
   Segment segment;
   segment.fd_ = Fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!segment.fd_.valid()) throw SystemError("cannot create shared memory (memfd_create)", errno);
   const int fd = segment.fd_.get();
-  // Allocating now makes "no room" an error here instead of a SIGBUS at the first touch.
-  int failure = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  if (failure == 0) failure = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-  if (failure != 0)
-    throw SystemError(format("cannot allocate {} bytes of shared memory", bytes), failure);
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0)
+    throw SystemError(format("cannot reserve {} bytes of shared memory", bytes), errno);
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     throw SystemError("cannot seal shared memory", errno);
   struct stat status {};
@@ -69,6 +80,22 @@ Segment Segment::create(size_t bytes, const char* name) {
   segment.handle_ = {getpid(), fd, status.st_ino, bytes};
   segment.map(fd, bytes, MAP_SHARED);
   return segment;
+}
+
+void Segment::commit(size_t offset, size_t bytes) const {
+  require_room(bytes);
+  // Allocating now makes "no room" an error here instead of a SIGBUS at the first touch.
+  if (const int failure =
+          posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
+      failure != 0)
+    throw SystemError(format("cannot allocate {} bytes of shared memory", bytes), failure);
+}
+
+void Segment::discard(size_t offset, size_t bytes) const {
+  // The kernel frees the whole pages of the range, and writes zeros to the rest of it.
+  if (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                static_cast<off_t>(bytes)) != 0)
+    std::memset(data_ + offset, 0, bytes);  // a system that cannot do that
 }
 
 Segment Segment::create_private(size_t bytes) {

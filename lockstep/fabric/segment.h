@@ -34,13 +34,21 @@ class Segment {
   // Zeroed memory that is really there: throws when it cannot be allocated in full, so touching it
   // never faults.
   static Segment create(size_t bytes, const char* name);
+  // Addresses without memory, which commit() gives to a part of them.
+  static Segment reserve(size_t bytes, const char* name);
   // Memory of this process alone, for ranks that are threads.
   static Segment create_private(size_t bytes);
   static Segment open(const SegmentHandle& handle);
 
+  // For segments of create() and reserve(). Zeroed memory for all pages of [offset, offset + bytes)
+  // that have none yet; throws as create() does.
+  void commit(size_t offset, size_t bytes) const;
+  // Makes [offset, offset + bytes) zero again, and gives its whole pages back to the system.
+  void discard(size_t offset, size_t bytes) const;
+
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
-  const SegmentHandle& handle() const { return handle_; }  // of a segment made by create()
+  const SegmentHandle& handle() const { return handle_; }  // of create() and reserve()
 
  private:
   void map(int fd, size_t bytes, int flags);

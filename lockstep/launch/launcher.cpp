@@ -8,6 +8,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/open_files.h"
 #include "lockstep/launch/affinity.h"
 #include "lockstep/launch/attempt.h"
 #include "lockstep/launch/interface.h"
@@ -50,6 +51,7 @@ Outcome run_generations(const Surroundings& around) {
 }
 
 Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signals& signals) {
+  raise_open_file_limit();  // this one has pipes of all its ranks, and they inherit the limit
   const std::string token = choose_token(options);
   const Guard guard;  // before any thread and any rank
   try {

@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <thread>
@@ -115,6 +117,52 @@ TEST(SymmetricMemory, OutlivesItsGroupAndCannotGrow) {
               {.backend = "shm"});
   EXPECT_EQ(kept.min().item<float>(), 14);
   EXPECT_EQ(kept.max().item<float>(), 14);
+}
+
+// Lowers the soft limit while it lives.
+class FewOpenFiles {
+ public:
+  explicit FewOpenFiles(rlim_t count) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    const rlimit few{count, before_.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &few);
+  }
+  ~FewOpenFiles() { setrlimit(RLIMIT_NOFILE, &before_); }
+  rlim_t hard() const { return before_.rlim_max; }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(SymmetricMemory, BlocksDoNotTakeADescriptorEach) {
+  const FewOpenFiles few(256);  // for all ranks together
+  run_threads(4,
+              [](const Group& group) {
+                std::vector<at::Tensor> blocks;
+                for (int64_t i = 0; i < 5000; ++i) {
+                  const std::vector<int64_t> shape{i % 100 == 0 ? 20'000 : 1 + i % 500};
+                  blocks.push_back(symmetric_empty(shape, DType::float32, group)
+                                       .fill_(static_cast<double>(i + group.rank())));
+                }
+                for (size_t i = 0; i < blocks.size(); i += i % 100 == 1 ? 99 : 1) {
+                  check(is_symmetric(blocks[i], group), "symmetric memory");
+                  all_reduce(blocks[i], group).wait();
+                }
+                for (size_t i = 0; i < blocks.size(); i += i % 100 == 1 ? 99 : 1) {
+                  const auto sum = static_cast<float>(4 * i + 6);
+                  check(blocks[i].eq(sum).all().item<bool>(), "the sum of a block");
+                }
+                barrier(group).wait();
+              },
+              {.backend = "shm"});
+}
+
+TEST(Group, InitRaisesTheNumberOfOpenFiles) {
+  const FewOpenFiles few(100);
+  (void)init(RankEnv{.rank = 0, .world_size = 1});
+  rlimit now{};
+  getrlimit(RLIMIT_NOFILE, &now);
+  EXPECT_EQ(now.rlim_cur, std::min<rlim_t>(few.hard(), 1 << 20));
 }
 
 TEST(SymmetricMemory, NoRoomIsAnError) {

@@ -441,24 +441,5 @@ INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values(Memory::threads, Memory::sh
                            return info.param == Memory::threads ? "threads" : "shared";
                          });
 
-TEST(Heap, PeersFollowFreedAndReusedBlocks) {
-  SharedHeap heap;
-  PeerHeaps peers;
-  for (int round = 0; round < 3; ++round) {
-    const auto block = heap.allocate(100);
-    std::memset(block.get(), round, 100);
-    const Location place = heap.find(block.get() + 10, 20);
-    ASSERT_EQ(place.kind, Location::block);
-    EXPECT_EQ(peers.resolve(heap.table(), place)[0], static_cast<std::byte>(round));
-    EXPECT_EQ(heap.find(block.get() + 10, 1'000'000).kind, Location::unreachable);
-  }
-  int ordinary = 0;
-  EXPECT_EQ(heap.find(&ordinary, sizeof ordinary).kind, Location::unreachable);
-}
-
-TEST(Segment, NoRoomIsAnError) {
-  EXPECT_THROW(Segment::create(size_t{1} << 50, "too-large"), SystemError);
-}
-
 }  // namespace
 }  // namespace lockstep::fabric::testing

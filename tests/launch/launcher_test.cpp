@@ -58,6 +58,15 @@ TEST(Launcher, SetsTheVariablesOfTorchrun) {
                                        "at=127.0.0.1:[1-9][0-9]+ fd=[0-9]+\n(.|\n)*"));
 }
 
+TEST(Launcher, RaisesTheNumberOfOpenFiles) {
+  const std::string command = LOCKSTEP_COMMAND " run -n 2 -- sh -c 'ulimit -Sn'";
+  const Result result =
+      Subprocess({"sh", "-c", "ulimit -Sn 200 && ulimit -Hn 3000 && exec " + command}).wait();
+  EXPECT_EQ(result.code, 0) << result.err;
+  for (const char* rank : {"0", "1"})
+    EXPECT_THAT(result.out, HasSubstr(std::string("[rank") + rank + "]: 3000\n"));
+}
+
 TEST(Launcher, DividesTheCoresAndLeavesWhatTheUserSet) {
   const auto cores = static_cast<int>(launch::allowed_cores().size());
   const std::string script =

@@ -1,9 +1,11 @@
 // Which parameters go together, and that of several kinds each is treated as its own.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <set>
 
@@ -73,6 +75,34 @@ TEST(Units, One) {
               ElementsAre("model", "whole tensors"));
   EXPECT_THAT(units_of({.units = parallel::OneUnit{}, .min_num_params = 1}, transformer),
               ElementsAre("model"));
+}
+
+// The memory of units shares a few descriptors.
+TEST(Units, ThousandsOfThem) {
+  const int count = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 5000 : 300;
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{100, before.rlim_max};  // for all ranks together
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  comm::run_threads(2,
+                    [&](const comm::Group& group) {
+                      torch::nn::Sequential model;
+                      for (int i = 0; i < count; ++i) model->push_back(torch::nn::Linear(8, 8));
+                      for (const at::Tensor& parameter : model->parameters())
+                        parameter.detach().fill_(0.125);  // the same on both ranks
+                      const at::Tensor input = at::ones({2, 8});
+                      const at::Tensor expected = model->forward(input).detach();
+                      const auto sharded =
+                          fully_shard(*model, group,
+                                      {.units = parallel::ByType{{"Linear"}}, .min_num_params = 1});
+                      check(sharded.units().size() >= static_cast<size_t>(count), "a unit each");
+                      const at::Tensor output = model->forward(input);
+                      check(at::equal(output, expected), "what one process computes");
+                      output.sum().backward();
+                      check(sharded.parameters()[0].grad().defined(), "gradients");
+                    },
+                    {.backend = "shm"});
+  EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
 // Names of units are paths, and a child may be called as the model's own unit is.

@@ -121,7 +121,8 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   fabric::Location locate(const void* data, size_t bytes) const override {
     return companion_->locate(data, bytes);
   }
-  const std::byte* reach(int rank, const fabric::Location& location) const override {
+  std::shared_ptr<const std::byte> reach(int rank,
+                                         const fabric::Location& location) const override {
     return companion_->reach(rank, location);
   }
   std::shared_ptr<detail::Pending> announce(Operation operation) override {

@@ -35,7 +35,8 @@ class StrategyGroup final : public GroupImpl, public std::enable_shared_from_thi
   fabric::Location locate(const void* data, size_t bytes) const override {
     return inner_->locate(data, bytes);
   }
-  const std::byte* reach(int rank, const fabric::Location& location) const override {
+  std::shared_ptr<const std::byte> reach(int rank,
+                                         const fabric::Location& location) const override {
     return inner_->reach(rank, location);
   }
   bool abort(const std::string& why) override;
