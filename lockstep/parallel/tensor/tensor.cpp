@@ -32,6 +32,7 @@ struct TensorParallel::State {
   std::vector<optim::NamedParameter> parameters = {};
   std::map<std::string, TensorSplit> splits = {};  // of those that are not whole
   std::set<std::string> partial = {};              // whose gradients are of a part of the sequence
+  std::set<const c10::TensorImpl*> multiplied = {};  // of `parameters`: those that are partial
 };
 
 namespace {
@@ -105,6 +106,18 @@ at::Tensor narrowed(at::Tensor tensor, const layout::Box& box) {
   return tensor;
 }
 
+// Sums that are made as averages of multiples can be made again: the average of what is the same on
+// all ranks changes nothing, whatever else was added, scaled or zeroed since.
+void multiply_gradient(const at::Tensor& parameter, int factor) {
+  const bool trained = parameter.requires_grad();  // a frozen one may be trained later
+  if (!trained && !parameter.is_floating_point()) return;
+  parameter.set_requires_grad(true);
+  parameter.register_hook([factor](const at::Tensor& gradient) {
+    return gradient.defined() ? gradient.mul(factor) : gradient;  // some versions call it with none
+  });
+  parameter.set_requires_grad(trained);
+}
+
 void broadcast_all(torch::nn::Module& model, const comm::Group& group) {
   const auto send = [&](const auto& items) {
     for (const auto& item : items) {
@@ -168,7 +181,10 @@ void TensorParallel::apply(torch::nn::Module& model) {
       for (const auto& [name, tensor, split] : change.parameters) {
         const std::string full = joined(change.path, name);
         if (split.is_whole()) {
-          if (state.options.sequence_parallel) state.partial.insert(full);
+          if (!state.options.sequence_parallel) continue;
+          state.partial.insert(full);
+          if (state.multiplied.insert(tensor.unsafeGetTensorImpl()).second)
+            multiply_gradient(tensor, group.size());
           continue;
         }
         if (style == TensorStyle::vocab) sharing.rows = split.ranges[0];
@@ -202,7 +218,9 @@ void TensorParallel::reduce_gradients(std::span<const optim::NamedParameter> par
       sizes.push_back(gradient.numel());
     }
     const at::Tensor line = at::cat(lines);
-    comm::all_reduce(line, state_->group, {.tag = "gradients of whole parameters"}).wait();
+    comm::all_reduce(line, state_->group,
+                     {.op = comm::ReduceOp::avg, .tag = "gradients of whole parameters"})
+        .wait();
     const auto sums = line.split_with_sizes(sizes);
     for (size_t i = 0; i < sums.size(); ++i) gradients[i].copy_(sums[i].view(gradients[i].sizes()));
   }

@@ -54,10 +54,12 @@ class TensorParallel {
   const std::vector<bool>& used() const;
 
   // After backward, with sequence parallelism: adds up the gradients of parameters that every rank
-  // has, but has used for its part of the sequence only. One all-reduce, once for the gradients of
-  // a step: what is summed already is not to be summed again. Without sequence parallelism such
-  // gradients are the same on all ranks, and this does nothing. (Between column and row ranks have
-  // other values each; a model must have no whole parameters there.) Collective.
+  // has, but has used for its part of the sequence only. One all-reduce. What is summed already
+  // stays as it is: a second call does nothing, and gradients may be added up over several
+  // backwards with a call after each, after some, or after the last. Until then a rank's gradient
+  // is that of its part times the number of ranks; backward must have made it. Without sequence
+  // parallelism such gradients are the same on all ranks, and this does nothing. (Between column
+  // and row ranks have other values each; a model must have no whole parameters there.) Collective.
   void reduce_gradients() const;
   // The same for parameters that were sharded since, by the same names.
   void reduce_gradients(std::span<const optim::NamedParameter> parameters) const;
