@@ -4,6 +4,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -71,9 +72,7 @@ class HostQueue final : public Queue {
       work();
     }});
   }
-  void wait(const Event& event) override {
-    append({.work = [event] { detail::wait_in_thread(event); }});
-  }
+  void wait(const Event& event) override { append({.awaited = event}); }
   Event record() override {
     const auto event = std::make_shared<HostEvent>();
     append({.event = event});
@@ -84,6 +83,7 @@ class HostQueue final : public Queue {
   struct Action {
     std::function<void()> work = {};
     std::shared_ptr<HostEvent> event = {};  // or this
+    std::optional<Event> awaited = {};      // or this
   };
 
   void append(Action action) {
@@ -109,12 +109,18 @@ class HostQueue final : public Queue {
       }
       if (action.event != nullptr) {
         action.event->set(failure);
-      } else if (!failure) {
-        try {
+        continue;
+      }
+      try {
+        // Also after a failure: who frees memory when an event of this queue has passed counts on
+        // it that those that the queue waited for have, too.
+        if (action.awaited) {
+          detail::wait_in_thread(*action.awaited);
+        } else if (!failure) {
           action.work();
-        } catch (...) {
-          failure = std::current_exception();
         }
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
       }
     }
   }

@@ -1,19 +1,62 @@
 #include "lockstep/memory/paced_queue.h"
 
 #include <deque>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/memory/later_event.h"
 
 namespace lockstep::memory::detail {
 namespace {
 
 // One that is copied, and one that follows it at once.
 constexpr size_t kAtOnce = 2;
+
+// What the thread of a paced queue had handed over when it came to this point.
+class PacedEvent final : public Event::Impl {
+ public:
+  explicit PacedEvent(std::weak_ptr<Queue> queue) : queue_(std::move(queue)) {}
+
+  // By the queue's thread.
+  void reach() const { handed_over(); }
+  // Before anyone else has it. `reached`: after reach(), which is left out where the thread failed.
+  void set(Event reached) { reached_ = std::move(reached); }
+
+  bool passed() const override { return reached_.passed() && handed_over().passed(); }
+  void wait() const override {
+    std::exception_ptr failure;
+    try {
+      reached_.wait();
+    } catch (...) {
+      failure = std::current_exception();  // what was handed over before is on its way
+    }
+    handed_over().wait();
+    if (failure) std::rethrow_exception(failure);
+  }
+  void* cuda_event() const override {
+    reached_.wait();
+    return handed_over().cuda_event();
+  }
+
+ private:
+  Event handed_over() const {
+    const std::lock_guard lock(mutex_);
+    if (!event_) {
+      const auto queue = queue_.lock();
+      event_ = queue ? queue->record() : Event();  // it has gone, and everything was done
+    }
+    return *event_;
+  }
+
+  const std::weak_ptr<Queue> queue_;
+  Event reached_;
+  mutable std::mutex mutex_;
+  mutable std::optional<Event> event_;
+};
 
 class PacedQueue final : public Queue {
  public:
@@ -41,9 +84,10 @@ class PacedQueue final : public Queue {
   // By the thread, so that what was handed over can be copied at once.
   void wait(const Event& event) override { thread_->wait(event); }
   Event record() override {
-    LaterEvent event;
-    thread_->run([this, event]() mutable { event.set(queue_->record()); }, "");
-    return event.after(thread_->record());
+    const auto event = std::make_shared<PacedEvent>(queue_);
+    thread_->run([event] { event->reach(); }, "");
+    event->set(thread_->record());
+    return Event(event);
   }
 
  private:

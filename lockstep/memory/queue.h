@@ -42,7 +42,9 @@ class Event {
 
 // Thread safe. Memory must live until what was queued is done. The first error of a run(), or of an
 // event that the queue waits for, stays for good: what is queued after it is left out, and events
-// recorded after it throw it from wait(). (On CUDA errors are the stream's, and no less lasting.)
+// recorded after it throw it from wait(). They pass, all the same, only when everything before them
+// is done or left out and every event that the queue waited for has passed. (On CUDA errors are the
+// stream's, and no less lasting.)
 class Queue {
  public:
   // Returns when everything queued is done. Not by the queue's own work.

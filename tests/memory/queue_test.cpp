@@ -241,6 +241,20 @@ TEST(Queue, AppearsInTheTrace) {
                         "updates: wait, wait {}", "updates: update, update of blocks.5 {}"));
 }
 
+// Memory that is freed when the event has passed may be read by what the event's queue waited for.
+TEST(Queue, EventsAfterAFailureStillWaitForOtherQueues) {
+  const auto first = queue_of("first"), second = queue_of("second");
+  Gate gate;
+  gate.hold(*first);
+  second->run([] { throw std::runtime_error("no luck"); }, "");
+  second->wait(first->record());
+  const Event failed = second->record();
+  for (int i = 0; i < 1000 && !failed.passed(); ++i) std::this_thread::yield();
+  EXPECT_FALSE(failed.passed());
+  gate.open();
+  EXPECT_THROW(failed.wait(), std::runtime_error);
+}
+
 // Knows how many copies it was given.
 class Counting final : public Queue {
  public:
@@ -280,6 +294,27 @@ TEST(PacedQueue, HandsOverTwoCopiesAtATime) {
   EXPECT_TRUE(done.passed());
   EXPECT_EQ(inner->copies, 5);
   EXPECT_EQ(numbers.back(), 1);
+}
+
+TEST(PacedQueue, EventsAfterAFailureWaitForWhatWasHandedOver) {
+  const auto inner = std::make_shared<Counting>(queue_of());
+  const auto other = queue_of("other");
+  Gate gate;
+  gate.hold(*inner);
+  const auto paced = detail::make_paced_queue(inner, nullptr, {.name = "paced"});
+  int from = 7, to = 0;
+  paced->copy(&to, &from, sizeof(int), "a number");
+  other->run([] { throw std::runtime_error("no luck"); }, "");
+  paced->wait(other->record());
+  paced->copy(&from, &to, sizeof(int), "left out");
+  const Event failed = paced->record();
+  EXPECT_THROW(failed.cuda_event(), std::runtime_error);  // returns when the thread has come there
+  EXPECT_FALSE(failed.passed());
+  gate.open();
+  EXPECT_THROW(failed.wait(), std::runtime_error);
+  EXPECT_TRUE(failed.passed());
+  EXPECT_EQ(to, 7);
+  EXPECT_EQ(inner->copies, 1);
 }
 
 TEST(PacedQueue, LetsTheOtherGoFirst) {

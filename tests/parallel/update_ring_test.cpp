@@ -5,9 +5,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "lockstep/core/format.h"
@@ -51,12 +57,16 @@ struct Trained {
   std::vector<std::vector<std::byte>> plain_state;
 };
 
+std::shared_ptr<OffloadTiers> make_tiers(bool grads = false) {
+  layout::OffloadOptions options{.grads = grads, .update_site = UpdateSite::device};
+  options.device_limit = options.param_budget = 8 << 20;
+  options.host_limit = options.host_budget = 64 << 20;
+  return std::make_shared<OffloadTiers>(options, at::kCPU, 0);
+}
+
 struct Updates {
-  explicit Updates(double of_all) {
-    layout::OffloadOptions options{.grads = false, .update_site = UpdateSite::device};
-    options.device_limit = options.param_budget = 8 << 20;
-    options.host_limit = options.host_budget = 64 << 20;
-    tiers = std::make_shared<OffloadTiers>(options, at::kCPU, 0);
+  explicit Updates(double of_all, bool grads = false) : tiers(make_tiers(grads)) {
+    const layout::OffloadOptions& options = tiers->options;
     RingNeed need;
     // Some of many slices, some that are small, as norms are.
     for (const int64_t count : {5000, 7, 3 * 1024, 1, 2500, 64, 9000, 7, 1023}) {
@@ -128,6 +138,97 @@ TEST(UpdateRing, FetchesAgainWhatMayHaveBeenWritten) {
   }
   updates.step({0, 1, 2});
   updates.expect_same("after a write");
+}
+
+// Holds a queue up for as long as what it uses may go, and tells whether it went.
+class Patience {
+ public:
+  void hold(memory::Queue& queue) {
+    queue.run(
+        [this] {
+          std::unique_lock lock(mutex_);
+          went_early_ =
+              changed_.wait_for(lock, std::chrono::milliseconds{200}, [&] { return gone_; });
+        },
+        "");
+  }
+  void gone() {
+    {
+      const std::lock_guard lock(mutex_);
+      gone_ = true;
+    }
+    changed_.notify_all();
+  }
+  bool went_early() const {
+    const std::lock_guard lock(mutex_);
+    return went_early_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool gone_ = false, went_early_ = false;
+};
+
+// A tensor that tells when its memory goes.
+at::Tensor watched(int64_t count, Patience& patience) {
+  auto memory = std::make_shared<std::vector<float>>(static_cast<size_t>(count), 1.0F);
+  return at::from_blob(
+      memory->data(), {count}, [memory, &patience](void*) { patience.gone(); }, at::kFloat);
+}
+
+TEST(UpdateRing, WhatThrowsWaitsForCopiesOfTheGradient) {
+  for (const bool from_host : {true, false}) {
+    Updates updates(0, from_host);
+    const StatePlan plan{.lossless = true,
+                         .slices = {{0, kSlice, Tier::host}, {kSlice, kSlice, Tier::host}}};
+    OffloadedState state("damaged", plan, at::zeros({2 * kSlice}), Tier::host, updates.tiers);
+    state.slices()[1].packed.clear();
+    Patience patience;
+    patience.hold(from_host ? *updates.tiers->in : *updates.tiers->work);
+    const auto update = [&] {
+      // As a job of the driver, which has the only handle of a gradient that the model let go.
+      const UpdateInput input{.gradient = watched(2 * kSlice, patience),
+                              .gradient_on_host = from_host,
+                              .factors = kFactors};
+      updates.ring->update(state, input);
+    };
+    EXPECT_ANY_THROW(update());
+    updates.tiers->wait();
+    EXPECT_FALSE(patience.went_early()) << "from the host: " << from_host;
+  }
+}
+
+TEST(UpdateRing, GoesAfterWhatUsesIt) {
+  Updates updates(1);
+  Patience patience;
+  patience.hold(*updates.tiers->in);
+  updates.ring->update(*updates.tensors[0].state,
+                       {.gradient = updates.tensors[0].gradient, .factors = kFactors});
+  updates.ring.reset();
+  patience.gone();
+  updates.tiers->wait();
+  EXPECT_FALSE(patience.went_early());
+}
+
+TEST(OffloadTiers, RetiredMemoryGoesAfterWhatUsesIt) {
+  Patience patience;
+  {
+    const auto made = make_tiers();
+    OffloadTiers& tiers = *made;
+    at::Tensor source = watched(4, patience);
+    const at::Tensor target = tiers.on_host(4, at::kFloat, "target");
+    patience.hold(*tiers.send);
+    tiers.to_host(*tiers.send, target.data_ptr(), source.data_ptr(), source.nbytes(), "source");
+    // As gradients go: one queue copies, the driver, which has failed, would go on with it.
+    tiers.driver->run([] { throw std::runtime_error("no luck"); }, "");
+    tiers.driver->wait(tiers.send->record());
+    const memory::Event moved = tiers.driver->record();
+    tiers.retire(std::make_shared<at::Tensor>(std::exchange(source, {})), moved);
+    for (int i = 0; i < 1000 && !moved.passed(); ++i) std::this_thread::yield();
+    tiers.retire(nullptr, {});  // looks for what may go
+  }
+  EXPECT_FALSE(patience.went_early());
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 
 #include "lockstep/core/error.h"
 
@@ -26,6 +27,16 @@ at::Tensor tensor_at(std::shared_ptr<void> memory, int64_t count, at::ScalarType
   return at::from_blob(
       data, sizes, [memory = std::move(memory)](void*) {},
       at::TensorOptions().dtype(dtype).device(device));
+}
+
+void wait_for(std::initializer_list<std::shared_ptr<memory::Queue>> queues) noexcept {
+  for (const auto& queue : queues) {
+    try {
+      queue->record().wait();
+    } catch (const std::exception&) {
+      continue;
+    }
+  }
 }
 
 }  // namespace
@@ -132,14 +143,12 @@ void OffloadTiers::take_gradients(size_t flat) {
 }
 
 void OffloadTiers::wait() const noexcept {
-  for (const auto& queue : {driver, in, work, home, out, fetch, send}) {
-    try {
-      queue->record().wait();
-    } catch (const std::exception&) {
-      continue;
-    }
-  }
+  wait_for({driver});  // which fills the others
+  wait_for_updates();
+  wait_for({fetch, send});
 }
+
+void OffloadTiers::wait_for_updates() const noexcept { wait_for({in, work, home, out}); }
 
 void OffloadTiers::retire(std::shared_ptr<void> memory, memory::Event event) {
   std::erase_if(retired_, [](const auto& each) { return each.second.passed(); });

@@ -43,6 +43,7 @@ class OffloadTiers {
  public:
   // `options` without zeros.
   OffloadTiers(layout::OffloadOptions options, c10::Device device, int rank);
+  ~OffloadTiers() { wait(); }  // what is on its way uses memory that goes now
 
   const layout::OffloadOptions options;
   const c10::Device device;
@@ -96,6 +97,8 @@ class OffloadTiers {
 
   // Until nothing is under way any more; what went wrong there was told to who needed it.
   void wait() const noexcept;
+  // The same for the queues of updates alone. By their driver, or while it has nothing to do.
+  void wait_for_updates() const noexcept;
 
   // Keeps memory until the event has passed. By the thread that computes.
   void retire(std::shared_ptr<void> memory, memory::Event event);

@@ -104,13 +104,14 @@ size_t UpdateRing::next_begin(size_t bytes) const {
   return place + bytes <= size_ ? next_ : next_round();  // never in two parts
 }
 
-UpdateRing::Slot UpdateRing::fetch(const Item& item) {
+void UpdateRing::fetch(const Item& item) {
   OffloadTiers& tiers = *tiers_;
   const auto& [state, slice] = item;
   const StateSlice& place = slice->place;
   const PackedFormat& format = state->plan().format;
   const SlotLayout layout = slot_layout(format, place.count, tiers.options);
-  Slot slot{.item = item, .begin = next_begin(layout.total), .memory = nullptr};
+  Slot& slot = fetched_.emplace_back(
+      Slot{.item = item, .begin = next_begin(layout.total), .memory = nullptr});
   slot.memory = memory_.get() + slot.begin % size_;
   next_ = slot.begin + layout.total;
   for (; !used_.empty() && used_.front().begin + size_ < next_; used_.pop_front())
@@ -130,7 +131,6 @@ UpdateRing::Slot UpdateRing::fetch(const Item& item) {
                   static_cast<size_t>(place.count) * size_of(format.param), state->name());
   }
   slot.arrived = tiers.in->record();
-  return slot;
 }
 
 void UpdateRing::fetch_ahead() {
@@ -140,7 +140,7 @@ void UpdateRing::fetch_ahead() {
     const size_t bytes =
         slot_layout(item.state->plan().format, item.slice->place.count, tiers_->options).total;
     if (!fetched_.empty() && next_begin(bytes) + bytes > fetched_.front().begin + size_) return;
-    fetched_.push_back(fetch(item));
+    fetch(item);
   }
 }
 
@@ -149,18 +149,15 @@ void UpdateRing::drop_fetched() {
   fetched_.clear();
 }
 
-UpdateRing::Slot UpdateRing::slot_for(const Item& item) {
-  if (!fetched_.empty() && fetched_.front().item == item) {
-    Slot slot = std::move(fetched_.front());
-    fetched_.pop_front();
-    return slot;
-  }
+UpdateRing::Slot& UpdateRing::slot_for(const Item& item) {
+  if (!fetched_.empty() && fetched_.front().item == item) return fetched_.front();
   drop_fetched();
   if (num_fetched_ < order_.size() && order_[num_fetched_] == item)
     ++num_fetched_;
   else
     order_.clear();  // it is another one now
-  return fetch(item);
+  fetch(item);
+  return fetched_.front();
 }
 
 void UpdateRing::end_step() {
@@ -196,7 +193,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   const size_t param_bytes = static_cast<size_t>(count) * size_of(format.param);
   const Item item{&state, &slice};
   now_.push_back(item);
-  Slot slot = slot_for(item);
+  Slot& slot = slot_for(item);
   if (moves_state) packed.state = slot.memory;
   void* const home = packed.param;
   if (state.params_on_host()) packed.param = slot.memory + layout.param;
@@ -225,6 +222,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
     if (!slice.memory) returns_.push_back({&state, &slice, slot.source, done});
   }
   used_.push_back({slot.begin, done});
+  fetched_.pop_front();
   // Gradients from the host would wait behind what waits for this slice to leave.
   if (!input.gradient_on_host) fetch_ahead();
   return {updated, tiers.options.overlap ? written : done};
@@ -307,6 +305,15 @@ UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput&
 }
 
 UpdateEvents UpdateRing::update(OffloadedState& state, const UpdateInput& input) {
+  try {
+    return update_all(state, input);
+  } catch (...) {
+    tiers_->wait_for_updates();  // the caller lets the gradient go
+    throw;
+  }
+}
+
+UpdateEvents UpdateRing::update_all(OffloadedState& state, const UpdateInput& input) {
   if (site_ == UpdateSite::cpu) return update_on_cpu(state, input);
   UpdateEvents done;
   auto& slices = state.slices();

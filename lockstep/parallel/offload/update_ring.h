@@ -40,6 +40,9 @@ struct RingNeed {
 class UpdateRing {
  public:
   UpdateRing(std::shared_ptr<OffloadTiers> tiers, layout::UpdateSite site, size_t bytes);
+  ~UpdateRing() { tiers_->wait_for_updates(); }  // which use its memory
+  UpdateRing(const UpdateRing&) = delete;
+  UpdateRing& operator=(const UpdateRing&) = delete;
 
   // Elements of a slice: large enough for the link, small enough for the device's limit.
   static int64_t slice_elements(const layout::OffloadOptions& options, c10::Device device);
@@ -47,7 +50,8 @@ class UpdateRing {
   // As many as are useful in `room` bytes of the device, and for a few slices at least.
   static size_t bytes(const RingNeed& need, const OffloadTiers& tiers, int64_t room);
 
-  // By the driver. Queues the update of a tensor and its state.
+  // By the driver. Queues the update of a tensor and its state. The gradient must live until the
+  // events have passed; where this throws, nothing that was queued uses it any more.
   UpdateEvents update(OffloadedState& state, const UpdateInput& input);
   // All tensors of the step were updated.
   void end_step();
@@ -89,12 +93,14 @@ class UpdateRing {
   // Where the next slice of so many bytes begins.
   size_t next_begin(size_t bytes) const;
   size_t next_round() const { return (next_ + size_ - 1) / size_ * size_; }
-  Slot fetch(const Item& item);
+  // Into fetched_, which keeps what is copied from.
+  void fetch(const Item& item);
   // Those that come next, as long as they do not take the place of one that was not used yet.
   void fetch_ahead();
   void drop_fetched();
-  // The one that was fetched for this slice, or is now.
-  Slot slot_for(const Item& item);
+  // The one that was fetched for this slice, or is now: the first of fetched_.
+  Slot& slot_for(const Item& item);
+  UpdateEvents update_all(OffloadedState& state, const UpdateInput& input);
   void bring_home(const OffloadedState::Slice& wanted);
 
   std::shared_ptr<OffloadTiers> tiers_;
