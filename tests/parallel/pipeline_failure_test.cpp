@@ -6,7 +6,13 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "tests/parallel/pipeline_follow.h"
@@ -17,6 +23,7 @@ namespace {
 using namespace std::chrono_literals;
 using parallel::function_layer;
 using parallel::layer;
+using parallel::Layer;
 using testing::HasSubstr;
 
 // Nobody who waits for this is told.
@@ -177,7 +184,7 @@ TEST(PipelineFailure, ARankThatLeaves) {
   }
 }
 
-// On gloo nobody can be told: the others' waits end when the rank has gone, or late.
+// Told through the store.
 TEST(PipelineFailure, GlooEndsToo) {
   Job job{.layers = blocks(4)};
   job.loss = [](int64_t, const Tensors&) -> at::Tensor {
@@ -189,6 +196,111 @@ TEST(PipelineFailure, GlooEndsToo) {
                       EXPECT_ANY_THROW(pipeline.step(batch_of(job, 0)));
                     },
                     {.backend = "gloo", .timeout = 1s});
+}
+
+// Calls `work` in the forward or in the backward.
+struct Works : torch::autograd::Function<Works> {
+  using Work = std::function<void()>;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const Work* in_forward, const Work* in_backward) {
+    context->saved_data["work"] = reinterpret_cast<int64_t>(in_backward);
+    (*in_forward)();
+    return x.clone();
+  }
+  static Tensors backward(torch::autograd::AutogradContext* context, const Tensors& gradients) {
+    (*reinterpret_cast<const Work*>(context->saved_data["work"].toInt()))();
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+Layer layer_with(const Works::Work& in_forward, const Works::Work& in_backward) {
+  return function_layer([forward = std::make_shared<Works::Work>(in_forward),
+                         backward = std::make_shared<Works::Work>(in_backward)](const Tensors& in) {
+    return Tensors{Works::apply(in[0], forward.get(), backward.get())};
+  });
+}
+
+// A rank that hangs, three ranks away from some of those that wait for it: they wait for the
+// timeout once, not for each of their actions, and all name that rank and what it does.
+TEST(PipelineFailure, ARankThatHangsIsNamedAfterOneTimeout) {
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    for (const bool in_backward : {false, true}) {
+      if (in_backward && backend != std::string("thread")) continue;
+      SCOPED_TRACE(backend);
+      Job job{.layers = blocks(8)};
+      std::promise<void> end;
+      const auto ended = end.get_future().share();
+      const auto calls = std::make_shared<std::atomic<int>>(0);
+      const Works::Work hang = [&, calls] {
+        if (++*calls == 3) ended.wait();  // micro-batch 2
+      };
+      const Works::Work nothing = [] {};
+      job.layers[3] = layer_with(in_backward ? nothing : hang, in_backward ? hang : nothing);
+      std::atomic<int> told = 0;
+      std::vector<std::string> messages(4);
+      std::barrier all_done(4);
+      const auto begin = std::chrono::steady_clock::now();
+      comm::run_threads(4,
+                        [&](const comm::Group& group) {
+                          Pipeline pipeline = make_pipeline(job, group, {.microbatches = 8});
+                          std::string& message = messages[static_cast<size_t>(group.rank())];
+                          try {
+                            pipeline.step(batch_of(job, 0));
+                          } catch (const std::exception& error) {
+                            message = error.what();
+                          }
+                          if (++told == 3) end.set_value();
+                          all_done.arrive_and_wait();
+                        },
+                        {.backend = backend, .timeout = 1s});
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, kAtOnce);
+      for (const std::string& message : messages) {
+        EXPECT_THAT(message, HasSubstr("rank 1 of the pipeline"));
+        EXPECT_THAT(message, HasSubstr("has made no progress for 1."));
+        EXPECT_THAT(message, HasSubstr(in_backward ? "in the backward of micro-batch 2 of stage 1"
+                                                   : "in the forward of micro-batch 2 of stage 1"));
+      }
+    }
+  }
+}
+
+// A rank that has not come to the step at all.
+TEST(PipelineFailure, ARankThatDoesNotBeginIsNamed) {
+  const Job job{.layers = blocks(3)};
+  std::atomic<int> told = 0;
+  std::promise<void> end;
+  const auto ended = end.get_future().share();
+  comm::run_threads(3,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(job, group, {.microbatches = 4});
+                      pipeline.step(batch_of(job, 0));
+                      if (group.rank() == 0) return ended.wait();
+                      try {
+                        pipeline.step(batch_of(job, 4));
+                        ADD_FAILURE() << "nothing was thrown";
+                      } catch (const std::exception& error) {
+                        EXPECT_THAT(error.what(), HasSubstr("rank 0 of the pipeline"));
+                        EXPECT_THAT(error.what(), HasSubstr("has not begun this step"));
+                      }
+                      if (++told == 2) end.set_value();
+                    },
+                    {.backend = "thread", .timeout = 1s});
+}
+
+// Ranks wait longer than the timeout, but for one that moves on: in the forward at the end of the
+// pipeline, in the backward at its beginning, where others have nothing left to do.
+TEST(PipelineFailure, ASlowPipelineGoesOn) {
+  Job job{.layers = blocks(6)};
+  const Works::Work slow = [] { std::this_thread::sleep_for(200ms); }, nothing = [] {};
+  job.layers[1] = layer_with(nothing, slow);
+  job.layers[4] = layer_with(slow, nothing);
+  comm::run_threads(3,
+                    [&](const comm::Group& group) {
+                      Pipeline pipeline = make_pipeline(
+                          job, group, {.schedule = PipelineSchedule::gpipe, .microbatches = 8});
+                      pipeline.step(batch_of(job, 0));
+                    },
+                    {.backend = "thread", .timeout = 1s});
 }
 
 }  // namespace

@@ -78,6 +78,13 @@ schedule::LowerOptions lower_options(const PipelineOptions& options,
           .reduce = true};
 }
 
+// As long as ranks move on, each within the timeout.
+milliseconds longest_wait(const schedule::Program& program, milliseconds timeout) {
+  size_t actions = 1;
+  for (const auto& each : program.actions) actions += each.size();
+  return timeout * actions;
+}
+
 // Shards of units have the units' names, which do not say which stage or parameter they are of.
 void check_names(const PipelineOptions& options, const schedule::Pipeline& layout,
                  const Axes& axes) {
@@ -127,8 +134,9 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
                .broadcast = !options.first_values.has_value()}),
       data_rank_(axes.data.rank()),
       program_(schedule::lower(schedule, lower_options(options, schedule))),
-      mailbox_(axes.pipeline.split(0, axes.pipeline.rank()), options.device,
-               axes.pipeline.timeout() * program_.actions.front().size()) {
+      patience_(longest_wait(program_, axes.pipeline.timeout())),
+      mailbox_(axes.pipeline.split(0, axes.pipeline.rank()), options.device, patience_),
+      progress_(pipeline_, [this](const std::string& why) { abort(why); }) {
   schedule::check_deadlock(program_);
   check_names(options, schedule, axes);
   try {
@@ -141,7 +149,8 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
 
 void PipelineEngine::abort(const std::string& why) {
   mailbox_.abort(why);
-  pipeline_.impl().abort(why);  // some may have no message to wait for, but tied values or losses
+  end_operations(pipeline_,
+                 why);  // some may have no message to wait for, but tied values or losses
 }
 
 // A rule names a module of some stage. Collective over the ranks of the pipeline.
@@ -168,7 +177,7 @@ void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
     mine.push_back(stages_.back().get());
   }
   check_plan();
-  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(), pipeline_);
+  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(), pipeline_, patience_);
   norm_group_ = make_norm_group(stages_, axes);
 }
 
@@ -183,9 +192,16 @@ void PipelineEngine::note_memory() {
   stats.peak_kept_bytes = std::max(stats.peak_kept_bytes, static_cast<int64_t>(kept));
 }
 
+Tensors PipelineEngine::take(const Action& action, int step) {
+  const int from = layout().place(layout().stage(rank(), action.chunk) + step).rank;
+  const Progress::Waiting waiting(progress_, from == rank() ? Standing::kNone : from);
+  return mailbox_.take(
+      {.gradient = step > 0, .microbatch = action.microbatch, .chunk = action.chunk});
+}
+
 Tensors PipelineEngine::inputs_of(const Action& action, const Run& run) {
   if (layout().stage(rank(), action.chunk) > 0) {
-    return mailbox_.take({.microbatch = action.microbatch, .chunk = action.chunk});
+    return take(action, -1);
   }
   Tensors inputs = run.batch.inputs(action.microbatch);
   for (at::Tensor& input : inputs) {
@@ -235,8 +251,7 @@ void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
   }
   Tensors gradients;
   if (layout().stage(rank(), action.chunk) + 1 < layout().stages()) {
-    gradients =
-        mailbox_.take({.gradient = true, .microbatch = action.microbatch, .chunk = action.chunk});
+    gradients = take(action, 1);
   }
   run.started = Clock::now();
   pass_on(action,
@@ -301,11 +316,16 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
   }
   run.outgoing.resize(stages_.size());
   run.losses.resize(static_cast<size_t>(program.microbatches));
+  progress_.begin(program);
+  const auto wait_for_all = [this](const auto& call) {
+    const Progress::Waiting waiting(progress_, Standing::kAll);
+    return call();
+  };
   try {
     if (run.trains) {
       for (const auto& stage : stages_) stage->begin_step();
     }
-    tied_->copy_values();
+    wait_for_all([&] { tied_->copy_values(); });
     const auto& actions = program.actions[static_cast<size_t>(rank())];
     for (size_t i = 0; i < actions.size(); ++i) {
       // The last gradients of a chunk are reduced while they are computed. The gradient that goes
@@ -314,16 +334,22 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
         return next < actions.size() && actions[next].op == Op::reduce &&
                actions[next].chunk == actions[i].chunk;
       };
+      progress_.reach(i);
       act(actions[i], reduces(i + 1), run);
     }
+    progress_.reach(actions.size());
     if (run.trains && run.reduces) {
-      tied_->return_gradients();
+      wait_for_all([&] { tied_->return_gradients(); });
       tensor_.reduce_gradients(named_parameters());
     }
-    mailbox_.finish();
+    wait_for_all([&] { mailbox_.finish(); });
     if (run.trains) ++num_steps_;
-    return exchange_losses(run.losses);
+    at::Tensor losses = wait_for_all([&] { return exchange_losses(run.losses); });
+    progress_.end();
+    return losses;
   } catch (const std::exception& error) {
+    progress_.end();
+    if (const std::exception_ptr stuck = progress_.failure()) std::rethrow_exception(stuck);
     abort(format("rank {} of the pipeline failed: {}", rank(), error.what()));
     throw;
   }
@@ -338,7 +364,9 @@ at::Tensor PipelineEngine::exchange_losses(const Tensors& losses) {
     for (const at::Tensor& loss : losses) lines.push_back(loss.reshape({1}));
     all = at::cat(lines).to(at::kCPU, at::kDouble);
   }
-  comm::broadcast(all, pipeline_, {.root = layout().place(last).rank, .tag = "losses"}).wait();
+  comm::broadcast(all, pipeline_,
+                  {.root = layout().place(last).rank, .timeout = patience_, .tag = "losses"})
+      .wait();
   return all;
 }
 

@@ -8,6 +8,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/parallel/pipeline/mailbox.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/pipeline/progress.h"
 #include "lockstep/parallel/pipeline/stage.h"
 #include "lockstep/parallel/pipeline/tied.h"
 
@@ -68,15 +69,20 @@ class PipelineEngine {
   void note_memory();
   void add_to_trace(const TimedAction& timed, const Run& run) const;
 
+  // A message from the stage `step` further, for a chunk of this rank.
+  Tensors take(const schedule::Action& action, int step);
+
   comm::Group pipeline_, norm_group_;
   TensorParallel tensor_;
   int data_rank_;
   schedule::Program program_, forward_program_;
   std::vector<std::unique_ptr<Stage>> stages_;  // one for each chunk
   std::unique_ptr<TiedParameters> tied_;
+  milliseconds patience_;  // of what waits for other ranks' computations
   Mailbox mailbox_;
   int64_t first_microbatch_ = 0;  // where steps accumulate
   int64_t num_steps_ = 0;
+  Progress progress_;  // whose thread ends first
 };
 
 }  // namespace lockstep::parallel::detail

@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/watch.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
@@ -246,6 +247,12 @@ void Mailbox::finish() {
   sends_.clear();
 }
 
-void Mailbox::abort(const std::string& why) { shared_->group.impl().abort(why); }
+void Mailbox::abort(const std::string& why) { end_operations(shared_->group, why); }
+
+void end_operations(const comm::Group& group, const std::string& why) {
+  if (group.size() == 1 || group.impl().abort(why)) return;
+  comm::detail::tell_failure(*group.impl().membership().world->store, group.name(), group.rank(),
+                             std::make_exception_ptr(CommError(why)));
+}
 
 }  // namespace lockstep::parallel::detail

@@ -31,7 +31,8 @@ struct MessageKey {
 class Mailbox {
  public:
   // Over a group of the pipeline's own. Tensors that are not on the CPU arrive on `device`. The
-  // timeout is of every message, which may have to wait for all that other ranks compute first.
+  // timeout is of every message, which may have to wait for all that other ranks compute first:
+  // Progress finds out sooner that none will come.
   Mailbox(comm::Group group, c10::Device device, milliseconds timeout);
   // Does not wait for what is under way.
   ~Mailbox();
@@ -48,7 +49,7 @@ class Mailbox {
   Tensors take(const MessageKey& key);
   // All that was sent may be overwritten.
   void finish();
-  // This rank gives up: so do the others, where the backend can tell them.
+  // This rank gives up: so do the others. Thread safe.
   void abort(const std::string& why);
 
  private:
@@ -58,5 +59,9 @@ class Mailbox {
   std::shared_ptr<Shared> shared_;
   std::vector<comm::Work> sends_;
 };
+
+// Makes the operations of all members fail, by the backend or through the job's store, where
+// members that wait look. Thread safe.
+void end_operations(const comm::Group& group, const std::string& why);
 
 }  // namespace lockstep::parallel::detail

@@ -43,8 +43,9 @@ std::map<uint64_t, std::vector<int>> stages_of_names(const std::vector<Stage*>& 
 }  // namespace
 
 TiedParameters::TiedParameters(const std::vector<std::string>& names, std::vector<Stage*> stages,
-                               const schedule::Pipeline& layout, const comm::Group& group)
-    : stages_(std::move(stages)), group_(group) {
+                               const schedule::Pipeline& layout, const comm::Group& group,
+                               milliseconds timeout)
+    : stages_(std::move(stages)), group_(group), timeout_(timeout) {
   auto found = stages_of_names(stages_, layout, group_);
   for (const std::string& name : names) {
     const auto place = found.find(random_key(0, "name", name).tensor);
@@ -129,7 +130,8 @@ void TiedParameters::copy_values() {
     at::Tensor value;
     if (owns) value = find(copy.owner.chunk, copy.name);
     if (owns && !copies && value.defined())
-      sends.push_back(comm::send(value.detach().clone(), copy.copy.rank, group_));
+      sends.push_back(
+          comm::send(value.detach().clone(), copy.copy.rank, group_, {.timeout = timeout_}));
     if (!copies) continue;
     if (auto& sharded = stages_[static_cast<size_t>(copy.copy.chunk)]->sharded())
       sharded->begin_update();
@@ -137,7 +139,7 @@ void TiedParameters::copy_values() {
     if (!target.defined()) continue;
     if (!owns) {
       value = at::empty(target.sizes(), target.options());
-      comm::recv(value, copy.owner.rank, group_).wait();
+      comm::recv(value, copy.owner.rank, group_, {.timeout = timeout_}).wait();
     }
     target.copy_(value);
   }
@@ -155,7 +157,9 @@ void TiedParameters::return_gradients() {
       if (!source.defined() || !source.requires_grad()) continue;
       at::Tensor& place = source.mutable_grad();
       gradient = place.defined() ? place.detach() : at::zeros_like(source);
-      if (!owns) sends.push_back(comm::send(gradient.clone(), copy.owner.rank, group_));
+      if (!owns)
+        sends.push_back(
+            comm::send(gradient.clone(), copy.owner.rank, group_, {.timeout = timeout_}));
       place.reset();
     }
     if (!owns) continue;
@@ -164,7 +168,7 @@ void TiedParameters::return_gradients() {
     at::Tensor& sum = target.mutable_grad();
     if (!copies) {
       gradient = at::empty(target.sizes(), target.options());
-      comm::recv(gradient, copy.copy.rank, group_).wait();
+      comm::recv(gradient, copy.copy.rank, group_, {.timeout = timeout_}).wait();
     }
     if (sum.defined()) {
       sum.add_(gradient);

@@ -16,10 +16,10 @@ namespace lockstep::parallel::detail {
 class TiedParameters {
  public:
   // `stages` are this rank's, one for each chunk. Collective over the ranks of the pipeline, which
-  // all have the same names. ConfigError for a name in fewer than one stage, for one that is in
-  // several and not named, and for parts that differ.
+  // all have the same names. `timeout` is of the messages around a step. ConfigError for a name in
+  // fewer than one stage, for one that is in several and not named, and for parts that differ.
   TiedParameters(const std::vector<std::string>& names, std::vector<Stage*> stages,
-                 const schedule::Pipeline& layout, const comm::Group& group);
+                 const schedule::Pipeline& layout, const comm::Group& group, milliseconds timeout);
 
   // Before a step. Collective.
   void copy_values();
@@ -38,6 +38,7 @@ class TiedParameters {
 
   std::vector<Stage*> stages_;
   comm::Group group_;
+  milliseconds timeout_;
   std::vector<Copy> copies_;
 };
 
