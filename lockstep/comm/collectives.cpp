@@ -2,6 +2,7 @@
 // the group's backend.
 #include "lockstep/comm/collectives.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -73,6 +74,9 @@ class Call {
   // A tensor that it writes, and reads too if `keeps_values`.
   void output(const at::Tensor& tensor, bool keeps_values) {
     check_tensor(tensor);
+    if (!is_alone(group_) &&
+        (at::has_internal_overlap(tensor) == at::MemOverlap::Yes || tensor._is_zerotensor()))
+      refuse("elements of the output share memory (it is expanded); clone() it");
     memory_[1] = tensor;
     if (!usable(tensor)) {
       target_ = tensor.detach();
@@ -80,10 +84,32 @@ class Call {
     }
     operation_.output = detail::bytes_of(memory_[1]);
   }
-  // Reads and writes the same tensor.
-  void in_place(const at::Tensor& tensor) {
-    output(tensor, true);
+  // Reads and writes the same tensor. Where `keeps_result` is false this rank only reads it, and a
+  // copy that stands in for it is not written back.
+  void in_place(const at::Tensor& tensor, bool keeps_result = true) {
+    if (keeps_result) {
+      output(tensor, true);
+    } else {
+      check_tensor(tensor);
+      memory_[1] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
+      operation_.output = detail::bytes_of(memory_[1]);
+    }
     operation_.input = operation_.output;
+  }
+  // Backends write the output while peers still read the input, so the two lie apart. `in_place` is
+  // whether they are the one overlap that an operation allows.
+  void check_apart(bool in_place = false) const {
+    const auto *in = operation_.input.data(), *out = operation_.output.data();
+    if (in_place || is_alone(group_) || operation_.input.empty() || operation_.output.empty())
+      return;
+    if (in < out + operation_.output.size() && out < in + operation_.input.size())
+      refuse("input and output share memory; clone() one of them");
+  }
+  // Where block `rank` of a tensor of such blocks begins.
+  template <class Byte>
+  Byte* block(std::span<Byte> whole, const std::vector<int64_t>& counts, int rank) const {
+    const auto before = std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0});
+    return whole.data() + static_cast<size_t>(before) * size_of(operation_.dtype);
   }
 
   // Explicit block sizes, or equal ones.
@@ -151,8 +177,10 @@ class Call {
 
   // A group of one copies on the device, or not at all.
   bool usable(const at::Tensor& tensor) const {
+    // The memory of a negated view, and of zeros that are not stored, is not what the tensor holds.
     return is_alone(group_) ||
-           ((tensor.device().is_cpu() || operation_.device >= 0) && tensor.is_contiguous());
+           ((tensor.device().is_cpu() || operation_.device >= 0) && tensor.is_contiguous() &&
+            !tensor.is_neg() && !tensor._is_zerotensor());
   }
   // Contiguous; on the CPU, and page-locked where a device reads and writes it, unless the group
   // takes it from the device.
@@ -195,7 +223,7 @@ Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions option
   Call call(OpKind::reduce, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(tensor);
-  call.in_place(tensor);
+  call.in_place(tensor, group.rank() == options.root);
   call->reduce = options.op;
   call->root = options.root;
   call->count = tensor.numel();
@@ -207,7 +235,7 @@ Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options
   Call call(OpKind::broadcast, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(tensor);
-  call.in_place(tensor);
+  call.in_place(tensor, group.rank() != options.root);
   if (group.rank() != options.root) call->input = {};
   call->root = options.root;
   call->count = tensor.numel();
@@ -224,6 +252,7 @@ Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& 
   call->recv_counts = call.blocks("output", std::move(options.counts), output.numel());
   call.check_count("input", input.numel(), call->recv_counts[static_cast<size_t>(group.rank())]);
   call->count = output.numel();
+  call.check_apart(call->input.data() == call.block(call->output, call->recv_counts, group.rank()));
   return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
@@ -239,6 +268,7 @@ Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Gro
   call.check_count("output", output.numel(), call->send_counts[static_cast<size_t>(group.rank())]);
   call->count = input.numel();
   call.check_reduction();
+  call.check_apart(call->output.data() == call.block(call->input, call->send_counts, group.rank()));
   return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
@@ -251,6 +281,7 @@ Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& 
   call.check_same_dtype(input, output);
   call->send_counts = call.blocks("input", std::move(options.input_counts), input.numel());
   call->recv_counts = call.blocks("output", std::move(options.output_counts), output.numel());
+  call.check_apart();
   return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
@@ -266,6 +297,7 @@ Work gather(const at::Tensor& output, const at::Tensor& input, const Group& grou
     call.output(output, false);
     call.check_same_dtype(input, output);
     call.check_count("output", output.numel(), input.numel() * group.size());
+    call.check_apart(call->input.data() == call->output.data() + options.root * call->input.size());
   }
   return is_alone(group) ? copy_alone(output, input) : call.start();
 }
@@ -281,6 +313,9 @@ Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& gro
     call.check_count("input", input.numel(), output.numel() * group.size());
   }
   call.output(output, false);
+  if (group.rank() == options.root)
+    call.check_apart(call->output.data() ==
+                     call->input.data() + options.root * call->output.size());
   call->root = options.root;
   call->count = output.numel();
   return is_alone(group) ? copy_alone(output, input) : call.start();

@@ -27,6 +27,24 @@ bool compares(const Ranks& group) {
          group.impl().membership().world->check;
 }
 
+// Peers read an input while the output is written: only what collectives.h allows may overlap.
+void check_shared_memory(const Ranks& group) {
+  const at::Tensor whole = at::zeros({3 * group.size()}, group.options());
+  const int other = (group.rank() + 1) % group.size();
+  const at::Tensor not_mine = whole.narrow(0, 3 * other, 3);
+  const at::Tensor expanded = at::zeros({1}, group.options()).expand({3});
+  require_refused("all_to_all in place", [&] { all_to_all(whole, whole, group).wait(); });
+  require_refused("all_gather from another rank's block",
+                  [&] { all_gather(whole, not_mine, group).wait(); });
+  require_refused("reduce_scatter into another rank's block",
+                  [&] { reduce_scatter(not_mine, whole, group).wait(); });
+  require_refused("gather from another rank's block",
+                  [&] { gather(whole, not_mine, group, {.root = group.rank()}).wait(); });
+  require_refused("scatter into another rank's block",
+                  [&] { scatter(not_mine, whole, group, {.root = group.rank()}).wait(); });
+  require_refused("an expanded output", [&] { all_reduce(expanded, group).wait(); });
+}
+
 }  // namespace
 
 void check_bad_arguments(const Ranks& group) {
@@ -50,6 +68,7 @@ void check_bad_arguments(const Ranks& group) {
   require_refused("a negative colour", [&] { (void)group.split(-1, 0); });
   if (group.size() > 1) {
     require_refused("blocks that are not equal", [&] { reduce_scatter(part, data, group).wait(); });
+    check_shared_memory(group);
   }
   barrier(group).wait();
 }

@@ -99,6 +99,43 @@ TEST(ThreadRanks, OneThatComesLateFindsWhatTheOthersHaveLeft) {
   EXPECT_THAT(late_message, HasSubstr("rank 0 of group 'late'"));
 }
 
+TEST(Tensors, WhatIsOnlyReadMayBeExpanded) {
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    run_threads(3,
+                [&](const Group& group) {
+                  const bool is_root = group.rank() == 1;
+                  const at::Tensor five = at::full({1}, 5.0F).expand({4});
+                  const at::Tensor data = is_root ? five : at::zeros({4});
+                  broadcast(data, group, {.root = 1}).wait();
+                  EXPECT_TRUE(data.eq(5).all().item<bool>()) << backend;
+                  const at::Tensor sum = is_root ? at::ones({4}) : five;
+                  reduce(sum, group, {.root = 1}).wait();
+                  EXPECT_TRUE(sum.eq(is_root ? 11 : 5).all().item<bool>()) << backend;
+                },
+                {.backend = backend});
+  }
+}
+
+// Contiguous, but their memory does not hold their values.
+TEST(Tensors, ViewsThatNegateAndZerosThatAreNotStored) {
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    run_threads(2,
+                [&](const Group& group) {
+                  const at::Tensor minus = at::_neg_view(at::full({4}, 1.0F + group.rank()));
+                  all_reduce(minus, group, {.op = ReduceOp::max}).wait();
+                  EXPECT_TRUE(minus.eq(-1).all().item<bool>()) << backend;
+                  const at::Tensor data =
+                      group.rank() == 0 ? at::_neg_view(at::full({4}, 7.0F)) : at::zeros({4});
+                  broadcast(data, group).wait();
+                  EXPECT_TRUE(data.eq(-7).all().item<bool>()) << backend;
+                  const at::Tensor all = at::ones({8});
+                  all_gather(all, at::_efficientzerotensor({4}), group).wait();
+                  EXPECT_TRUE(all.eq(0).all().item<bool>()) << backend;
+                },
+                {.backend = backend});
+  }
+}
+
 TEST(SymmetricMemory, OutlivesItsGroupAndCannotGrow) {
   at::Tensor kept;
   run_threads(2,
