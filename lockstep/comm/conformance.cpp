@@ -393,6 +393,34 @@ void check_large(const Ranks& group) {
   broadcast(data.fill_(group.rank()), group, {.root = group.size() - 1}).wait();
   require(data.min().item<int>() == group.size() - 1 && data.max().item<int>() == group.size() - 1,
           "a broadcast of more than 2^31 elements");
+  if (group.size() == 1) return;
+  // Only one rank has as much as that in these: all must still take the same way.
+  const int64_t block = count / group.size() + 1;
+  const at::Tensor part = at::full({block}, group.rank() + 1, group.options(at::kByte));
+  data = group.rank() == 0 ? at::empty({block * group.size()}, part.options()) : at::Tensor();
+  gather(data, part, group).wait();
+  scatter(part.zero_(), data, group).wait();
+  require(part.min().item<int>() == group.rank() + 1 && part.max().item<int>() == group.rank() + 1,
+          "a gather and a scatter of more than 2^31 elements");
+}
+
+// Allowed as all_gather and reduce_scatter allow it.
+void check_in_place_at_root(const Ranks& group) {
+  for (const int64_t count : {3, 20'000}) {
+    for (int root = 0; root < group.size(); ++root) {
+      const at::Tensor mine = group.contribution(group.rank(), count, DType::float32),
+                       all = at::cat(group.contributions(count, DType::float32));
+      at::Tensor whole = at::zeros({count * group.size()}, group.options());
+      const at::Tensor block = whole.narrow(0, count * group.rank(), count);
+      block.copy_(mine);
+      gather(whole, block, group, {.root = root}).wait();
+      if (group.rank() == root) require_equal(whole, all, "gather from a block of its output");
+      whole.copy_(all);
+      if (group.rank() != root) block.zero_();
+      scatter(block, whole, group, {.root = root}).wait();
+      require_equal(block, mine, "scatter into a block of its input");
+    }
+  }
 }
 
 }  // namespace
@@ -410,6 +438,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
       {"send and recv: all at once, in order", check_messages},
       {"non-contiguous tensors", check_non_contiguous},
       {"outputs that are part of inputs", check_in_place},
+      {"the same at the root", check_in_place_at_root},
       {"symmetric memory, alone and mixed", check_symmetric_memory},
       {"the same bits on all ranks and in every run", check_same_bits},
       {"many operations in flight", check_overlapping_calls},

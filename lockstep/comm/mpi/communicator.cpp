@@ -29,13 +29,32 @@ void lay_out(const std::vector<int64_t>& blocks, size_t width, std::vector<int>&
   }
 }
 
-// All counts and starts of the call fit an int.
-bool fits(const Operation& operation) {
-  return std::max(operation.input.size(), operation.output.size()) <= INT_MAX;
+// All counts and starts of the call fit an int, on every rank: all must take the same of the two
+// ways, so this looks only at what they agree on. The blocks of all_to_all are each rank's own.
+bool fits(const Operation& operation, int ranks) {
+  const bool by_block = operation.kind == OpKind::gather || operation.kind == OpKind::scatter;
+  const size_t bytes = static_cast<size_t>(operation.count) * size_of(operation.dtype);
+  return operation.kind != OpKind::all_to_all &&
+         bytes * (by_block ? static_cast<size_t>(ranks) : 1) <= INT_MAX;
 }
 
 const void* in_place_or(const Operation& operation) {
   return operation.input.data() == operation.output.data() ? MPI_IN_PLACE : operation.input.data();
+}
+
+// The block that the root keeps, which MPI wants named where it stays in its place.
+const void* gathered_from(const Operation& operation, int rank) {
+  const bool stays = rank == operation.root &&
+                     operation.input.data() == operation.output.data() + static_cast<size_t>(rank) *
+                                                                             operation.input.size();
+  return stays ? MPI_IN_PLACE : operation.input.data();
+}
+void* scattered_to(const Operation& operation, int rank) {
+  const bool stays =
+      rank == operation.root &&
+      operation.output.data() ==
+          operation.input.data() + static_cast<size_t>(rank) * operation.output.size();
+  return stays ? MPI_IN_PLACE : operation.output.data();
 }
 
 }  // namespace
@@ -138,13 +157,13 @@ void Communicator::begin(const Operation& op, Running& running) const {
                                       running.recv_starts.data(), MPI_BYTE, comm_, request),
                        "MPI_Ialltoallv");
     case OpKind::gather:
-      return check_mpi(MPI_Igather(in, to_int(op.input.size()), MPI_BYTE, out,
+      return check_mpi(MPI_Igather(gathered_from(op, rank_), to_int(op.input.size()), MPI_BYTE, out,
                                    to_int(op.input.size()), MPI_BYTE, op.root, comm_, request),
                        "MPI_Igather");
     case OpKind::scatter:
-      return check_mpi(
-          MPI_Iscatter(in, bytes, MPI_BYTE, out, bytes, MPI_BYTE, op.root, comm_, request),
-          "MPI_Iscatter");
+      return check_mpi(MPI_Iscatter(in, bytes, MPI_BYTE, scattered_to(op, rank_), bytes, MPI_BYTE,
+                                    op.root, comm_, request),
+                       "MPI_Iscatter");
     default:
       return check_mpi(MPI_Ibarrier(comm_, request), "MPI_Ibarrier");
   }
@@ -175,7 +194,7 @@ void Communicator::run(const Operation& op) const {
     }
     return;
   }
-  if (!fits(op)) return exchange(op);
+  if (!fits(op, size_)) return exchange(op);
   std::vector<int> send_counts, send_starts, recv_counts, recv_starts;
   switch (op.kind) {
     case OpKind::all_gather: {
@@ -197,24 +216,19 @@ void Communicator::run(const Operation& op) const {
       return check_mpi(MPI_Reduce_scatter(in, out, send_counts.data(), to_mpi(op.dtype),
                                           to_mpi(op.reduce), comm_),
                        "MPI_Reduce_scatter");
-    case OpKind::all_to_all:
-      lay_out(op.send_counts, width, send_counts, send_starts);
-      lay_out(op.recv_counts, width, recv_counts, recv_starts);
-      return check_mpi(MPI_Alltoallv(in, send_counts.data(), send_starts.data(), MPI_BYTE, out,
-                                     recv_counts.data(), recv_starts.data(), MPI_BYTE, comm_),
-                       "MPI_Alltoallv");
     case OpKind::gather:
-      return check_mpi(MPI_Gather(in, to_int(op.input.size()), MPI_BYTE, out,
+      return check_mpi(MPI_Gather(gathered_from(op, rank_), to_int(op.input.size()), MPI_BYTE, out,
                                   to_int(op.input.size()), MPI_BYTE, op.root, comm_),
                        "MPI_Gather");
     default:
-      return check_mpi(MPI_Scatter(in, to_int(op.output.size()), MPI_BYTE, out,
+      return check_mpi(MPI_Scatter(in, to_int(op.output.size()), MPI_BYTE, scattered_to(op, rank_),
                                    to_int(op.output.size()), MPI_BYTE, op.root, comm_),
                        "MPI_Scatter");
   }
 }
 
-// Collectives whose counts or offsets do not fit an int, as messages between all pairs.
+// all_to_all, and collectives whose counts or offsets do not fit an int, as messages between all
+// pairs.
 void Communicator::exchange(const Operation& op) const {
   const auto n = static_cast<size_t>(size_);
   const size_t width = size_of(op.dtype);
