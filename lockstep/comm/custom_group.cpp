@@ -80,7 +80,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
       } catch (...) {
         error = std::current_exception();
         // What comes next in this stream of bytes is not what its receiver thinks.
-        if (message) self->for_messages_->abort();
+        message ? self->for_messages_->abort() : void(self->collectives_failure_ = error);
       }
       self.reset();  // whoever waits is the last to have the group, on a thread that ends well
       completion->part_done(error);
@@ -109,6 +109,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
   }
 
   void perform(const Operation& operation, uint64_t sequence) {
+    if (collectives_failure_) std::rethrow_exception(collectives_failure_);
     if (membership().world->check && !comparison_.has_board()) {
       watch_.check_agreement(
           operation, sequence, [&](const std::shared_ptr<Watch::Records>& records) {
@@ -144,6 +145,9 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
   std::unique_ptr<Transport> for_collectives_, for_messages_;
   Comparison comparison_;
   MessageCollectives collectives_;
+  // Of the collective that failed first: ranks would take a later one's data for its. Only the lane
+  // of collectives uses it.
+  std::exception_ptr collectives_failure_;
   std::mutex mutex_;
   Lane collective_lane_;
   std::map<std::pair<OpKind, int>, Lane> message_lanes_;

@@ -11,6 +11,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance.h"
@@ -226,6 +227,40 @@ TEST(CustomBackend, WhatATransportThrowsIsTheErrorOfTheOperation) {
                 EXPECT_THROW(barrier(group).wait(), CommError);
               },
               {.backend = "failing"});
+}
+
+// Adds up one float itself; on rank 0 the first time goes wrong, before anything is sent.
+class StumblingTransport final : public ThreadTransport {
+ public:
+  explicit StumblingTransport(const TransportSite& site)
+      : ThreadTransport(site), rank_(site.rank) {}
+  bool runs(const fabric::Operation& operation) const override {
+    return operation.kind == fabric::OpKind::all_reduce;
+  }
+  void run(const fabric::Operation& operation) override {
+    if (rank_ == 0 && !std::exchange(has_stumbled_, true)) throw std::runtime_error("stumbled");
+    float theirs = 0;
+    send(1 - rank_, operation.input);
+    recv(1 - rank_, std::as_writable_bytes(std::span(&theirs, 1)));
+    *reinterpret_cast<float*>(operation.output.data()) += theirs;
+  }
+
+ private:
+  int rank_;
+  bool has_stumbled_ = false;
+};
+
+TEST(CustomBackend, NothingRunsAfterACollectiveThatFailed) {
+  register_backend("stumbling", factory_of<StumblingTransport>());
+  run_threads(2,
+              [](const Group& group) {
+                const at::Tensor ones = at::ones({1}), tens = at::full({1}, 10.0F);
+                Work first = all_reduce(ones, group), second = all_reduce(tens, group);
+                // The one that is waited for first is not the one that failed.
+                EXPECT_THROW(second.wait(), CommError) << tens.item<float>();
+                EXPECT_THROW(first.wait(), CommError) << ones.item<float>();
+              },
+              {.backend = "stumbling"});
 }
 
 std::string failure_of_init(const std::string& backend) {
