@@ -1,5 +1,7 @@
 #include "lockstep/comm/local_group.h"
 
+#include <unistd.h>
+
 #include <thread>
 
 #include "lockstep/comm/op_trace.h"
@@ -63,7 +65,11 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   // Operations that run when the last handle is dropped come to their end first: their owner may be
   // gone, but their peers and their tensors are not. On a thread of its own, because a destructor
   // does not wait, and because the caller may be what drives the engine.
+  // The copy in a forked child is left alone: its threads are the parent's, and what it says on the
+  // board, its peers would take for the parent's words.
   static void release(LocalGroup* group) {
+    const fabric::Seat& seat = group->engine_.seat();
+    if (seat.board().slot(seat.rank()).pid != getpid()) return;
     if (group->engine_.is_idle()) {
       delete group;
       return;

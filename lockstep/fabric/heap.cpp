@@ -134,6 +134,7 @@ struct SharedHeap::Books {
   }
 
   void free(const std::byte* data) {
+    if (table.handle().pid != getpid()) return;  // of a forked child: the block is its parent's
     {
       const std::lock_guard lock(mutex);
       const auto found = blocks.find(data);

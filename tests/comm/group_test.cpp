@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -97,6 +98,33 @@ TEST(ThreadRanks, OneThatComesLateFindsWhatTheOthersHaveLeft) {
                            }),
                TimeoutError);
   EXPECT_THAT(late_message, HasSubstr("rank 0 of group 'late'"));
+}
+
+TEST(Group, AForkedChildThatDropsItsCopyLeavesTheParentIn) {
+  for (const char* backend : {"thread", "shm"}) {
+    run_threads(2,
+                [&](Group group) {
+                  const std::vector<int64_t> shape{1'000'000};
+                  at::Tensor sum = symmetric_empty(shape, DType::float32, group);
+                  sum.fill_(1);
+                  barrier(group).wait();
+                  if (group.rank() == 1) {
+                    const pid_t child = fork();
+                    if (child == 0) {
+                      alarm(20);
+                      sum = at::Tensor();
+                      group = Group();
+                      _exit(0);
+                    }
+                    int status = -1;
+                    waitpid(child, &status, 0);
+                    EXPECT_EQ(status, 0) << backend;
+                  }
+                  all_reduce(sum, group).wait();
+                  EXPECT_EQ(sum[9].item<float>(), 2) << backend;
+                },
+                {.backend = backend});
+  }
 }
 
 TEST(Tensors, WhatIsOnlyReadMayBeExpanded) {
