@@ -228,6 +228,9 @@ std::string Watch::describe_wait(const Operation& operation, uint64_t sequence,
 void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
                  const std::function<bool(milliseconds)>& poll) const {
   bool warned = false;
+  // Rank 0 hosts the meeting point, or the launcher does. A group that rank 0 is not in outlives
+  // it.
+  const bool needs_host = std::find(members_.begin(), members_.end(), 0) != members_.end();
   std::optional<Clock::time_point> alone_since;
   milliseconds slice = kFirstLook;
   const auto left = [&] {
@@ -241,7 +244,8 @@ void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_poin
       // The rank that hosts it may have finished and left, its part of this operation done: what
       // it has sent is still on its way.
       if (!alone_since) alone_since = Clock::now();
-      if (Clock::now() - *alone_since > kAlone || left() <= milliseconds{0}) throw;
+      const bool is_long = needs_host && Clock::now() - *alone_since > kAlone;
+      if (is_long || left() <= milliseconds{0}) throw;
       continue;
     }
     if (left() <= milliseconds{0}) {

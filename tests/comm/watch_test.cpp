@@ -64,5 +64,19 @@ TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
   EXPECT_LT(seconds_since(start), 15);
 }
 
+TEST_F(Alone, AGroupWithoutTheRankThatHostsItWaitsOn) {
+  membership_.members = {1, 2};
+  Watch watch(membership_);
+  const uint64_t sequence = watch.begin(operation_);
+  const auto start = Clock::now();
+  EXPECT_NO_THROW(watch.wait(operation_, sequence, start, [&](milliseconds time) {
+    std::this_thread::sleep_for(time);
+    return seconds_since(start) > 1.5;
+  }));
+  operation_.timeout = milliseconds{50};
+  EXPECT_THROW(watch.wait(operation_, sequence, Clock::now(), [](milliseconds) { return false; }),
+               CommError);
+}
+
 }  // namespace
 }  // namespace lockstep::comm::detail
