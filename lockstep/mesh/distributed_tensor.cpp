@@ -81,7 +81,7 @@ DistributedTensor::DistributedTensor(const at::Tensor& shard, Shape global_shape
                group_.rank(), layout::describe(shard.sizes().vec()), layout::describe(expected),
                layout::describe(global_shape_), dim, group_.size()));
   }
-  local_ = shard.detach().contiguous();
+  local_ = shard.detach();
 }
 
 DistributedTensor DistributedTensor::partition(const at::Tensor& whole, int64_t dim,

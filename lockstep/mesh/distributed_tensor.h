@@ -62,7 +62,7 @@ class DistributedTensor {
   comm::Work recv(int from, const comm::Group& peers, comm::Options options = {}) const;
 
  private:
-  at::Tensor local_;  // contiguous
+  at::Tensor local_;
   layout::Shape global_shape_;
   Partition partition_;
   comm::Group group_;

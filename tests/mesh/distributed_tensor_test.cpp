@@ -167,6 +167,17 @@ TEST(DistributedTensor, FromAShard) {
   });
 }
 
+TEST(DistributedTensor, SharesAShardOfAnyStrides) {
+  run_threads(2, [](Group group) {
+    const auto turned = at::ones({3, 4});
+    const auto alone = group.split(group.rank(), 0);
+    const DistributedTensor tensor(turned.t(), {4, 3}, 0, alone);
+    tensor.all_reduce(group).wait();
+    require_same(turned, at::full({3, 4}, 2.0f));
+    require_same(tensor.redistribute(1).all_gather(), turned.t());
+  });
+}
+
 // Shards over tp, replicas over dp.
 TEST(DistributedTensor, ShardsOfReplicas) {
   run_threads(6, [](Group group) {
