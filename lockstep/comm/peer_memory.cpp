@@ -42,6 +42,10 @@ std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
 }  // namespace
 
 std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& group) {
+  if (!mine.defined() || !mine.is_cpu() || !mine.is_contiguous() || mine.is_neg()) {
+    throw ConfigError(format(
+        "[peer memory] rank {}: the tensor must be a contiguous one of the CPU", group.rank()));
+  }
   const auto bytes = detail::bytes_of(mine);
   const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
   std::vector<std::shared_ptr<const std::byte>> memory;

@@ -139,6 +139,13 @@ TEST(PeerMemory, OneUnreachableTensorIsToldToAll) {
               {.backend = "shm"});
 }
 
+TEST(PeerMemory, OfOtherStridesIsRefused) {
+  run_threads(2, [](const Group& group) {
+    EXPECT_THROW(PeerMemory::open(at::zeros({3, 4}).t(), group), ConfigError);
+    EXPECT_THROW(PeerMemory::open(at::Tensor(), group), ConfigError);
+  });
+}
+
 TEST(PeerMemory, NoSharedMemory) {
   run_threads(2,
               [](const Group& group) {
