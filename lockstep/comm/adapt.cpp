@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "lockstep/comm/float_order.h"
 #include "lockstep/comm/tensor.h"
 
 namespace lockstep::comm::detail {
@@ -80,8 +81,11 @@ Adapted adapt_reduction(Operation operation, std::shared_ptr<const void> memory,
   }
   const DType dtype = operation.dtype;
   const bool is_narrow_float = dtype == DType::float16 || dtype == DType::bfloat16;
+  // On a device NCCL decides what a NaN does.
+  const bool is_ordered = on.is_cpu() && is_floating(dtype) &&
+                          (operation.reduce == ReduceOp::min || operation.reduce == ReduceOp::max);
   const at::Tensor output = view_of(operation.output, dtype, on);
-  if (!is_narrow_float && (!average || is_floating(dtype))) {
+  if (!is_ordered && !is_narrow_float && (!average || is_floating(dtype))) {
     if (average && keeps_result) {
       operation.finish = chain(
           [memory, output, group_size] {
@@ -95,10 +99,14 @@ Adapted adapt_reduction(Operation operation, std::shared_ptr<const void> memory,
 
   const bool in_place = operation.input.data() == operation.output.data() &&
                         operation.input.size() == operation.output.size();
-  const at::Tensor input = widened(view_of(operation.input, dtype, on));
+  at::Tensor input = view_of(operation.input, dtype, on);
+  if (!is_ordered || is_narrow_float) input = widened(input);
+  if (is_ordered) input = to_whole_order(input, operation.reduce == ReduceOp::max);
   const int64_t width = dtype == DType::int64 ? 2 : 1;  // summands of an element
   const at::Tensor sum = in_place ? input : at::empty({output.numel() * width}, input.options());
-  operation.dtype = is_narrow_float ? DType::float32 : DType::int64;
+  operation.dtype = is_ordered        ? dtype == DType::float64 ? DType::int64 : DType::int32
+                    : is_narrow_float ? DType::float32
+                                      : DType::int64;
   operation.input = bytes_of(input);
   operation.output = bytes_of(sum);
   operation.count *= width;
@@ -107,10 +115,12 @@ Adapted adapt_reduction(Operation operation, std::shared_ptr<const void> memory,
       std::move(memory), input, sum);
   if (keeps_result) {
     operation.finish = chain(
-        [kept, sum, output, average, group_size, dtype, is_narrow_float] {
+        [kept, sum, output, average, group_size, dtype, is_narrow_float, is_ordered] {
           const c10::InferenceMode any_thread;
           if (average && is_narrow_float) at::Tensor(sum).div_(group_size);
-          at::Tensor(output).copy_(is_narrow_float ? sum : to_average(sum, group_size, dtype));
+          at::Tensor(output).copy_(is_ordered        ? from_whole_order(sum)
+                                   : is_narrow_float ? sum
+                                                     : to_average(sum, group_size, dtype));
         },
         std::move(operation.finish));
   }

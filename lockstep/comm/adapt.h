@@ -19,8 +19,9 @@ struct Adapted {
 
 // After this a reduction is a sum, product, min or max of float64, float32, int64, int32, int8 or
 // uint8: 16-bit floats are widened to float32 and rounded once at the end, avg becomes a sum and a
-// division (of whole numbers: see to_summand), bool becomes uint8. What is left to do comes before
-// the operation's own `finish`. `rank` is this one: where a reduce leaves no result, nothing is
+// division (of whole numbers: see to_summand), bool becomes uint8, min and max of floats in host
+// memory become those of whole numbers (float_order.h). What is left to do comes before the
+// operation's own `finish`. `rank` is this one: where a reduce leaves no result, nothing is
 // written. `on` is where the buffers lie.
 Adapted adapt_reduction(fabric::Operation operation, std::shared_ptr<const void> memory, int rank,
                         int group_size, const c10::Device& on);

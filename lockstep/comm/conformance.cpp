@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
@@ -317,6 +318,50 @@ void check_symmetric_memory(const Ranks& group) {
   }
 }
 
+// NCCL's min and max are its own.
+void check_nan(const Ranks& group) {
+  if (!group.device().is_cpu()) return;
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (const ReduceOp op : {ReduceOp::min, ReduceOp::max}) {
+      for (const int64_t count : {4, 20'000}) {
+        if (count > 4 && type != at::kFloat) continue;
+        for (int one = 0; one < group.size(); ++one) {
+          // Two numbers of either sign, and a NaN on one rank, of either sign.
+          const double mine = group.rank() + 1;
+          const bool has_nan = group.rank() == one;
+          const at::Tensor data =
+              at::tensor({mine, -mine, has_nan ? kNan : mine, has_nan ? -kNan : -mine}, at::kDouble)
+                  .to(type)
+                  .repeat({count / 4});
+          const double n = group.size();
+          const at::Tensor expected =
+              at::tensor(op == ReduceOp::min ? std::vector{1.0, -n} : std::vector{n, -1.0},
+                         at::kDouble)
+                  .to(type);
+          const auto require_result = [&](const at::Tensor& result, const char* what) {
+            const at::Tensor rows = result.reshape({-1, 4});
+            require(rows.slice(1, 2, 4).isnan().all().item<bool>(),
+                    format("{} of {} {} on {} ranks lost the NaN of rank {}", what, count,
+                           c10::toString(type), group.size(), one));
+            require_equal(rows.slice(1, 0, 2).contiguous(),
+                          expected.expand({rows.size(0), 2}).contiguous(), what);
+          };
+          at::Tensor all = data.clone();
+          all_reduce(all, group, {.op = op}).wait();
+          require_result(all, "all_reduce");
+          all = data.clone();
+          reduce(all, group, {.root = one, .op = op}).wait();
+          if (group.rank() == one) require_result(all, "reduce");
+          at::Tensor part = at::empty_like(data);
+          reduce_scatter(part, data.repeat({group.size()}), group, {.op = op}).wait();
+          require_result(part, "reduce_scatter");
+        }
+      }
+    }
+  }
+}
+
 void check_same_bits(const Ranks& group) {
   for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
     at::Tensor first;
@@ -440,6 +485,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
       {"outputs that are part of inputs", check_in_place},
       {"the same at the root", check_in_place_at_root},
       {"symmetric memory, alone and mixed", check_symmetric_memory},
+      {"a NaN in min or max is the result", check_nan},
       {"the same bits on all ranks and in every run", check_same_bits},
       {"many operations in flight", check_overlapping_calls},
       {"operations that are not waited for complete", check_unwaited},
