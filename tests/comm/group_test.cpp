@@ -270,6 +270,25 @@ TEST(Errors, AWaitEndsAtItsOwnDeadlineAndNamesTheTag) {
   }
 }
 
+TEST(Errors, AMessageMayHaveALaterDeadlineThanItsGroup) {
+  const milliseconds timeout{3'000};
+  for (const char* backend : {"shm", "gloo"}) {
+    run_threads(2,
+                [&](const Group& group) {
+                  const at::Tensor data = at::full({4}, 1.0F - group.rank());
+                  const Options later{.timeout = 10 * timeout};
+                  if (group.rank() == 0) {
+                    std::this_thread::sleep_for(timeout + milliseconds{200});
+                    send(data, 1, group, later).wait();
+                  } else {
+                    EXPECT_NO_THROW(recv(data, 0, group, later).wait()) << backend;
+                    EXPECT_EQ(data[3].item<float>(), 1) << backend;
+                  }
+                },
+                {.backend = backend, .timeout = timeout});
+  }
+}
+
 TEST(Errors, AWriteToAPeerThatIsGoneIsNoSignal) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);

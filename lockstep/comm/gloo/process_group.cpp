@@ -435,17 +435,18 @@ void EngineGroup::begin_message(const Operation& operation, std::shared_ptr<cons
     return;
   }
   completion->expect(0, nullptr);
+  // Gloo's own deadline for messages is the group's.
   std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
-               completion, memory = std::move(memory), tag, sends,
-               output = operation.output]() mutable {
+               completion, memory = std::move(memory), tag, sends, output = operation.output,
+               timeout = engine_timeout(operation)]() mutable {
     std::exception_ptr error;
     try {
-      if (header_work) header_work->wait();
+      if (header_work) header_work->wait(timeout);
       if (header_work && !sends) {
         fabric::check_message(self->membership().name, self->rank_, expected, *header);
         data_work = transfer(bytes_tensor(output), tag + 1);
       }
-      data_work->wait();
+      data_work->wait(timeout);
     } catch (...) {
       error = std::current_exception();
     }
