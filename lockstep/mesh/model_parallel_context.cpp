@@ -21,6 +21,13 @@ void require(bool holds, const std::string& message) {
   if (!holds) throw ConfigError("[model_parallel] " + message);
 }
 
+// Asked of all ranks, so that all of them refuse the same configurations.
+int most_on_a_host(const comm::Group& group) {
+  const at::Tensor most = at::full({1}, group.local_size(), at::kLong);
+  comm::all_reduce(most, group, {.op = comm::ReduceOp::max, .tag = "ranks of a host"}).wait();
+  return static_cast<int>(most.item<int64_t>());
+}
+
 }  // namespace
 
 std::string_view name_of(Strategy strategy) {
@@ -54,14 +61,17 @@ std::vector<Axis> ModelParallelConfig::mesh_axes() const {
   }
 }
 
-void ModelParallelConfig::validate(int group_size) const {
+void ModelParallelConfig::validate(int group_size, std::optional<int> ranks_per_host) const {
   require(num_devices >= 1, format("{} devices, must be at least 1", num_devices));
   require(num_devices == group_size,
           format("{} devices, must equal group size {}", num_devices, group_size));
   const auto ids = format("device ids ({})", join(device_ids));
-  require(
-      static_cast<int>(device_ids.size()) == num_devices,
-      format("{} are {}, must be as many as the {} devices", ids, device_ids.size(), num_devices));
+  const int needed = ranks_per_host.value_or(num_devices);
+  require(static_cast<int>(device_ids.size()) >= needed,
+          format("{} are {}, but a host has {} ranks of the group: name a device for each of them",
+                 ids, device_ids.size(), needed));
+  require(static_cast<int>(device_ids.size()) <= num_devices,
+          format("{} are {}, more than the {} devices", ids, device_ids.size(), num_devices));
   require(std::all_of(device_ids.begin(), device_ids.end(), [](int id) { return id >= 0; }),
           ids + " must be at least 0");
   require(std::set(device_ids.begin(), device_ids.end()).size() == device_ids.size(),
@@ -80,7 +90,7 @@ void ModelParallelConfig::validate(int group_size) const {
 
 ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Group group)
     : config_(std::move(config)), group_(std::move(group)) {
-  config_.validate(group_.size());
+  config_.validate(group_.size(), most_on_a_host(group_));
   // A group of one communicates with nobody, so any backend will do.
   const auto wanted = config_.backend.value_or("auto");
   require(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
@@ -96,7 +106,11 @@ ModelParallelContext ModelParallelContext::init(ModelParallelConfig config) {
 
 at::Device ModelParallelContext::device() const {
   if (group_.backend() != "nccl") return at::Device(at::kCPU);
-  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(config_.device_ids[rank()]));
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device_id()));
+}
+
+int ModelParallelContext::device_id() const {
+  return config_.device_ids[static_cast<size_t>(group_.local_rank())];
 }
 
 comm::Group ModelParallelContext::group(std::string_view axis) const {

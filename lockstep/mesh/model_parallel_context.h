@@ -26,7 +26,9 @@ Strategy parse_strategy(std::string_view name);
 
 struct ModelParallelConfig {
   int num_devices = 1;
-  std::vector<int> device_ids = {0};  // entry r is rank r's device
+  // Devices of a host, the same list for all: entry i is for the rank that is the i-th of the group
+  // on its host, from the real host layout. At least as many as a host has ranks.
+  std::vector<int> device_ids = {0};
   Strategy strategy = Strategy::pipeline;
   std::optional<int> pipeline_depth = std::nullopt;
   std::optional<int64_t> tensor_split_dim =
@@ -43,8 +45,9 @@ struct ModelParallelConfig {
   // nearly cubic. The config must be valid.
   std::vector<Axis> mesh_axes() const;
 
-  // Throws ConfigError for the first rule that is broken, with the numbers.
-  void validate(int group_size) const;
+  // Throws ConfigError for the first rule that is broken, with the numbers. `ranks_per_host`: of
+  // the host that has most; not set: all are on one.
+  void validate(int group_size, std::optional<int> ranks_per_host = std::nullopt) const;
 };
 
 // Over which axis of the mesh (empty: all ranks) and along which dimension a tensor is cut.
@@ -65,7 +68,9 @@ class ModelParallelContext {
   const Mesh& mesh() const { return mesh_; }
   int rank() const { return group_.rank(); }
   int size() const { return group_.size(); }
-  // This rank's device: a GPU where the group communicates between GPUs, else the CPU.
+  // This rank's entry of config().device_ids.
+  int device_id() const;
+  // This rank's device: that GPU where the group communicates between GPUs, else the CPU.
   at::Device device() const;
   // The group of an axis; of all ranks for the empty name.
   comm::Group group(std::string_view axis = {}) const;

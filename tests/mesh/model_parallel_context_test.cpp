@@ -47,7 +47,9 @@ TEST(ModelParallelConfig, Rules) {
   };
   refused({.num_devices = 0}, 1, "0 devices, must be at least 1");
   refused(config_for(4, Strategy::tensor), 2, "4 devices, must equal group size 2");
-  refused({.num_devices = 4}, 4, "device ids (0) are 1, must be as many as the 4 devices");
+  refused({.num_devices = 4}, 4, "device ids (0) are 1, but a host has 4 ranks");
+  refused({.device_ids = {0, 1}}, 1, "device ids (0, 1) are 2, more than the 1 devices");
+  EXPECT_NO_THROW((ModelParallelConfig{.num_devices = 4, .device_ids = {0, 1}}.validate(4, 2)));
   refused({.num_devices = 2, .device_ids = {1, 1}}, 2, "device ids (1, 1) must differ");
   refused({.num_devices = 2, .device_ids = {0, -1}}, 2, "device ids (0, -1) must be at least 0");
   refused({.backend = ""}, 1, "the backend's name is empty");
@@ -140,6 +142,31 @@ TEST(ModelParallelContext, OperationsOverOneAxis) {
                     "axis 'ep' is unknown, must be one of dp, tp, pp");
     require_refused([&] { context.partition(whole, {.dim = 2}); }, "split dim 2");
   });
+}
+
+// Devices have numbers of their own on each host.
+TEST(ModelParallelContext, DevicesAreThoseOfTheRanksHost) {
+  const std::vector<int> hosts{0, 0, 1, 1, 1};
+  run_threads(
+      5,
+      [](Group group) {
+        ModelParallelConfig config{.num_devices = 5, .device_ids = {3, 5, 7}};
+        const ModelParallelContext context(config, group);
+        const std::vector<int> expected{3, 5, 3, 5, 7};
+        require_equal(context.device_id(), expected[static_cast<size_t>(context.rank())]);
+        // Too few for one of the hosts: refused by all ranks, so that none waits for another.
+        config.device_ids = {3, 5};
+        require_refused([&] { ModelParallelContext(config, group); },
+                        "device ids (3, 5) are 2, but a host has 3 ranks");
+      },
+      {.backend = "thread"}, hosts);
+  // One behind the other or in turn: the group knows.
+  run_threads(4,
+              [](Group group) {
+                const ModelParallelContext context({.num_devices = 4, .device_ids = {0, 1}}, group);
+                require_equal(context.device_id(), context.rank() / 2);
+              },
+              {.backend = "thread"}, {0, 1, 0, 1});
 }
 
 TEST(ModelParallelContext, BackendMustBeTheGroups) {
