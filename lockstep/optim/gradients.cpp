@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 #include "lockstep/comm/collectives.h"
@@ -69,9 +70,10 @@ void announce_read(const at::Tensor& gradient) {
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
+  std::unordered_set<const c10::TensorImpl*> seen;  // Module::parameters() lists a tied one twice
   for (const at::Tensor& parameter : parameters) {
     at::Tensor& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) continue;
+    if (!gradient.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     announce_read(gradient);
     if (gradient.is_sparse()) {
       gradient = gradient.coalesce();

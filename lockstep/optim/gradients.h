@@ -16,7 +16,7 @@ namespace lockstep::optim::detail {
 void announce_read(const at::Tensor& gradient);
 
 // The gradients that are there, as strided tensors that share their memory: of a sparse one the
-// values, after it was coalesced.
+// values, after it was coalesced. A parameter that is listed twice has one gradient.
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters);
 
 // Over all ranks of the group. Collective.

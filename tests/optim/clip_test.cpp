@@ -112,6 +112,19 @@ TEST(Clip, SparseGradientsCountOnceForEachElement) {
   EXPECT_EQ(tensor.grad().to_dense().max().item<float>(), 0.4f);
 }
 
+// As Module::parameters() lists a parameter that two modules share.
+TEST(Clip, TiedParametersCountOnce) {
+  const at::Tensor tied = parameter({4}), other = parameter({4});
+  tied.mutable_grad() = at::full({4}, 3.0);
+  other.mutable_grad() = at::full({4}, 4.0);
+  const std::vector all{tied, other, tied};
+  EXPECT_DOUBLE_EQ(grad_norm(all), 10);
+  EXPECT_DOUBLE_EQ(grad_norm(all, {.exact = true}), 10);
+  EXPECT_DOUBLE_EQ(clip_grad_norm(all, 5), 10);
+  expect_close(tied.grad(), at::full({4}, 1.5));
+  expect_close(other.grad(), at::full({4}, 2.0));
+}
+
 TEST(Clip, SmallGradientsAreNotTouched) {
   const at::Tensor tensor = parameter({100});
   tensor.mutable_grad() = at::randn({100});
