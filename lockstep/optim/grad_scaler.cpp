@@ -82,7 +82,7 @@ void GradScaler::update() {
   if (overflowed) {
     scale *= options_.backoff_factor;
     tracker = 0;
-  } else if (++tracker == options_.growth_interval) {
+  } else if (++tracker >= options_.growth_interval) {
     const double grown = scale * options_.growth_factor;
     if (grown <= std::numeric_limits<float>::max()) scale = grown;  // what a loss can be scaled by
     tracker = 0;

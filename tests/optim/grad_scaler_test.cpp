@@ -126,6 +126,18 @@ TEST(GradScaler, StateRoundTrip) {
   });
 }
 
+TEST(GradScaler, GrowsWhereMoreStepsWereCountedThanItWaitsFor) {
+  GradScaler scaler({}, {.init_scale = 2, .growth_interval = 3});
+  const at::Tensor steps = at::full({}, 10, at::kLong);
+  scaler.load_state(std::vector<NamedTensor>{scaler.state()[0], {scaler.state()[1].name, steps}});
+  const at::Tensor tensor = parameter({1});
+  SGD optimizer({{"p", tensor}});
+  tensor.mutable_grad() = at::ones({1});
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(scaler.scale(), 4);
+}
+
 TEST(GradScaler, OrderOfCallsAndOptionsAreChecked) {
   const at::Tensor tensor = parameter({1});
   SGD optimizer({{"p", tensor}});
