@@ -1,6 +1,8 @@
 // Gradient hooks and the tree of sums, by themselves.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/ordered.h"
 #include "lockstep/parallel/data/gradient_hook.h"
@@ -49,6 +51,19 @@ TEST(PowerSgd, ErrorFeedbackMakesUpForWhatIsLeftOut) {
     const at::Tensor sent =
         mean_of_steps(hooks::power_sgd({.rank = 1, .start_step = 0}), thin, 1, group);
     EXPECT_TRUE(at::allclose(sent, thin * (1.5 / (group.rank() + 1.0)), 1e-4));
+  });
+}
+
+TEST(PowerSgd, AGradientThatIsNotFiniteSpoilsOneStep) {
+  comm::run_threads(2, [](comm::Group group) {
+    const auto hook = hooks::power_sgd({.rank = 2, .start_step = 0, .min_compression = 1});
+    const at::Tensor gradient = at::randn({12, 10}, at::detail::createCPUGenerator(5));
+    for (int step = 0; step < 4; ++step) {
+      at::Tensor mine = gradient.clone();
+      if (step == 1 && group.rank() == 1) mine[3][4] = std::numeric_limits<float>::infinity();
+      const at::Tensor sent = mean_of_steps(hook, mine, 1, group);
+      EXPECT_EQ(at::isfinite(sent).all().item<bool>(), step != 1) << step;
+    }
   });
 }
 

@@ -144,7 +144,14 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
     for (Matrix& matrix : task.matrices) {
       const at::Tensor approximation = matrix.p.matmul(matrix.q.t());
       matrix.gradient.copy_(approximation.view(matrix.gradient.sizes()));
-      if (options_.error_feedback) matrix.state->error = matrix.whole.sub_(approximation);
+      if (options_.error_feedback) {
+        // A gradient that is not finite on some rank makes the factors so on all. Such a step is
+        // skipped; kept as an error it would spoil all that follow.
+        const at::Tensor finite = at::isfinite(matrix.q).all();
+        const at::Tensor before =
+            matrix.state->error.defined() ? matrix.state->error : at::zeros_like(matrix.whole);
+        matrix.state->error = at::where(finite, matrix.whole.sub_(approximation), before);
+      }
       matrix.state->q = matrix.q;
     }
   }
