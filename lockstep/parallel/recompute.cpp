@@ -9,6 +9,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
 #include <optional>
@@ -92,6 +93,8 @@ struct Frame {
         cpu(optim::current_autocast(at::kCPU)),
         cuda(optim::current_autocast(at::kCUDA)) {}
 
+  // Something that autograd would keep; returns its number.
+  size_t keep(const at::Tensor& tensor);
   at::Tensor take(size_t index);
   void drop(size_t index);
   void repeat();
@@ -102,7 +105,13 @@ struct Frame {
   const nn::RandomContext was;
   const GeneratorStates generators;
   const optim::AutocastOptions cpu, cuda;
-  size_t count = 0;                // saved in the first call
+  // What was saved in the first call, and in which version: a weight that is written before
+  // backward would be another one in the second.
+  struct Kept {
+    c10::VariableVersion version;
+    int64_t saved;
+  };
+  std::vector<Kept> kept;
   std::vector<at::Tensor> values;  // collected in the second; dropped one by one
   std::vector<int64_t> versions;   // of the values when they were saved
   std::set<size_t> unwanted;       // dropped before they were collected
@@ -148,7 +157,7 @@ class Numbered : public Complete<SavedVariableHooks> {
   explicit Numbered(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
   // A node that is done with its tensor, or that nobody will come to.
   ~Numbered() override { frame_->drop(index_); }
-  void call_pack_hook(const at::Tensor&) override { index_ = frame_->count++; }
+  void call_pack_hook(const at::Tensor& tensor) override { index_ = frame_->keep(tensor); }
   at::Tensor call_unpack_hook() override { return frame_->take(index_); }
 
  private:
@@ -162,7 +171,7 @@ class Collecting : public Complete<SavedVariableHooks> {
   void call_pack_hook(const at::Tensor& tensor) override {
     frame_.values.push_back(tensor.detach());
     frame_.versions.push_back(frame_.values.back()._version());
-    if (frame_.values.size() == frame_.count) throw Enough{};
+    if (frame_.values.size() == frame_.kept.size()) throw Enough{};
   }
   at::Tensor call_unpack_hook() override {
     throw Error("[recompute] the function runs a backward of its own, must not");
@@ -217,14 +226,25 @@ void Frame::repeat() {
   }
 }
 
+size_t Frame::keep(const at::Tensor& tensor) {
+  const auto& version = torch::autograd::impl::version_counter(tensor);
+  kept.push_back({version, version.current_version()});
+  return kept.size() - 1;
+}
+
 at::Tensor Frame::take(size_t index) {
   const std::lock_guard lock(mutex);
+  if (kept[index].version.current_version() != kept[index].saved) {
+    throw Error(
+        "[recompute] a tensor that backward needs was changed in place since the function was "
+        "called, as by a step of the optimizer; run backward first");
+  }
   if (index >= values.size() || !values[index].defined()) repeat();
-  if (values.size() != count) {
+  if (values.size() != kept.size()) {
     throw Error(
         format("[recompute] the function kept {} tensors for backward, and {} when it was "
                "called again; it must compute the same again",
-               count, values.size()));
+               kept.size(), values.size()));
   }
   if (values[index]._version() != versions[index]) {
     throw Error("[recompute] a tensor that backward needs was changed in place by the function");

@@ -207,6 +207,20 @@ TEST(Recompute, ChangesInPlaceAreNoticed) {
   EXPECT_THROW(out.sum().backward(), Error);
 }
 
+// So it would here: the second call would compute with other weights.
+TEST(Recompute, WeightsThatChangeAreNoticed) {
+  for (const bool again : {false, true}) {
+    Net net;
+    const at::Tensor x = at::randn({4, 8});
+    const at::Tensor out = again ? recompute([&] { return net(x); }) : net(x);
+    {
+      const at::NoGradGuard no_grad;
+      net.second->weight.mul_(2);
+    }
+    EXPECT_THROW(out.sum().backward(), std::exception) << again;
+  }
+}
+
 TEST(Recompute, ErrorsOfTheFunctionReachTheCaller) {
   Net net;
   const at::Tensor x = at::randn({4, 8});
