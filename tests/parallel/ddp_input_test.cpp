@@ -59,6 +59,15 @@ TEST(DdpInput, ModelsThatDiffer) {
                 return model;
               }),
               HasSubstr("0.bias Float[2] without gradient on rank 1"));
+  // As from a file that only one rank reads; gradients are averaged in the order of memory.
+  EXPECT_THAT(refusal([](int rank) {
+                Sequential model(Linear(2, 3));
+                at::Tensor weight = model->parameters()[0];
+                if (rank == 0) weight.set_data(weight.detach().t().contiguous().t());
+                return model;
+              }),
+              HasSubstr("0.weight Float[3, 2] with strides (1, 3) on rank 0; 0.weight Float[3, 2] "
+                        "on ranks 1, 2"));
 }
 
 TEST(DdpInput, OptionsThatMakeNoSense) {

@@ -78,6 +78,7 @@ class Ddp {
     buffers_ = list(model.named_buffers());
     all.insert(all.end(), buffers_.begin(), buffers_.end());
     check_same_model(all, private_group_);
+    check_same_strides(parameters, private_group_);
     check_own_devices("ddp", parameters, private_group_);
     if (options_.reproducible) check_same_threads("ddp", private_group_);
     broadcast_tensors(all, private_group_, 0);

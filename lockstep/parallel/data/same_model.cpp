@@ -49,7 +49,11 @@ std::string who_has_what(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
+namespace {
+
+using Describe = std::string (*)(const std::pair<std::string, at::Tensor>&);
+
+void compare(const NamedTensors& tensors, Describe describe, const comm::Group& group) {
   const auto count = static_cast<int64_t>(tensors.size());
   const at::Tensor counts = at::empty({group.size()}, at::kLong);
   comm::all_gather(counts, at::full({1}, count, at::kLong), group).wait();
@@ -76,6 +80,21 @@ void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
                                 counts.data_ptr<int64_t>() + group.size()),
            "/"),
       who_has_what(comm::detail::gather_texts(mine, group))));
+}
+
+}  // namespace
+
+void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
+  compare(tensors, describe, group);
+}
+
+void check_same_strides(const NamedTensors& parameters, const comm::Group& group) {
+  const Describe with_strides = [](const std::pair<std::string, at::Tensor>& named) {
+    const at::Tensor& tensor = named.second;
+    if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return describe(named);
+    return format("{} with strides ({})", describe(named), join(tensor.strides()));
+  };
+  compare(parameters, with_strides, group);
 }
 
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root) {

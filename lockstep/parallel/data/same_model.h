@@ -17,6 +17,10 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 // requires_grad differ; it names the first tensor that does, and the ranks. Collective.
 void check_same_model(const NamedTensors& tensors, const comm::Group& group);
 
+// The same where elements are not in the same order in memory: gradients are averaged as they lie
+// there (bucket.h).
+void check_same_strides(const NamedTensors& parameters, const comm::Group& group);
+
 // Gives all ranks `root`'s values; small tensors travel together. Collective.
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root);
 
