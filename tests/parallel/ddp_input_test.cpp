@@ -70,6 +70,23 @@ TEST(DdpInput, ModelsThatDiffer) {
                         "on ranks 1, 2"));
 }
 
+TEST(DdpInput, ParametersThatAreUnfrozenLater) {
+  comm::run_threads(2, [](comm::Group group) {
+    Sequential model(Linear(2, 2), Linear(2, 2));
+    at::Tensor weight = model->parameters()[2];
+    weight.set_requires_grad(false);
+    auto ddp = parallel::ddp(model, group);
+    ddp.forward(at::ones({1, 2})).sum().backward();
+    weight.set_requires_grad(true);
+    try {
+      ddp.forward(at::ones({1, 2})).sum().backward();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("parameter 1.weight is trained, but was frozen"));
+    }
+  });
+}
+
 TEST(DdpInput, OptionsThatMakeNoSense) {
   const auto build = [](int) { return Sequential(Linear(2, 2)); };
   EXPECT_THAT(refusal(build, {.bucket_bytes = 0}), HasSubstr("bucket_bytes is 0"));

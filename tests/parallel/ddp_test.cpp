@@ -171,6 +171,33 @@ TEST(Ddp, StaticGraphLeavesOutWhatNoStepUses) {
   });
 }
 
+TEST(Ddp, StaticGraphNamesWhatOnlyNoSyncUses) {
+  const auto errors = errors_of(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(Branches(), group, {.static_graph = true});
+    ddp.forward(std::vector<int>{0, 1}, 1).backward();
+    {
+      const auto guard = ddp.no_sync();
+      ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
+    }
+    ddp.forward(std::vector<int>{0, 1}, 1).backward();
+  });
+  EXPECT_THAT(errors, testing::Each(HasSubstr("parameter w2 got another gradient")));
+}
+
+TEST(Ddp, WhatNoSyncLeftMayBeDropped) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(Branches(), group, {.find_unused_parameters = true});
+    {
+      const auto guard = ddp.no_sync();
+      ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
+    }
+    for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
+    ddp.forward(std::vector<int>{0, 1}, group.rank() + 1.0).backward();
+    EXPECT_EQ(gradient(ddp.module(), 0), 1.5);
+    EXPECT_FALSE(ddp.module()->weights[2].grad().defined());
+  });
+}
+
 TEST(Ddp, StaticGraphNamesWhatStopsGettingGradients) {
   const auto stopped = errors_of(4, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group, {.static_graph = true});

@@ -89,16 +89,21 @@ class Ddp {
     for (const auto& [name, tensor] : parameters) {
       if (sparse.count(name) > 0) sparse_tensors.insert(tensor.unsafeGetTensorImpl());
     }
-    std::vector<Parameter> trained;
+    std::vector<Parameter> trained, frozen;
     for (const auto& [name, tensor] : parameters) {
       // Tied weights have several names and one gradient.
-      if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      if (!tensor.requires_grad()) {
+        frozen.push_back({.name = name, .tensor = tensor});
+        continue;
+      }
       // Sums of rows have no fixed tree: reproducible mode makes them dense.
       const bool is_sparse =
           !options_.reproducible && sparse_tensors.count(tensor.unsafeGetTensorImpl()) > 0;
       trained.push_back({.name = name, .tensor = tensor, .sparse = is_sparse});
     }
-    reducer_ = std::make_shared<Reducer>(std::move(trained), private_group_, options_);
+    reducer_ =
+        std::make_shared<Reducer>(std::move(trained), std::move(frozen), private_group_, options_);
     reducer_->install_hooks();
   }
 

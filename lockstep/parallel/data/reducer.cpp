@@ -47,8 +47,10 @@ class Reducer::ArrivalHook final : public torch::autograd::FunctionPostHook {
   size_t index_;
 };
 
-Reducer::Reducer(std::vector<Parameter> parameters, comm::Group group, const DdpOptions& options)
+Reducer::Reducer(std::vector<Parameter> parameters, std::vector<Parameter> frozen,
+                 comm::Group group, const DdpOptions& options)
     : parameters_(std::move(parameters)),
+      frozen_(std::move(frozen)),
       group_(std::move(group)),
       options_(options),
       states_(parameters_.size()) {
@@ -287,21 +289,33 @@ void Reducer::average_round() {
   if (!learned_ && in_backward > 0) learn(totals);
 }
 
-// What this rank has to tell the others: for each parameter, then whether it takes part, and
-// whether in a backward.
+// A parameter that was frozen when the wrapper was made, and has a gradient now; null: none has.
+const Parameter* Reducer::thawed() const {
+  const auto found = std::ranges::find_if(frozen_, [](const Parameter& parameter) {
+    return parameter.tensor.requires_grad() && parameter.tensor.grad().defined();
+  });
+  return found == frozen_.end() ? nullptr : &*found;
+}
+
+// What this rank has to tell the others: for each parameter, then whether it takes part, whether a
+// frozen one is trained, and whether this is a backward.
 at::Tensor Reducer::flags() const {
-  const at::Tensor flags = at::zeros({static_cast<int64_t>(parameters_.size()) + 2}, at::kLong);
+  const at::Tensor flags = at::zeros({static_cast<int64_t>(parameters_.size()) + 3}, at::kLong);
   if (shadowing_) return flags;
   int64_t* const flag = flags.data_ptr<int64_t>();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const State& state = states_[i];
-    flag[i] = state.unreduced ? 1 : 0;
-    if (state.late) flag[i] = kLate;
+    // What no_sync left may have been dropped since; in reproducible mode it is in the sums.
+    const bool unreduced =
+        state.unreduced && (options_.reproducible || parameters_[i].tensor.grad().defined());
+    flag[i] = unreduced ? 1 : 0;
+    if (state.late || (unreduced && !state.in_bucket)) flag[i] = kLate;
     if (options_.static_graph && learned_ && state.arrivals != state.expected)
       flag[i] = state.arrivals < state.expected ? kStopped : kLate;
   }
   flag[parameters_.size()] = 1;
-  flag[parameters_.size() + 1] = in_backward_ ? 1 : 0;
+  flag[parameters_.size() + 1] = thawed() != nullptr ? 1 : 0;
+  flag[parameters_.size() + 2] = in_backward_ ? 1 : 0;
   return flags;
 }
 
@@ -309,6 +323,13 @@ void Reducer::check_flags(const at::Tensor& totals, const at::Tensor& mine) cons
   const bool needs_all = !options_.find_unused_parameters && !options_.static_graph;
   const int64_t* const total = totals.data_ptr<int64_t>();
   const int64_t active = total[parameters_.size()];
+  if (total[parameters_.size() + 1] > 0) {
+    const Parameter* const mine_too = thawed();
+    throw Error(format(
+        "[ddp] parameter {} is trained, but was frozen when the wrapper was made: its gradients "
+        "are not averaged; unfreeze first, then make the wrapper",
+        mine_too != nullptr ? mine_too->name : "of another rank"));
+  }
   const auto bad = [&](int64_t value) {
     return value >= kStopped || (needs_all && value < active);
   };

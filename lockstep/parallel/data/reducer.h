@@ -28,7 +28,8 @@ namespace lockstep::parallel::detail {
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Collective.
-  Reducer(std::vector<Parameter> parameters, comm::Group group, const DdpOptions& options);
+  Reducer(std::vector<Parameter> parameters, std::vector<Parameter> frozen, comm::Group group,
+          const DdpOptions& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -75,6 +76,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void stage(size_t index);
   void launch_full_buckets();
   void launch(size_t position);
+  const Parameter* thawed() const;
   at::Tensor flags() const;
   void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
   void settle(const at::Tensor& totals);
@@ -84,6 +86,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool overlaps() const;
 
   std::vector<Parameter> parameters_;
+  const std::vector<Parameter> frozen_;  // not trained
   comm::Group group_;
   const DdpOptions& options_;
   std::vector<State> states_;
