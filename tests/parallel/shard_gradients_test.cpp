@@ -104,5 +104,90 @@ TEST(Gradients, SeveralBackwardsAddUp) {
   }
 }
 
+// zero_grad() drops what backward passes under no_sync() left, as it does in one process.
+TEST(Gradients, DroppedBeforeTheyAreReduced) {
+  for (const Strategy strategy : kStrategies) {
+    for (const bool set_to_none : {false, true}) {
+      for (const bool reduced_before : {false, true}) {
+        SCOPED_TRACE(name_of(strategy));
+        comm::run_threads(2, [&](const comm::Group& group) {
+          Layers model = LayersTask::make(1), plain = LayersTask::make(1);
+          auto sharded = fully_shard(*model, group, weights_only(strategy));
+          if (reduced_before) backward(model, 5);
+          {
+            const auto guard = sharded.no_sync();
+            backward(model, 0);
+          }
+          for (const at::Tensor& parameter : sharded.parameters()) {
+            at::Tensor& gradient = parameter.mutable_grad();
+            if (set_to_none) {
+              gradient.reset();
+            } else {
+              gradient.zero_();
+            }
+          }
+          backward(model, 1);
+          backward(plain, 1);
+          const double expected = optim::grad_norm(plain->parameters());
+          EXPECT_NEAR(sharded.grad_norm(), expected, 1e-6 * expected);
+        });
+      }
+    }
+  }
+}
+
+TEST(Gradients, WhatWasDroppedAndNotUsedAgainIsUndefined) {
+  for (const Strategy strategy : kStrategies) {
+    SCOPED_TRACE(name_of(strategy));
+    comm::run_threads(2, [&](const comm::Group& group) {
+      Layers model = LayersTask::make(1);
+      auto sharded = fully_shard(*model, group, weights_only(strategy));
+      {
+        const auto guard = sharded.no_sync();
+        backward(model, 0);
+      }
+      for (const at::Tensor& parameter : sharded.parameters()) parameter.mutable_grad().reset();
+      model->order = {0, 1};
+      backward(model, 1);
+      for (const auto& [name, tensor] : sharded.named_parameters()) {
+        const bool used = name.starts_with("layer0") || name.starts_with("layer1");
+        EXPECT_EQ(tensor.grad().defined(), used) << name;
+      }
+    });
+  }
+}
+
+// A function that has no gradient for one of its inputs.
+struct Nothing : torch::autograd::Function<Nothing> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x,
+                            const at::Tensor& /*parameter*/) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+TEST(Gradients, NothingAddsNothing) {
+  for (const Strategy strategy : kStrategies) {
+    SCOPED_TRACE(name_of(strategy));
+    comm::run_threads(2, [&](const comm::Group& group) {
+      Layers model = LayersTask::make(1), plain = LayersTask::make(1);
+      auto sharded = fully_shard(*model, group, weights_only(strategy));
+      for (Layers net : {model, plain}) {
+        backward(net, 0);
+        for (int i = 1; i < 3; ++i) {
+          const Batch batch = LayersTask::batch(i);
+          const at::Tensor x = Nothing::apply(batch.input, net->layers[2]->weight);
+          LayersTask::loss(at::tanh(net->layers[0](x)), batch).backward();
+        }
+      }
+      const double expected = optim::grad_norm(plain->parameters());
+      EXPECT_NEAR(sharded.grad_norm(), expected, 1e-6 * expected);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::test

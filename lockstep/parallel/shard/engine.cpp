@@ -274,8 +274,8 @@ void ShardEngine::on_replacement(const Tag& tag, const at::Tensor& view) {
 }
 
 void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
-  if (tag.kind != Tag::Kind::gradient) return;
   Flat& flat = *flats_[tag.flat];
+  if (tag.kind != Tag::Kind::gradient) return flat.zero_unreduced(view);
   for (size_t i = 0; i < flat.members().size(); ++i) {
     if (flat.members()[i].name == tag.name_of(view)) flat.zero_gradient(i);
   }

@@ -25,8 +25,10 @@ class ShardEngine::ArrivalHook final : public torch::autograd::FunctionPostHook 
  public:
   ArrivalHook(std::weak_ptr<ShardEngine> engine, size_t flat, size_t member)
       : engine_(std::move(engine)), flat_(flat), member_(member) {}
-  variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    if (const auto engine = engine_.lock()) engine->arrive(flat_, member_);
+  variable_list operator()(const variable_list& outputs, const variable_list& gradients) override {
+    // The engine also calls when there is nothing to accumulate; what is in grad() is older then.
+    const bool arrived = gradients.empty() || gradients[0].defined();
+    if (const auto engine = engine_.lock(); engine && arrived) engine->arrive(flat_, member_);
     return outputs;
   }
 
@@ -41,8 +43,8 @@ class ShardEngine::AccumulationHook final : public torch::autograd::FunctionPreH
   AccumulationHook(std::weak_ptr<ShardEngine> engine, size_t flat, size_t member)
       : engine_(std::move(engine)), flat_(flat), member_(member) {}
   variable_list operator()(const variable_list& gradients) override {
-    if (const auto engine = engine_.lock()) {
-      if (gradients[0].defined()) {
+    if (const auto engine = engine_.lock(); engine && gradients[0].defined()) {
+      {
         const std::lock_guard lock(engine->mutex_);
         engine->begin_round();
       }
@@ -106,7 +108,12 @@ void ShardEngine::open_round(bool in_backward) {
   num_launched_ = 0;
   late_ = false;
   arrival_order_.clear();
-  for (const auto& flat : flats_) flat->begin_round();
+  for (size_t f = 0; f < flats_.size(); ++f) {
+    flats_[f]->begin_round();
+    for (size_t m = 0; m < arrived_[f].size(); ++m) {
+      if (!flats_[f]->has_unreduced(m)) arrived_[f][m] = 0;  // dropped since
+    }
+  }
 }
 
 void ShardEngine::reduce_now() {
@@ -149,7 +156,6 @@ void ShardEngine::abandon_round() {
 
 void ShardEngine::arrive(size_t index, size_t member) {
   Flat& flat = *flats_[index];
-  // The engine also calls when there is nothing to accumulate.
   if (!flat.members()[member].tensor.grad().defined()) return;
   const std::lock_guard lock(mutex_);
   begin_round();

@@ -176,6 +176,10 @@ class Flat {
   void abandon();
   // What the shards have of a parameter's gradient becomes zero.
   void zero_gradient(size_t member);
+  // What a round that was not reduced left of this rank's gradients.
+  bool has_unreduced(size_t member) const;
+  // The optimizer's gradients that `view` stands for are set to zero.
+  void zero_unreduced(const at::Tensor& view);
   // Before the next gradient of a parameter is accumulated.
   void before_accumulation(const Member& member) const;
 
@@ -237,6 +241,7 @@ class Flat {
   void bring_back();
   void send_to_host(const at::Tensor& gradient, const at::Tensor& arrived, bool adds);
   void notice_zeroed();
+  void drop_unreduced(size_t member);
   void fill_gaps();
   void show_unreduced();
   void hide_unreduced();
@@ -267,6 +272,8 @@ class Flat {
     layout::Range range;        // in the shard
     size_t first = 0, end = 0;  // members
     at::Tensor unreduced = {};  // stands for its gradient
+    // Of its gradient at the end of a round that was not reduced, to see what the user does to it.
+    std::optional<int64_t> version = {};
   };
   std::vector<Optimized> optimized_;
   std::optional<comm::PeerMemory> peers_;

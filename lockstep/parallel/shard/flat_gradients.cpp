@@ -77,6 +77,7 @@ void Flat::zero_gradient(size_t index) {
         .zero_();
   }
   if (gradients_.defined() && filled_[index]) gradient_view(member).zero_();
+  if (!aside_filled_.empty()) aside_filled_[index] = false;
 }
 
 // A model's zero_grad() is meant for the shards. It makes gradients undefined or, before torch 2,
@@ -91,12 +92,46 @@ void Flat::notice_zeroed() {
                          !gradient.any().item<bool>());
     if (!zeroed) continue;
     zero_gradient(i);
+    if (!gradient.defined()) drop_unreduced(i);
     versions_[i].reset();
+  }
+  // So is an optimizer's, for what is not in the shards yet.
+  for (Optimized& each : optimized_) {
+    const auto version = std::exchange(each.version, std::nullopt);
+    if (!version) continue;
+    const at::Tensor& gradient = each.tensor.grad();
+    const bool zeroed =
+        !gradient.defined() || (!gradient.is_same(each.unreduced) &&
+                                gradient._version() != *version && !gradient.any().item<bool>());
+    for (size_t i = each.first; i < each.end && zeroed; ++i) drop_unreduced(i);
+  }
+}
+
+void Flat::drop_unreduced(size_t member) {
+  (aside_filled_.empty() ? filled_ : aside_filled_)[member] = false;
+}
+
+bool Flat::has_unreduced(size_t member) const {
+  if (context_.options->reproducible) return true;  // perhaps, in the sums
+  if (plain_) return members_[member].tensor.grad().defined();
+  return (aside_filled_.empty() ? filled_ : aside_filled_)[member];
+}
+
+void Flat::zero_unreduced(const at::Tensor& view) {
+  for (const Optimized& each : optimized_) {
+    if (plain_ || each.unreduced.storage_offset() != view.storage_offset()) continue;
+    for (size_t i = each.first; i < each.end; ++i) drop_unreduced(i);
   }
 }
 
 void Flat::begin_round() {
   notice_zeroed();
+  // What the user did to a gradient that waits in the line counts, not what the line has.
+  for (size_t i = 0; plain_ && i < members_.size(); ++i) {
+    const at::Tensor& gradient = members_[i].tensor.grad();
+    filled_[i] = filled_[i] && gradients_.defined() && gradient.defined() &&
+                 same_memory(gradient, gradient_view(members_[i]));
+  }
   // What the optimizer sees is the line itself: it goes on from there.
   const bool is_line = shard_gradient_.defined() && shard_gradient_.is_same(gradients_);
   if (is_line && accumulates()) filled_.assign(members_.size(), true);
@@ -314,7 +349,12 @@ void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
 void Flat::keep_for_later(const std::function<bool()>& make_room,
                           std::optional<int64_t> micro_batch) {
   show_unreduced();
-  if (!context_.options->reproducible) return put_aside();
+  if (!context_.options->reproducible) {
+    for (Optimized& each : optimized_) {
+      if (!plain_) each.version = each.tensor.grad()._version();
+    }
+    return put_aside();
+  }
   const at::NoGradGuard no_grad;
   open_gradients(make_room);
   fill_gaps();
