@@ -75,6 +75,23 @@ TEST(Writes, OutsideNoGradToo) {
               Each(HasSubstr("aten::mul_ writes into parameter layer1.weight")));
 }
 
+// ---- frozen parameters ----
+
+TEST(Frozen, UntilTheModelWasSharded) {
+  for (const Strategy strategy : kStrategies) {
+    EXPECT_THAT(errors_of(2,
+                          [&](const comm::Group& group) {
+                            Layers model;
+                            model->layers[1]->weight.set_requires_grad(false);
+                            auto sharded = fully_shard(*model, group, weights_only(strategy));
+                            loss_of(model).backward();
+                            model->layers[1]->weight.set_requires_grad(true);
+                            loss_of(model).backward();
+                          }),
+                Each(HasSubstr("parameter layer1.weight is trained, but was frozen")));
+  }
+}
+
 // ---- replaced parameters ----
 
 TEST(Replaced, ModelToAnotherType) {

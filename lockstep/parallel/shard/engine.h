@@ -155,6 +155,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void open_round(bool in_backward);
   void end_round();
   void reduce_round();
+  const Member* find_unfrozen() const;
   void abandon_round();
   void launch_complete();
   void launch(Flat& flat);

@@ -216,9 +216,21 @@ void ShardEngine::end_round() {
     flats_[index]->keep_for_later([this] { return make_room(); }, micro_batch_);
 }
 
+// A parameter that no optimizer has, and that has a gradient; null: there is none.
+const Member* ShardEngine::find_unfrozen() const {
+  for (const auto& flat : flats_) {
+    if (flat->plan().trained) continue;
+    for (const Member& member : flat->members()) {
+      if (member.tensor.requires_grad() && member.tensor.grad().defined()) return &member;
+    }
+  }
+  return nullptr;
+}
+
 void ShardEngine::reduce_round() {
   const trace::Span span("shard", "finish gradients");
-  std::vector<int64_t> mine{late_ ? 1 : 0};
+  const Member* const unfrozen = find_unfrozen();
+  std::vector<int64_t> mine{late_ ? 1 : 0, unfrozen != nullptr ? 1 : 0};
   for (const auto& members : arrived_) mine.insert(mine.end(), members.begin(), members.end());
   for (auto& members : arrived_) std::fill(members.begin(), members.end(), 0);
   while (num_launched_ < launch_order_.size()) {
@@ -236,6 +248,12 @@ void ShardEngine::reduce_round() {
     throw Error(
         "[fully_shard] a parameter got another gradient after its own was sent; a block that runs "
         "its own backward inside backward must not share parameters: use parallel::recompute");
+  }
+  if (*total++ > 0) {
+    throw Error(format(
+        "[fully_shard] parameter {} is trained, but was frozen when the model was sharded: its "
+        "gradients are not averaged, and no optimizer has it; unfreeze first, then shard",
+        unfrozen != nullptr ? unfrozen->name : "of another rank"));
   }
   for (const auto& flat : flats_) {
     const size_t count = flat->members().size();
