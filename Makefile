@@ -84,6 +84,8 @@ check-wide: build
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/offload_checkpoint_test --gtest_filter='LoadUsed*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='Units.ThousandsOfThem'
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/comm_tests --gtest_filter='ThreadWorlds.*'
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

@@ -60,6 +60,17 @@ TEST_F(Nccl, Conforms) {
   }
 }
 
+TEST_F(Nccl, WorldsOneAfterAnotherSeeNothingOfEachOther) {
+  const int cycles = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1000 : 20;
+  for (int cycle = 0; cycle < cycles; ++cycle) {
+    run(3, [&](const Group& world) {
+      at::Tensor sum = at::full({5}, 100 * cycle + world.rank(), at::kLong);
+      all_reduce(sum, world).wait();
+      EXPECT_EQ(sum[4].item<int64_t>(), 300 * cycle + 3);
+    });
+  }
+}
+
 TEST_F(Nccl, SumsInTheOrderOfTheTreeWhereThatIsAsked) {
   for (const int ranks : {2, 3, 4}) {
     for (const auto type : {at::kFloat, at::kBFloat16, at::kLong}) {

@@ -1,8 +1,11 @@
 // The conformance checks with threads as ranks, for every backend that can have them.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance.h"
 #include "lockstep/core/error.h"
 
@@ -24,6 +27,22 @@ TEST_P(ThreadRanks, Conform) {
       run_threads(ranks, check.run, {.backend = backend, .check = true});
     } catch (const std::exception& error) {
       ADD_FAILURE() << error.what();
+    }
+  }
+}
+
+// Worlds one after another: each sees data of its own, and nothing of what another has left.
+TEST(ThreadWorlds, StartAgainAndAgain) {
+  const int cycles = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1000 : 20;
+  for (const char* backend : {"thread", "shm", "gloo"}) {
+    for (int cycle = 0; cycle < cycles; ++cycle) {
+      run_threads(3,
+                  [&](const Group& world) {
+                    at::Tensor sum = at::full({5}, 100 * cycle + world.rank(), at::kLong);
+                    all_reduce(sum, world).wait();
+                    EXPECT_EQ(sum[4].item<int64_t>(), 300 * cycle + 3) << backend;
+                  },
+                  {.backend = backend});
     }
   }
 }

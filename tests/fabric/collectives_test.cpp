@@ -441,5 +441,16 @@ INSTANTIATE_TEST_SUITE_P(, Faults, ::testing::Values(Memory::threads, Memory::sh
                            return info.param == Memory::threads ? "threads" : "shared";
                          });
 
+TEST(Board, IsOpenedByItsOwnIncarnationOnly) {
+  const auto board = Board::create(2, true, 41);
+  EXPECT_NO_THROW(Board::open(board->handle(), 2, 41));
+  try {
+    Board::open(board->handle(), 2, 42);
+    ADD_FAILURE() << "a board of another incarnation was opened";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("incarnation 0000000000000029 of the job"));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::fabric::testing

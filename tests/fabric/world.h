@@ -35,7 +35,7 @@ inline std::vector<std::exception_ptr> run_ranks(Memory memory, int size,
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
         try {
-          const auto view = shared ? Board::open(board->handle(), size)
+          const auto view = shared ? Board::open(board->handle(), size, 0)
                                    : board;  // its own mapping, as in a process
           const auto heap = shared ? std::make_shared<SharedHeap>() : nullptr;
           const auto peers = shared ? std::make_shared<PeerHeaps>() : nullptr;
