@@ -20,6 +20,7 @@ find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(Lz4 REQUIRED)
 find_package(Hwloc REQUIRED)
+find_package(OpenSSL QUIET COMPONENTS Crypto)
 find_package(CLI11 QUIET)
 find_path(CLI11_INCLUDE_DIR CLI/CLI.hpp REQUIRED)
 

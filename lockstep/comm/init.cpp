@@ -24,6 +24,7 @@
 #include "lockstep/core/open_files.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/launch/interface.h"
+#include "lockstep/launch/secret.h"
 
 namespace lockstep::comm {
 namespace {
@@ -115,23 +116,46 @@ class Contribution {
 };
 
 // The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
-// is.
+// is and a name for the job. Without a secret of the user's, who can read that text can join.
 template <class Share>
 Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
                     Share share_from_rank0) {
+  std::string secret;
   const Contribution mine([&]() -> std::string {
+    secret = launch::secret_from_environment();
     if (env.rank != 0) return {};
-    const std::string token = launch::make_token();
-    world.server = host_anywhere(env, token);
-    return places_of(*world.server, env) + " " + token;
+    const std::string job = launch::make_token();
+    world.server = host_anywhere(env, launch::token_for_job(secret, job));
+    return places_of(*world.server, env) + " " + job;
   });
   const std::string shared = share_from_rank0(mine.text());
   mine.throw_if_failed();
   Contribution::throw_if_refused(0, shared);
   std::istringstream words(shared);
-  std::string address, token;
-  words >> address >> token;
-  return join_at(address, token, env, deadline);
+  std::string address, job;
+  words >> address >> job;
+  return join_at(address, launch::token_for_job(secret, job), env, deadline);
+}
+
+// Two steps of a Slurm job may be given one port: neither may take the other's ranks for its own.
+std::string job_name(const RankEnv& env, const std::string& address) {
+  if (env.launcher != Launcher::slurm) return address;
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  return format("{} slurm {}.{}", address, variable("SLURM_JOB_ID"), variable("SLURM_STEP_ID"));
+}
+
+// Once in a process, however often it starts communication.
+void warn_of_open_job(const std::string& address) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    log::warn(format(
+        "[init] the job has no secret: any process that reaches {} can join it. To close it, set "
+        "LOCKSTEP_TOKEN_FILE on all ranks to a file of mode 0600 that holds a random text",
+        address));
+  });
 }
 
 // Nothing but an address that all ranks know: rank 0 listens there.
@@ -144,15 +168,10 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
   }
   const launch::HostPort place{env.master_addr, static_cast<uint16_t>(env.master_port)};
   const std::string address = place.text();
-  std::string token = launch::token_from_environment();
-  if (token.empty()) {
-    // No secret can be agreed on without a launcher that carries one; this keeps different jobs
-    // apart, no more.
-    token = "job:" + address;
-    if (env.rank == 0)
-      log::debug("LOCKSTEP_TOKEN is not set: any process that reaches " + address +
-                 " can join the job");
-  }
+  const std::string secret = launch::token_from_environment();
+  // Without a secret this keeps different jobs apart, no more.
+  const std::string token =
+      launch::token_for_job(secret, job_name(env, secret.empty() ? address : ""));
   if (env.rank != 0) return join_at(address, token, env, deadline);
   const std::string interface = launch::interface_from_environment();
   if (interface.empty() && !launch::wait_for_name(place.host, Deadline(milliseconds{0}))) {
@@ -160,6 +179,7 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
     launch::wait_for_name(place.host, deadline);
   }
   const auto here = launch::listening_address(place, interface);
+  if (secret.empty()) warn_of_open_job(here.text());
   world.server = std::make_shared<launch::RendezvousServer>(
       token, here.text(),
       launch::RendezvousServer::Expected{.ranks = env.world_size, .single = true});

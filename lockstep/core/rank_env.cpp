@@ -127,8 +127,14 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
       reader.read_set({"SLURM_PROCID", step_size, "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
                       Launcher::slurm, env)) {
     if (env.master_addr.empty()) env.master_addr = slurm_host();
-    if (env.master_port == 0)
-      env.master_port = 15000 + reader.number("SLURM_JOB_ID").value_or(0) % 10000;
+    // Steps of one job run at the same time, and may begin on the same host.
+    if (env.master_port == 0) {
+      const auto number = [&](const char* name) {
+        return std::strtoull(reader.text(name).value_or("0").c_str(), nullptr, 10) % 10000;
+      };
+      env.master_port = static_cast<int>(
+          15000 + (number("SLURM_JOB_ID") + 1009 * number("SLURM_STEP_ID")) % 10000);
+    }
     return env;
   }
   env.launcher = Launcher::none;

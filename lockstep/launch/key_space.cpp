@@ -63,11 +63,10 @@ wire::Reply KeySpace::answer(const wire::Request& request) {
         if (!value) return {wire::Status::absent, {}};
         return {wire::Status::ok, std::move(*value)};
       }
-      case wire::Op::hello:
       case wire::Op::goodbye:
         break;
     }
-    return {wire::Status::refused, "said hello twice"};
+    return {wire::Status::refused, "not a question"};
   } catch (const Error& failure) {
     return {wire::Status::refused, failure.what()};
   }

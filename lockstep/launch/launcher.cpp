@@ -12,6 +12,7 @@
 #include "lockstep/launch/affinity.h"
 #include "lockstep/launch/attempt.h"
 #include "lockstep/launch/interface.h"
+#include "lockstep/launch/secret.h"
 #include "lockstep/launch/socket.h"
 
 namespace lockstep::launch {
@@ -20,11 +21,21 @@ namespace {
 constexpr int kMaxLocalRanks = 4096;
 constexpr int kMaxNodes = 65'536;
 
+// Where all nodes are those of one step of Slurm, its number tells it from others of the job that
+// have the same secret.
+std::string step_of_slurm(int nodes) {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (nodes == 1 || variable("SLURM_STEP_NUM_NODES") != std::to_string(nodes)) return {};
+  return format("slurm {}.{}", variable("SLURM_JOB_ID"), variable("SLURM_STEP_ID"));
+}
+
 std::string choose_token(const LaunchOptions& options) {
-  if (!options.token_file.empty()) return token_from_file(options.token_file);
-  const char* const given = std::getenv("LOCKSTEP_TOKEN");
-  if (given != nullptr && *given != '\0') return given;
-  return make_token();
+  const std::string secret =
+      options.token_file.empty() ? secret_from_environment() : token_from_file(options.token_file);
+  return secret.empty() ? make_token() : token_for_job(secret, step_of_slurm(options.nodes));
 }
 
 // So that a folder that cannot be written is known before anything runs.
@@ -118,11 +129,10 @@ void validate(const LaunchOptions& options) {
   require(options.meet_time.count() >= 1000, format("--rendezvous-timeout {}: must be at least 1 s",
                                                     options.meet_time.count() / 1000));
   if (!options.interface.empty()) address_of_interface(options.interface);
-  const char* const token = std::getenv("LOCKSTEP_TOKEN");
   require(
-      options.nodes == 1 || !options.token_file.empty() || (token != nullptr && *token != '\0'),
+      options.nodes == 1 || !options.token_file.empty() || !secret_from_environment().empty(),
       format("--nnodes {}: the nodes need one secret: put it in a file that only you can read and "
-             "give all of them --token-file FILE, or set LOCKSTEP_TOKEN",
+             "give all of them --token-file FILE, or set LOCKSTEP_TOKEN_FILE or LOCKSTEP_TOKEN",
              options.nodes));
 }
 

@@ -16,12 +16,15 @@
 namespace lockstep::launch {
 namespace {
 
+constexpr size_t kMaxIntroduction = 4u << 10;  // of what comes from a server before its proof
+
 // Nothing at a clean end of the connection.
-std::optional<wire::Reply> receive(const Fd& fd, const Deadline& deadline) {
+std::optional<wire::Reply> receive(const Fd& fd, const Deadline& deadline,
+                                   size_t limit = wire::kMaxFrame) {
   std::string bytes(4, '\0');
   if (!read_full(fd, std::as_writable_bytes(std::span(bytes)), deadline)) return std::nullopt;
   const uint32_t length = wire::frame_length(bytes).value();
-  if (length == 0 || length > wire::kMaxFrame) throw CommError("the answer is not a frame");
+  if (length == 0 || length > limit) throw CommError("the answer is not a frame");
   bytes.resize(length);
   if (!read_full(fd, std::as_writable_bytes(std::span(bytes)), deadline)) return std::nullopt;
   auto reply = wire::parse_reply(bytes);
@@ -39,12 +42,14 @@ class RendezvousClient::Impl {
  public:
   Impl(const std::string& address, const std::string& token, const Identity& identity,
        const Deadline& deadline)
-      : where_(address), places_(parse_host_ports(address, "rendezvous")), identity_(identity) {
+      : where_(address),
+        places_(parse_host_ports(address, "rendezvous")),
+        token_(token),
+        identity_(identity) {
     if (token.empty() || token.size() > wire::kMaxToken) {
       throw ConfigError(format("rendezvous {}: the token has {} bytes, must have 1 to {}", address,
                                token.size(), wire::kMaxToken));
     }
-    greeting_ = wire::greeting(token);
     main_ = join(identity_, deadline);
     local_ = host_of(main_);
     server_ = peer_host_of(main_);
@@ -128,6 +133,32 @@ class RendezvousClient::Impl {
     }
   }
 
+  // Shows that this client knows the token, and asks the server for the same. Nothing where it
+  // closes the connection.
+  std::optional<wire::Reply> introduce(const Fd& fd, Identity& identity, const Deadline& deadline) {
+    const wire::Opening opening{
+        wire::make_nonce(),
+        {identity.rank, identity.world_size, identity.generation, identity.incarnation}};
+    send_bytes(fd, wire::pack(opening), deadline);
+    const auto challenge = receive(fd, deadline, kMaxIntroduction);
+    if (!challenge) return std::nullopt;
+    require_ok(*challenge);
+    send_bytes(fd, wire::client_proof(token_, opening, challenge->value), deadline);
+    auto joined = receive(fd, deadline, kMaxIntroduction);
+    if (!joined || joined->status == wire::Status::later) return joined;
+    require_ok(*joined);
+    const std::string_view answer = joined->value;
+    const auto incarnation = wire::unpack_number(answer.substr(0, 8));
+    if (!incarnation ||
+        !wire::same_bytes(answer.substr(8),
+                          wire::server_proof(token_, opening, challenge->value, *incarnation))) {
+      throw ConfigError(
+          format("rendezvous {}: it does not know the job's token; is it of another job?", where_));
+    }
+    identity.incarnation = *incarnation;
+    return joined;
+  }
+
   // A connection that broke before the server answered may have met a server that is full or just
   // starting, and one that says so is of an incarnation before this one: try again. A rank learns
   // its incarnation.
@@ -136,24 +167,11 @@ class RendezvousClient::Impl {
     while (true) {
       Fd fd = connect_socket(places_, deadline);
       try {
-        send_bytes(fd, greeting_, deadline);
-        const auto proven = receive(fd, deadline);
-        if (proven) {
-          require_ok(*proven);
-          const wire::Hello hello{identity.rank, identity.world_size, identity.generation,
-                                  identity.incarnation};
-          send_bytes(fd, wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(hello)}),
-                     deadline);
-          const auto joined = receive(fd, deadline);
-          if (joined && joined->status == wire::Status::later) {
-            reason = joined->value;
-          } else if (joined) {
-            require_ok(*joined);
-            const auto incarnation = wire::unpack_number(joined->value);
-            if (!incarnation) throw CommError("rendezvous: the answer to hello is not a number");
-            identity.incarnation = *incarnation;
-            return fd;
-          }
+        const auto joined = introduce(fd, identity, deadline);
+        if (joined && joined->status == wire::Status::later) {
+          reason = joined->value;
+        } else if (joined) {
+          return fd;
         }
       } catch (const SystemError&) {
       } catch (const TimeoutError&) {
@@ -174,8 +192,9 @@ class RendezvousClient::Impl {
 
   const std::string where_;
   const std::vector<HostPort> places_;
+  const std::string token_;
   Identity identity_;
-  std::string greeting_, local_, server_;
+  std::string local_, server_;
   std::mutex mutex_;
   Fd main_;               // says that this rank lives
   std::vector<Fd> idle_;  // for waiting
@@ -224,7 +243,8 @@ std::unique_ptr<RendezvousClient> connect_from_environment(int rank, int world_s
   const std::string token = token_from_environment();
   if (token.empty()) {
     throw ConfigError(
-        "environment: neither LOCKSTEP_TOKEN_FD nor LOCKSTEP_TOKEN holds the job's token");
+        "environment: none of LOCKSTEP_TOKEN_FD, LOCKSTEP_TOKEN_FILE and LOCKSTEP_TOKEN holds the "
+        "job's token");
   }
   int64_t generation = 0;
   if (const char* const number = std::getenv("LOCKSTEP_GENERATION")) {

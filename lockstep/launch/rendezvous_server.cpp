@@ -1,10 +1,11 @@
 // One thread owns all state; other threads hand it functions to run (call()). A connection passes
-// three stages: it must show the token, then say who it is, then it may ask. Until the token is
-// shown it costs one small buffer, one of a few seats, and two seconds at most.
+// three stages: it says who it is, proves that it knows the token, then it may ask. Until it has
+// proven that it costs one small buffer, one of a few seats, and two seconds at most.
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/launch/hmac.h"
 #include "lockstep/launch/key_space.h"
 #include "lockstep/launch/poller.h"
 #include "lockstep/launch/rendezvous.h"
@@ -27,18 +29,20 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr size_t kMaxUnproven = 64;
+constexpr size_t kMaxUnproven = 256;
 constexpr milliseconds kProofTime{2'000};
 constexpr milliseconds kRefusalReportEvery{5'000};
 constexpr size_t kReadSize = 64u << 10;
 
-enum class Stage { greeting, hello, ready };
+enum class Stage { opening, proof, ready };
 
 struct Connection {
   Fd fd;
   std::string peer;
-  Stage stage = Stage::greeting;
+  Stage stage = Stage::opening;
   Clock::time_point proof_due;
+  wire::Opening opening;
+  std::string nonce;  // ours, that the proof must hold
   std::string in, out;
   size_t sent = 0;       // of `out`
   bool blocked = false;  // waits for room to send the rest
@@ -55,6 +59,7 @@ class RendezvousServer::Impl {
  public:
   Impl(const std::string& token, const std::string& bind_address, const Expected& expected)
       : where_(parse_host_port(bind_address, "rendezvous")),
+        token_(token),
         ranks_(expected.ranks),
         single_(expected.single),
         control_(std::make_shared<KeySpace>(kControlGeneration, 0, expected.nodes)),
@@ -63,7 +68,6 @@ class RendezvousServer::Impl {
       throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}",
                                token.size(), wire::kMaxToken));
     }
-    greeting_ = wire::greeting(token);
     listener_ = bind_socket(where_);
     start_listening(listener_, where_);
     where_.port = port_of(listener_);
@@ -147,6 +151,10 @@ class RendezvousServer::Impl {
     for (size_t i = 0; i < kMaxUnproven; ++i) {
       Fd fd(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd.valid()) {
+        if (errno == EMFILE && !unproven_.empty()) {
+          evict("no descriptors are left");
+          continue;
+        }
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
           // The connection stays in the queue; asking again at once would spin.
           poller_.change(listener_.get(), 0);
@@ -154,9 +162,7 @@ class RendezvousServer::Impl {
         }
         return;
       }
-      // The one that has had most time makes room: an honest client needs far less than a flood
-      // takes.
-      if (unproven_.size() >= kMaxUnproven) refuse(unproven_.front(), "too many without a token");
+      if (unproven_.size() >= kMaxUnproven) evict("too many without a token");
       tune_connection(fd);
       const int number = fd.get();
       Connection& connection = connections_[number];
@@ -166,6 +172,15 @@ class RendezvousServer::Impl {
       unproven_.push_back(number);
       poller_.watch(number, EPOLLIN, [this, number] { on_event(number); });
     }
+  }
+
+  // The one that has had most time makes room: an honest client needs far less than a flood takes.
+  // It sends its opening at once, so those that have not go first.
+  void evict(const std::string& why) {
+    const auto silent = std::find_if(unproven_.begin(), unproven_.end(), [this](int fd) {
+      return connections_.at(fd).stage == Stage::opening;
+    });
+    refuse(silent == unproven_.end() ? unproven_.front() : *silent, why);
   }
 
   void expire() {
@@ -183,13 +198,13 @@ class RendezvousServer::Impl {
     Connection& connection = connections_.at(fd);
     try {
       flush(connection);
-      if (connection.closing && connection.out.empty()) return forget(fd);
       receive(connection);
     } catch (const std::exception& failure) {
       // No room for this client's bytes, or the like: the others go on.
       connection.end = failure.what();
     }
     if (!connection.end) return;
+    if (connection.closing) return forget(fd);
     const std::string how = *connection.end;
     if (connection.stage != Stage::ready) return refuse(fd, how);
     const auto space = connection.space;
@@ -215,38 +230,53 @@ class RendezvousServer::Impl {
 
   void receive(Connection& connection) {
     std::array<char, kReadSize> buffer;
-    const size_t room = connection.stage == Stage::greeting
-                            ? wire::kGreetingSize - connection.in.size()
-                            : buffer.size();
+    const size_t room = connection.closing ? buffer.size()
+                        : connection.stage == Stage::opening
+                            ? wire::kOpeningSize - connection.in.size()
+                        : connection.stage == Stage::proof ? kHmacSize - connection.in.size()
+                                                           : buffer.size();
     const ssize_t count = ::read(connection.fd.get(), buffer.data(), room);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (count == 0) {
       connection.end = "connection closed";
     } else if (count < 0) {
       connection.end = format("connection closed: {}", std::strerror(errno));
-    } else {
+    } else if (!connection.closing) {
       connection.in.append(buffer.data(), static_cast<size_t>(count));
-      if (connection.stage == Stage::greeting) {
-        check_greeting(connection);
+      if (connection.stage == Stage::opening) {
+        check_opening(connection);
+      } else if (connection.stage == Stage::proof) {
+        check_proof(connection);
       } else {
         work(connection);
       }
     }
   }
 
-  void check_greeting(Connection& connection) {
-    if (!wire::greeting_begins(connection.in)) {
+  void check_opening(Connection& connection) {
+    if (!wire::opening_begins(connection.in)) {
       connection.end = "not a Lockstep client";
-    } else if (connection.in.size() < wire::kGreetingSize) {
-      return;
-    } else if (!wire::same_bytes(connection.in, greeting_)) {
-      say(connection, {wire::Status::refused, "wrong token, or another version of Lockstep"});
-      connection.end = "wrong token";
-    } else {
+    } else if (connection.in.size() == wire::kOpeningSize) {
+      const auto opening = wire::unpack_opening(connection.in);
+      if (!opening)
+        return turn_away(connection, wire::Status::refused, "another version of Lockstep");
       connection.in.clear();
-      connection.stage = Stage::hello;
-      say(connection, {wire::Status::ok, {}});
+      connection.opening = *opening;
+      connection.nonce = wire::make_nonce();
+      connection.stage = Stage::proof;
+      say(connection, {wire::Status::ok, connection.nonce});
     }
+  }
+
+  void check_proof(Connection& connection) {
+    if (connection.in.size() < kHmacSize) return;
+    if (wire::same_bytes(connection.in,
+                         wire::client_proof(token_, connection.opening, connection.nonce))) {
+      connection.in.clear();
+      return admit(connection);
+    }
+    say(connection, {wire::Status::refused, "wrong token, or the rendezvous of another job"});
+    connection.end = "wrong token";
   }
 
   // Answers the requests that are complete. A client waits for each answer, so `out` holds one at
@@ -255,9 +285,7 @@ class RendezvousServer::Impl {
     while (connection.out.empty() && !connection.wanted && !connection.closing && !connection.end) {
       const auto length = wire::frame_length(connection.in);
       if (!length) return;
-      const size_t limit =
-          connection.stage == Stage::ready ? wire::kMaxFrame : wire::kMaxHelloFrame;
-      if (*length > limit) {
+      if (*length > wire::kMaxFrame) {
         connection.end = format("it sent a frame of {} bytes", *length);
         return;
       }
@@ -266,8 +294,6 @@ class RendezvousServer::Impl {
       connection.in.erase(0, 4 + *length);
       if (!request) {
         connection.end = "it sent a malformed frame";
-      } else if (connection.stage == Stage::hello) {
-        greet(connection, *request);
       } else if (request->op == wire::Op::goodbye) {
         connection.end = "";
       } else {
@@ -282,46 +308,47 @@ class RendezvousServer::Impl {
     if (connection.in.size() > 4 + wire::kMaxFrame) connection.end = "it does not wait for answers";
   }
 
-  void greet(Connection& connection, const wire::Request& request) {
-    const auto hello = wire::unpack_hello(request.value);
-    if (request.op != wire::Op::hello || !hello) {
-      connection.end = "no hello after the token";
-      return;
-    }
+  void turn_away(Connection& connection, wire::Status status, const std::string& reason) {
+    connection.closing = true;
+    say(connection, {status, reason});
+  }
+
+  void admit(Connection& connection) {
     unproven_.remove(connection.fd.get());
-    const auto turn_away = [&](wire::Status status, const std::string& reason) {
-      connection.closing = true;
-      say(connection, {status, reason});
-    };
-    const bool is_node = hello->generation == kControlGeneration;
+    const wire::Hello& hello = connection.opening.hello;
+    const bool is_node = hello.generation == kControlGeneration;
     // A rank of an earlier generation has nothing to do with those who meet now.
-    if (!is_node && hello->generation != current_->number()) {
-      return turn_away(wire::Status::refused,
+    if (!is_node && hello.generation != current_->number()) {
+      return turn_away(connection, wire::Status::refused,
                        format("rank {} belongs to generation {}, the job is in generation {}",
-                              hello->rank, hello->generation, current_->number()));
+                              hello.rank, hello.generation, current_->number()));
     }
-    const auto space = is_node ? control_ : current_->place_of(*hello);
-    if (!space && hello->rank < 0)
-      return turn_away(wire::Status::refused, format("incarnation {} is over", hello->incarnation));
+    const auto space = is_node ? control_ : current_->place_of(hello);
+    if (!space && hello.rank < 0)
+      return turn_away(connection, wire::Status::refused,
+                       format("incarnation {} is over", hello.incarnation));
     if (!space) {
-      return turn_away(wire::Status::later,
+      return turn_away(connection, wire::Status::later,
                        format("rank {} has been here before, and rank 0 has not begun the next "
                               "incarnation of the job",
-                              hello->rank));
+                              hello.rank));
     }
     if (!is_node) {
       for (const auto& [rank, how] : current_->gone()) mark_lost(space, rank, how);
     }
-    const std::string reason = space->join(*hello);
+    const std::string reason = space->join(hello);
     if (!reason.empty()) {
       const auto news = space->end_meeting("refused " + reason);
       if (news) ask(space, *news);
-      return turn_away(wire::Status::refused, reason);
+      return turn_away(connection, wire::Status::refused, reason);
     }
     connection.space = space;
-    connection.rank = hello->rank;
+    connection.rank = hello.rank;
     connection.stage = Stage::ready;
-    say(connection, {wire::Status::ok, wire::pack(space->incarnation())});
+    say(connection,
+        {wire::Status::ok, wire::pack(space->incarnation()) +
+                               wire::server_proof(token_, connection.opening, connection.nonce,
+                                                  space->incarnation())});
   }
 
   // Whoever waits for a key that was just set gets it.
@@ -385,7 +412,8 @@ class RendezvousServer::Impl {
   }
 
   HostPort where_;
-  std::string address_, greeting_;
+  const std::string token_;
+  std::string address_;
   Fd listener_, wake_;
   Poller poller_;
   std::map<int, Connection> connections_;

@@ -15,10 +15,19 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/launch/hmac.h"
+#include "lockstep/launch/secret.h"
 #include "lockstep/launch/wire.h"
 
 namespace lockstep::launch {
 namespace {
+
+template <class Bytes>
+std::string hexadecimal(const Bytes& bytes) {
+  std::string text;
+  for (const auto byte : bytes) text += format("{:02x}", static_cast<unsigned char>(byte));
+  return text;
+}
 
 // From the file's start, whatever its offset is: several readers share the descriptor. One byte
 // above the limit is read so that too long a token is seen.
@@ -47,15 +56,23 @@ std::string make_token() {
     if (count < 0 && errno != EINTR) throw SystemError("getrandom", errno);
     if (count > 0) done += static_cast<size_t>(count);
   }
-  std::string text;
-  for (const unsigned char byte : random) text += format("{:02x}", byte);
-  return text;
+  return hexadecimal(random);
+}
+
+std::string secret_from_environment() {
+  const char* const file = std::getenv("LOCKSTEP_TOKEN_FILE");
+  if (file != nullptr && *file != '\0') return token_from_file(file);
+  const char* const token = std::getenv("LOCKSTEP_TOKEN");
+  return token == nullptr ? "" : token;
+}
+
+std::string token_for_job(const std::string& secret, const std::string& job) {
+  return hexadecimal(hmac_sha256(secret, "lockstep job " + job));
 }
 
 std::string token_from_environment() {
   const char* const number = std::getenv("LOCKSTEP_TOKEN_FD");
-  const char* const token = std::getenv("LOCKSTEP_TOKEN");
-  if (number == nullptr || *number == '\0') return token == nullptr ? "" : token;
+  if (number == nullptr || *number == '\0') return secret_from_environment();
   int fd = -1;
   const std::string_view text(number);
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), fd);
@@ -81,8 +98,8 @@ std::string token_from_file(const std::string& path) {
   }
   if (!S_ISREG(status.st_mode)) throw ConfigError(format("token file {}: not a file", path));
   if ((status.st_mode & 077) != 0) {
-    throw ConfigError(format("token file {}: mode {:o} lets others read it; chmod 600 it", path,
-                             status.st_mode & 0777u));
+    throw ConfigError(format("token file {}: its mode {:04o} lets others read it; chmod 600 it",
+                             path, status.st_mode & 0777u));
   }
   std::string token = read_start(file.get());
   token.resize(std::min(token.find_first_of("\r\n"), token.size()));

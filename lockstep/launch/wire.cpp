@@ -1,9 +1,13 @@
 #include "lockstep/launch/wire.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <type_traits>
 
 #include "lockstep/core/error.h"
+#include "lockstep/launch/hmac.h"
 
 namespace lockstep::launch::wire {
 namespace {
@@ -33,19 +37,43 @@ Number take(std::string_view& bytes) {
 
 }  // namespace
 
-std::string greeting(std::string_view token) {
-  check(!token.empty() && token.size() <= kMaxToken, "a token has 1 to 128 bytes");
+std::string pack(const Opening& opening) {
+  check(opening.nonce.size() == kNonceSize, "a nonce has 32 bytes");
   std::string bytes(kMagic);
   append(bytes, kVersion);
-  append(bytes, static_cast<uint32_t>(token.size()));
-  bytes += token;
-  bytes.resize(kGreetingSize, '\0');
+  return bytes + opening.nonce + pack(opening.hello);
+}
+
+bool opening_begins(std::string_view bytes) {
+  const size_t known = std::min(bytes.size(), kMagic.size());
+  return bytes.substr(0, known) == kMagic.substr(0, known);
+}
+
+std::optional<Opening> unpack_opening(std::string_view bytes) {
+  if (bytes.size() != kOpeningSize || !opening_begins(bytes)) return std::nullopt;
+  bytes.remove_prefix(kMagic.size());
+  if (take<uint32_t>(bytes) != kVersion) return std::nullopt;
+  return Opening{std::string(bytes.substr(0, kNonceSize)),
+                 unpack_hello(bytes.substr(kNonceSize)).value()};
+}
+
+std::string make_nonce() {
+  std::string bytes(kNonceSize, '\0');
+  // Up to 256 bytes come in one piece once the system has started.
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
+    throw SystemError("getrandom", errno);
   return bytes;
 }
 
-bool greeting_begins(std::string_view bytes) {
-  const size_t known = std::min(bytes.size(), kMagic.size());
-  return bytes.substr(0, known) == kMagic.substr(0, known);
+std::string client_proof(const std::string& token, const Opening& opening,
+                         std::string_view server_nonce) {
+  return hmac_sha256(token, "lockstep client" + pack(opening) + std::string(server_nonce));
+}
+
+std::string server_proof(const std::string& token, const Opening& opening,
+                         std::string_view server_nonce, int64_t incarnation) {
+  return hmac_sha256(
+      token, "lockstep server" + pack(opening) + std::string(server_nonce) + pack(incarnation));
 }
 
 bool same_bytes(std::string_view a, std::string_view b) {
@@ -83,7 +111,7 @@ std::optional<Request> parse_request(std::string_view payload) {
   if (payload.size() < 5) return std::nullopt;
   const auto op = take<uint8_t>(payload);
   const auto key_size = take<uint32_t>(payload);
-  if (op < static_cast<uint8_t>(Op::hello) || op > static_cast<uint8_t>(Op::goodbye)) {
+  if (op < static_cast<uint8_t>(Op::set) || op > static_cast<uint8_t>(Op::goodbye)) {
     return std::nullopt;
   }
   if (key_size > kMaxKey || key_size > payload.size()) return std::nullopt;
@@ -111,7 +139,7 @@ std::string pack(const Hello& hello) {
 }
 
 std::optional<Hello> unpack_hello(std::string_view bytes) {
-  if (bytes.size() != 24) return std::nullopt;
+  if (bytes.size() != kHelloSize) return std::nullopt;
   Hello hello;
   hello.rank = take<int32_t>(bytes);
   hello.world_size = take<int32_t>(bytes);

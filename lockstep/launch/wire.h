@@ -1,8 +1,12 @@
 // What rendezvous clients and servers say to each other. All numbers are little-endian.
 //
-// A connection opens with one greeting of fixed size that holds the token; nothing else is read
-// before it is checked. Then come frames: a 4-byte length and that many bytes. Requests and replies
-// alternate, one at a time.
+// The token is never sent. A connection opens with
+//   client: an opening of fixed size: magic, version, a random number, and who it is (Hello)
+//   server: a reply with a random number of its own
+//   client: proof that it knows the token, made from all of that
+//   server: a reply: the incarnation that the client has joined, and proof that it knows the token
+// and nothing else is read before the client's proof is good. Then come frames: a 4-byte length and
+// that many bytes. Requests and replies alternate, one at a time.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +17,16 @@
 
 namespace lockstep::launch::wire {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kMaxToken = 128;
-constexpr size_t kGreetingSize =
-    8 + 4 + 4 + kMaxToken;  // magic, version, token length, padded token
+constexpr size_t kNonceSize = 32;
+constexpr size_t kHelloSize = 4 + 4 + 8 + 8;
+constexpr size_t kOpeningSize = 8 + 4 + kNonceSize + kHelloSize;
 constexpr size_t kMaxKey = 4u << 10;
 constexpr size_t kMaxValue = 16u << 20;
 constexpr size_t kMaxFrame = 1 + 4 + kMaxKey + kMaxValue;
-constexpr size_t kMaxHelloFrame = 64;
 
-enum class Op : uint8_t { hello = 1, set, get, find, add, remove, goodbye };
+enum class Op : uint8_t { set = 1, get, find, add, remove, goodbye };
 enum class Status : uint8_t { ok = 1, absent, refused, later };
 
 struct Request {
@@ -45,9 +49,22 @@ struct Hello {
   int64_t incarnation = 0;
 };
 
-std::string greeting(std::string_view token);
-// True when the first bytes can still become a greeting of this protocol.
-bool greeting_begins(std::string_view bytes);
+struct Opening {
+  std::string nonce;
+  Hello hello;
+};
+std::string pack(const Opening& opening);
+// True when the first bytes can still become an opening of this protocol, of any version.
+bool opening_begins(std::string_view bytes);
+// Nothing where it is of another version.
+std::optional<Opening> unpack_opening(std::string_view bytes);
+// Random bytes that nobody has seen before.
+std::string make_nonce();
+// Both sides can make both proofs from what was said; only holders of the token can.
+std::string client_proof(const std::string& token, const Opening& opening,
+                         std::string_view server_nonce);
+std::string server_proof(const std::string& token, const Opening& opening,
+                         std::string_view server_nonce, int64_t incarnation);
 // Takes the same time whatever the bytes are.
 bool same_bytes(std::string_view a, std::string_view b);
 

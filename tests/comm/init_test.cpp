@@ -12,6 +12,7 @@ namespace lockstep::test {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 const std::string kProgram = std::string(LOCKSTEP_TEST_BIN) + "/init_rank";
 
@@ -133,6 +134,43 @@ TEST(Init, SlurmStep) {
   const auto [a, b] = run_pair(first, second);
   EXPECT_EQ(a.code, 0) << a.err;
   EXPECT_THAT(b.out, HasSubstr("rank 1 of 2, local 1 of 2, backend shm, sum 3")) << b.err;
+}
+
+TEST(Init, StepsOfOneSlurmJobDoNotMeet) {
+  const std::string port = "MASTER_PORT=" + some_port();
+  const auto variables = [&](const std::string& step, const std::string& rank) {
+    return std::vector<std::string>{"SLURM_JOB_ID=77",
+                                    "SLURM_STEP_ID=" + step,
+                                    "SLURM_STEP_NUM_TASKS=2",
+                                    "SLURM_STEP_NODELIST=localhost",
+                                    "SLURM_PROCID=" + rank,
+                                    "SLURM_LOCALID=" + rank,
+                                    port};
+  };
+  Subprocess first({kProgram}, variables("0", "0"));
+  const Result other = run({kProgram}, variables("1", "1"));
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("the rendezvous of another job"));
+  EXPECT_EQ(run({kProgram}, variables("0", "1")).code, 0);
+  const Result result = first.wait(milliseconds{60'000});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the job has no secret"));
+  EXPECT_THAT(result.err, HasSubstr("LOCKSTEP_TOKEN_FILE"));
+}
+
+TEST(Init, ASecretInAFileClosesTheJob) {
+  const TempDir dir;
+  const std::string path = dir.path() + "/secret";
+  write_file(path, "of this job");
+  const std::string port = "MASTER_PORT=" + some_port(), file = "LOCKSTEP_TOKEN_FILE=" + path;
+  Subprocess first({kProgram}, {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file});
+  const Result without = run({kProgram}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port});
+  EXPECT_THAT(without.err, HasSubstr("wrong token"));
+  EXPECT_EQ(run({kProgram}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file}).code,
+            0);
+  const Result result = first.wait(milliseconds{60'000});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, Not(HasSubstr("no secret")));
 }
 
 TEST(Init, RanksThatWantDifferentThingsSaySo) {

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "lockstep/launch/rendezvous.h"
+#include "lockstep/launch/secret.h"
 #include "lockstep/launch/socket.h"
 #include "tests/support/subprocess.h"
 
@@ -161,7 +162,7 @@ TEST_F(Nodes, WhoDoesNotComeInTimeIsNamedEverywhere) {
 
 TEST_F(Nodes, OfAnotherVersionAreRefused) {
   auto first = node(0, "true", 2);
-  launch::RendezvousClient other(address_, "two-nodes-one-secret",
+  launch::RendezvousClient other(address_, launch::token_for_job("two-nodes-one-secret", ""),
                                  {1, 2, launch::kControlGeneration}, Deadline(kDefaultTimeout));
   other.set("node/1", "2 ranks of Lockstep 9.9.9");
   EXPECT_THAT(other.get(launch::kMeetingKey, Deadline(kDefaultTimeout)),

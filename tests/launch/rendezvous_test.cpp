@@ -2,68 +2,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <future>
 #include <thread>
 
-#include "lockstep/core/error.h"
-#include "lockstep/launch/socket.h"
-#include "lockstep/launch/wire.h"
+#include "tests/launch/rendezvous_support.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::launch {
 namespace {
 
 using ::testing::HasSubstr;
-
-const std::string kToken = "0123456789abcdef";
-
-Deadline in(int ms) { return Deadline(milliseconds{ms}); }
-
-RendezvousClient client(const RendezvousServer& server, int rank = -1, int world_size = 0,
-                        int64_t generation = 0) {
-  return {server.address(), kToken, {rank, world_size, generation}, in(20'000)};
-}
-
-template <class Exception, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Exception& failure) {
-    return failure.what();
-  }
-  ADD_FAILURE() << "no exception of the expected type";
-  return {};
-}
-
-// A connection that knows nothing of the protocol.
-Fd raw(const RendezvousServer& server, const std::string& bytes) {
-  Fd fd = connect_socket({parse_host_port(server.address(), "test")}, in(20'000));
-  write_full(fd, std::as_bytes(std::span(bytes)), in(20'000));
-  return fd;
-}
-
-// A client that ends without a good-bye.
-Fd joined(const RendezvousServer& server, const wire::Hello& hello) {
-  Fd fd = raw(server, wire::greeting(kToken) +
-                          wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(hello)}));
-  std::array<std::byte, 5 + 5 + 8> answers;
-  EXPECT_TRUE(read_full(fd, answers, in(20'000)));
-  return fd;
-}
-
-// How many bytes come before the server closes the connection.
-size_t bytes_until_closed(const Fd& fd) {
-  size_t total = 0;
-  std::byte byte{};
-  try {
-    while (read_full(fd, std::span(&byte, 1), in(20'000))) ++total;
-  } catch (const SystemError&) {  // a reset is an end too
-  }
-  return total;
-}
 
 TEST(Rendezvous, StoresAndFinds) {
   RendezvousServer server(kToken);
@@ -147,69 +97,6 @@ TEST(Rendezvous, ManyClientsAtOnce) {
   ranks.clear();
   EXPECT_EQ(good, kRanks);
   EXPECT_EQ(client(server).find("done"), "32");
-}
-
-TEST(Rendezvous, AWrongTokenIsRefused) {
-  RendezvousServer server(kToken);
-  for (const std::string& token :
-       {std::string("0123456789abcdeF"), std::string("x"), kToken + "0"}) {
-    EXPECT_THAT(message_of<ConfigError>([&] {
-                  RendezvousClient(server.address(), token, {0, 1, 0}, in(20'000));
-                }),
-                HasSubstr("token"));
-  }
-  EXPECT_THROW(RendezvousClient(server.address(), "", {0, 1, 0}, in(20'000)), ConfigError);
-  EXPECT_THROW(RendezvousServer(""), ConfigError);
-  EXPECT_THROW(RendezvousServer(std::string(wire::kMaxToken + 1, 'x')), ConfigError);
-  EXPECT_NO_THROW(client(server, 0, 1));
-}
-
-TEST(Rendezvous, StrangersAreClosedWithoutAWord) {
-  RendezvousServer server(kToken);
-  auto good = client(server, 0, 1);
-  const std::string strange[] = {"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-                                 std::string(1, '\x16') + "\x03\x01tls",
-                                 std::string(100'000, '\xff'), std::string(1'000, '\0')};
-  for (const std::string& bytes : strange) {
-    EXPECT_EQ(bytes_until_closed(raw(server, bytes)), 0u);
-    EXPECT_EQ(good.add("count", 1) > 0, true);
-  }
-}
-
-TEST(Rendezvous, SlowStrangersLoseTheirSeatAndDisturbNobody) {
-  RendezvousServer server(kToken);
-  auto good = client(server, 0, 2);
-  std::vector<Fd> slow;
-  for (int i = 0; i < 300; ++i) slow.push_back(raw(server, i % 2 == 0 ? "" : "LOCK"));
-  const auto start = Clock::now();
-  for (int i = 0; i < 100; ++i) good.add("count", 1);
-  auto late = client(server, 1, 2);  // a newcomer gets in too
-  EXPECT_EQ(late.find("count"), "100");
-  EXPECT_LT(seconds_since(start), 2.0);
-  for (const Fd& fd : slow) EXPECT_EQ(bytes_until_closed(fd), 0u);
-  EXPECT_LT(seconds_since(start), 15.0);
-}
-
-TEST(Rendezvous, FramesThatLieEndTheConnectionOnly) {
-  RendezvousServer server(kToken);
-  auto good = client(server, 0, 1);
-  const std::string hello =
-      wire::frame(wire::Request{wire::Op::hello, {}, wire::pack(wire::Hello{-1, 0, 0})});
-  const std::string frames[] = {
-      std::string("\xff\xff\xff\xff", 4),                         // 4 GiB
-      std::string("\x00\x00\x00\x00", 4),                         // nothing
-      std::string("\x06\x00\x00\x00\x02\xff\xff\xff\x7f z", 11),  // a key longer than its frame
-      std::string("\x05\x00\x00\x00\x63\x00\x00\x00\x00", 9),     // an unknown operation
-      wire::frame(wire::Request{wire::Op::hello, {}, "short"}),   // said hello before
-  };
-  for (const std::string& frame : frames) {
-    // Once as the first thing after the token, once after a proper hello.
-    bytes_until_closed(raw(server, wire::greeting(kToken) + frame));
-    const Fd fd = raw(server, wire::greeting(kToken) + hello + frame);
-    shutdown(fd.get(), SHUT_WR);
-    bytes_until_closed(fd);
-    EXPECT_NO_THROW(good.add("count", 1));
-  }
 }
 
 TEST(Rendezvous, ARankConnectsOnceAndAllCountTheSameWorld) {
@@ -433,40 +320,6 @@ TEST(Rendezvous, ThePortIsTakenOnceAndFreeAfterwards) {
   { auto used = client(*server, 0, 1); }
   server.reset();
   EXPECT_NO_THROW(RendezvousServer(kToken, address));
-}
-
-TEST(Token, IsLongAndNeverTheSame) {
-  EXPECT_EQ(make_token().size(), 64u);
-  EXPECT_NE(make_token(), make_token());
-}
-
-TEST(Token, ComesFromTheDescriptorAsOftenAsAsked) {
-  const Fd fd = token_descriptor("secret");
-  setenv("LOCKSTEP_TOKEN_FD", std::to_string(fd.get()).c_str(), 1);
-  setenv("LOCKSTEP_TOKEN", "other", 1);
-  EXPECT_EQ(token_from_environment(), "secret");
-  EXPECT_EQ(token_from_environment(), "secret");
-  setenv("LOCKSTEP_TOKEN_FD", "99999", 1);
-  EXPECT_THAT(message_of<ConfigError>([] { token_from_environment(); }), HasSubstr("99999"));
-  setenv("LOCKSTEP_TOKEN_FD", "nonsense", 1);
-  EXPECT_THROW(token_from_environment(), ConfigError);
-  unsetenv("LOCKSTEP_TOKEN_FD");
-  EXPECT_EQ(token_from_environment(), "other");
-  unsetenv("LOCKSTEP_TOKEN");
-  EXPECT_EQ(token_from_environment(), "");
-}
-
-TEST(Token, FilesMustBePrivate) {
-  const test::TempDir dir;
-  const std::string path = dir.path() + "/token";
-  test::write_file(path, "secret\nmore\n");
-  EXPECT_EQ(token_from_file(path), "secret");
-  test::write_file(path, "secret", 0644);
-  EXPECT_THAT(message_of<ConfigError>([&] { token_from_file(path); }), HasSubstr("chmod 600"));
-  test::write_file(path, "\n");
-  EXPECT_THROW(token_from_file(path), ConfigError);
-  EXPECT_THROW(token_from_file(dir.path()), ConfigError);
-  EXPECT_THROW(token_from_file(dir.path() + "/none"), ConfigError);
 }
 
 }  // namespace

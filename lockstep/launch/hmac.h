@@ -1,0 +1,15 @@
+// HMAC-SHA256, by OpenSSL's libcrypto.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace lockstep::launch {
+
+constexpr size_t kHmacSize = 32;
+
+// 32 bytes that only a holder of the key can make from this text. Throws SystemError where the
+// library cannot be used.
+std::string hmac_sha256(std::string_view key, std::string_view text);
+
+}  // namespace lockstep::launch
