@@ -9,6 +9,8 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/shared_objects.h"
 #include "lockstep/comm/tensor.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
 
 namespace lockstep::comm {
 
@@ -42,9 +44,8 @@ std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
 }  // namespace
 
 std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& group) {
-  if (!mine.defined() || !mine.is_cpu() || !mine.is_contiguous() || mine.is_neg()) {
-    throw ConfigError(format(
-        "[peer memory] rank {}: the tensor must be a contiguous one of the CPU", group.rank()));
+  if (!mine.defined() || !mine.is_contiguous() || mine.is_neg()) {
+    throw ConfigError(format("[peer memory] rank {}: the tensor must be contiguous", group.rank()));
   }
   const auto bytes = detail::bytes_of(mine);
   const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
