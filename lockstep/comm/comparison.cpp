@@ -47,7 +47,8 @@ std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t 
       if (operation.finish) operation.finish();
     } catch (...) {
       try {
-        watch_.fail(std::current_exception());  // also where nobody waits
+        const std::exception_ptr failure = std::current_exception();
+        watch_.fail(failure, is_mismatch(failure));  // also where nobody waits
       } catch (...) {
         error = std::current_exception();
       }
@@ -60,9 +61,8 @@ std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t 
   return agreement;
 }
 
-std::shared_ptr<Pending> Comparison::post_message(fabric::Operation operation,
-                                                  std::function<void()> start) {
-  operation.finish = std::move(start);
+std::shared_ptr<Pending> Comparison::post_message(fabric::Operation operation) {
+  operation.finish = nullptr;
   return board_->announce(std::move(operation));
 }
 

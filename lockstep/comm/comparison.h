@@ -30,9 +30,9 @@ class Comparison {
   // called, where nothing is compared. Posts must be in the order of the calls.
   std::shared_ptr<Pending> post(fabric::Operation operation, uint64_t sequence,
                                 std::function<void()> start, Exchange exchange);
-  // The same for a message: a recv starts when its send is known to be right, a send at once. Only
-  // where there is a board.
-  std::shared_ptr<Pending> post_message(fabric::Operation operation, std::function<void()> start);
+  // For a message that has been started: done when a recv's send is known to be right, or when a
+  // send can be seen by its receiver. Only where there is a board.
+  std::shared_ptr<Pending> post_message(fabric::Operation operation);
 
   // Nothing will be agreed on any more.
   void abort(const std::string& why);

@@ -149,7 +149,7 @@ std::vector<Watch::Peer> Watch::behind(const Operation& operation, uint64_t sequ
   return peers;
 }
 
-void Watch::fail(std::exception_ptr error) {
+void Watch::fail(std::exception_ptr error, bool all_know) {
   bool is_first = false;
   {
     const std::lock_guard lock(mutex_);
@@ -157,7 +157,7 @@ void Watch::fail(std::exception_ptr error) {
     if (is_first) failure_ = error;
   }
   tell_failure(*store_, name_, rank_, error);
-  if (hosts_meeting_point_ && is_first) let_others_hear(*store_);
+  if (hosts_meeting_point_ && is_first && !all_know) let_others_hear(*store_);
   std::rethrow_exception(error);
 }
 

@@ -47,7 +47,8 @@ class Watch {
   // What an engine's own error means: PeerLost if a member is found to be missing, else CommError
   // with its words. Tells the other members, who wait or will, that the group is broken and why;
   // then throws the same here, now and at every later begin().
-  [[noreturn]] void fail(std::exception_ptr error);
+  // Where all members have found out by themselves, none has to be waited for.
+  [[noreturn]] void fail(std::exception_ptr error, bool all_know = false);
   // Compares what all ranks have called; `exchange` gathers one record of equal size from every
   // rank. An engine that is not done with them when it fails must go on holding them.
   struct Records {

@@ -61,6 +61,16 @@ Clock::time_point Completion::finished() const {
   return finished_;
 }
 
+bool is_mismatch(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const MismatchError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 void WatchedPending::wait() {
   if (ended_) return;
   try {
@@ -70,7 +80,8 @@ void WatchedPending::wait() {
     if (const auto error = completion_->error()) explain(error);
   } catch (...) {
     try {
-      owner_.watch.fail(std::current_exception());
+      const std::exception_ptr error = std::current_exception();
+      owner_.watch.fail(error, is_mismatch(error) && !fabric::is_message(operation_.kind));
     } catch (const std::exception& error) {
       owner_.on_broken(error.what());  // when the others have been told why
       throw;

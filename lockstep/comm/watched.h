@@ -38,6 +38,8 @@ class Completion {
   std::exception_ptr error_;
 };
 
+bool is_mismatch(const std::exception_ptr& error);
+
 // A group's operation in flight: waits with the group's watch, turns the engine's errors into ours,
 // and tells the group when it is broken.
 class WatchedPending final : public Pending {

@@ -25,7 +25,7 @@ constexpr milliseconds kLook{20}, kWait{200};
 constexpr milliseconds kLongestPause{100};
 constexpr int kWarnAfter = 3;
 
-using GlooEngine = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+using GlooEngine = c10::intrusive_ptr<TaggedGloo>;
 
 std::string first_line(const std::exception& error) {
   const std::string words = error.what();
@@ -80,7 +80,7 @@ class Attempt {
                  secret = membership.world->incarnation]() mutable {
       const NoSigpipe no_signal;  // for the threads that Gloo starts now
       try {
-        auto engine = c10::make_intrusive<c10d::ProcessGroupGloo>(
+        auto engine = c10::make_intrusive<TaggedGloo>(
             c10::make_intrusive<StoreAdapter>(store, prefix, timeout), rank, size, options);
         prove(*engine, secret, timeout);
         promise.set_value(std::move(engine));
@@ -155,7 +155,7 @@ class Attempt {
 
 }  // namespace
 
-c10::intrusive_ptr<Engine> connect(const detail::Membership& membership) {
+c10::intrusive_ptr<TaggedGloo> connect(const detail::Membership& membership) {
   const Deadline deadline(membership.world->timeout);
   std::string reason;
   for (int number = 1;; ++number) {

@@ -5,8 +5,15 @@
 
 namespace lockstep::comm::gloo {
 
+// Its next collective runs under a tag of ours.
+class TaggedGloo final : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+  void set_tag(uint32_t tag) { collectiveCounter_ = tag; }
+};
+
 // Collective over the members. Each pair of ranks has proven to the other that it belongs to this
 // incarnation of the job. Throws PeerLost, or TimeoutError that says why the last attempt failed.
-c10::intrusive_ptr<Engine> connect(const detail::Membership& membership);
+c10::intrusive_ptr<TaggedGloo> connect(const detail::Membership& membership);
 
 }  // namespace lockstep::comm::gloo

@@ -12,7 +12,8 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
   try {
     const NoSigpipe no_signal;  // for the threads that Gloo starts now
     auto engine = connect(membership);
-    return make_process_group(std::move(membership), "gloo", std::move(engine));
+    const auto set_tag = [gloo = engine.get()](uint32_t tag) { gloo->set_tag(tag); };
+    return make_process_group(std::move(membership), "gloo", std::move(engine), set_tag);
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

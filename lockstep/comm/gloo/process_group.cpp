@@ -54,16 +54,39 @@ c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {
   }
 }
 
+// What an operation is, in 14 bits.
+uint32_t fingerprint(const Operation& operation) {
+  const fabric::Signature signature = fabric::signature_of(operation);
+  uint64_t hash = 14695981039346656037ull;
+  const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 1099511628211ull; };
+  mix(static_cast<uint64_t>(signature.kind));
+  mix(static_cast<uint64_t>(signature.reduce));
+  mix(static_cast<uint64_t>(signature.dtype));
+  mix(static_cast<uint64_t>(signature.root));
+  mix(static_cast<uint64_t>(signature.count));
+  mix(signature.counts_hash);
+  for (const char byte : signature.tag) mix(static_cast<unsigned char>(byte));
+  return static_cast<uint32_t>((hash >> 40) ^ (hash >> 20)) & 0x3fff;
+}
+
+// Other than that of any operation nearby, and of this one where ranks differ. The last eight bits
+// count the calls of one operation.
+uint32_t tag_of(const Operation& operation, uint64_t sequence) {
+  return static_cast<uint32_t>(sequence & 0x3ff) << 22 | fingerprint(operation) << 8;
+}
+
 class EngineGroup final : public detail::GroupImpl,
                           public std::enable_shared_from_this<EngineGroup> {
  public:
-  EngineGroup(detail::Membership membership, std::string backend, c10::intrusive_ptr<Engine> engine)
+  EngineGroup(detail::Membership membership, std::string backend, c10::intrusive_ptr<Engine> engine,
+              TagSetter set_tag)
       : GroupImpl(std::move(membership), std::move(backend)),
         watch_(this->membership()),
         trace_(this->membership()),
         size_(this->membership().size()),
         rank_(this->membership().rank),
         comparison_(this->membership(), watch_),
+        set_tag_(std::move(set_tag)),
         group_(std::move(engine)) {}
 
   ~EngineGroup() override {
@@ -94,8 +117,15 @@ class EngineGroup final : public detail::GroupImpl,
   };
 
   // Gives the operation to the engine; what comes of it, an error too, goes to `completion`.
-  void begin(const Operation& operation, std::shared_ptr<const void> memory,
+  void begin(const Operation& operation, uint64_t sequence, std::shared_ptr<const void> memory,
              const std::shared_ptr<Completion>& completion);
+  // Whether the engine may have it before ranks have agreed: where it would match no other, blocks
+  // of all_to_all being what the tag does not tell, and in the order of the calls, because an
+  // engine with few threads runs it in that order.
+  bool begins_at_once(const Operation& operation) const {
+    return set_tag_ && comparison_.has_board() && operation.kind != OpKind::all_to_all &&
+           num_held_back_ == 0;
+  }
   // How ranks of several hosts gather what they call.
   detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
 
@@ -135,8 +165,10 @@ class EngineGroup final : public detail::GroupImpl,
   std::atomic<bool> broken_{false};
   const std::shared_ptr<std::atomic<int>> in_flight_ = std::make_shared<std::atomic<int>>(0);
   std::mutex mutex_;
-  std::map<std::pair<OpKind, int>, int> message_numbers_;
+  std::map<std::pair<OpKind, int>, uint32_t> message_numbers_;
   detail::Comparison comparison_;
+  std::atomic<int> num_held_back_{0};
+  const TagSetter set_tag_;
   c10::intrusive_ptr<Engine> group_;
 };
 
@@ -182,7 +214,14 @@ detail::Comparison::Exchange EngineGroup::exchange_for(const Operation& operatio
     for (size_t at = 0; at < records->all.size(); at += size)
       outputs[0].push_back(bytes_tensor(std::span(records->all).subspan(at, size)));
     const auto completion = std::make_shared<Completion>(1);
-    self->follow({self->group_->allgather(outputs, inputs)}, records, completion);
+    WorkHandle work;
+    {
+      const std::lock_guard lock(self->mutex_);
+      // Whatever the operation is, all ranks have this one.
+      if (self->set_tag_) self->set_tag_(static_cast<uint32_t>(sequence & 0x3ff) << 22 | 0xff);
+      work = self->group_->allgather(outputs, inputs);
+    }
+    self->follow({work}, records, completion);
     self->pending(operation, sequence, Clock::now(), completion, records, nullptr)->wait();
   };
 }
@@ -204,21 +243,32 @@ std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
     return submit_message(std::move(operation), sequence, std::move(memory));
   const auto started = Clock::now();
   auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
-  auto agreed = comparison_.post(
-      operation, sequence,
-      [self = shared_from_this(), operation, memory, completion] {
-        self->begin(operation, memory, completion);
-      },
-      comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+  std::shared_ptr<detail::Pending> agreed;
+  if (begins_at_once(operation)) {
+    begin(operation, sequence, memory, completion);
+    agreed = comparison_.post(operation, sequence, nullptr, nullptr);
+  } else {
+    ++num_held_back_;
+    agreed = comparison_.post(
+        operation, sequence,
+        [self = shared_from_this(), operation, sequence, memory, completion] {
+          self->begin(operation, sequence, memory, completion);
+          --self->num_held_back_;
+        },
+        comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+  }
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
 }
 
-void EngineGroup::begin(const Operation& operation, std::shared_ptr<const void> memory,
+void EngineGroup::begin(const Operation& operation, uint64_t sequence,
+                        std::shared_ptr<const void> memory,
                         const std::shared_ptr<Completion>& completion) {
   const NoSigpipe no_signal;
   std::exception_ptr error;
   try {
+    const std::lock_guard lock(mutex_);  // of a tag and the call that takes it
+    if (set_tag_) set_tag_(tag_of(operation, sequence));
     Started begun = start(operation, std::move(memory));
     completion->expect(begun.works.size(), std::move(begun.finish));
     follow(begun.works, begun.memory, completion);
@@ -382,28 +432,27 @@ EngineGroup::Started EngineGroup::start_reduce_scatter(const Operation& operatio
 }
 
 int EngineGroup::next_tag(const Operation& operation) {
-  const std::lock_guard lock(mutex_);
-  return 2 * (message_numbers_[{operation.kind, operation.root}]++ % (1 << 28));
+  uint32_t number = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    number = message_numbers_[{operation.kind, operation.root}]++ % (1 << 15);
+  }
+  if (!comparison_.has_board()) return static_cast<int>(number << 15);
+  Operation either = operation;  // a send and its recv
+  either.kind = OpKind::send;
+  either.root = 0;
+  return static_cast<int>(number << 15 | fingerprint(either) << 1);
 }
 
-// A sender does not wait for its receiver, which asks for the data when the header was right: one
-// on the board, or one that goes before the data.
+// A sender does not wait for its receiver. Where there is a board, a recv never meets a send that
+// is not its own, and hears of that from the board; else a header goes before the data.
 std::shared_ptr<detail::Pending> EngineGroup::submit_message(Operation operation, uint64_t sequence,
                                                              std::shared_ptr<const void> memory) {
   const auto started = Clock::now();
   auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
-  const int tag = next_tag(operation);
   const bool header = membership().world->check && !comparison_.has_board();
-  const auto begin = [self = shared_from_this(), operation, memory, completion, tag, header] {
-    self->begin_message(operation, memory, tag, header, completion);
-  };
-  std::shared_ptr<detail::Pending> agreed;
-  if (comparison_.has_board() && operation.kind == OpKind::recv) {
-    agreed = comparison_.post_message(operation, begin);
-  } else {
-    begin();
-    if (comparison_.has_board()) agreed = comparison_.post_message(operation, nullptr);
-  }
+  begin_message(operation, memory, next_tag(operation), header, completion);
+  auto agreed = comparison_.has_board() ? comparison_.post_message(operation) : nullptr;
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
 }
@@ -461,9 +510,10 @@ void EngineGroup::begin_message(const Operation& operation, std::shared_ptr<cons
 
 std::shared_ptr<detail::GroupImpl> make_process_group(detail::Membership membership,
                                                       std::string backend,
-                                                      c10::intrusive_ptr<Engine> engine) {
-  return std::make_shared<EngineGroup>(std::move(membership), std::move(backend),
-                                       std::move(engine));
+                                                      c10::intrusive_ptr<Engine> engine,
+                                                      TagSetter set_tag) {
+  return std::make_shared<EngineGroup>(std::move(membership), std::move(backend), std::move(engine),
+                                       std::move(set_tag));
 }
 
 }  // namespace lockstep::comm::gloo

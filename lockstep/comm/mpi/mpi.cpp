@@ -104,7 +104,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
             Progress& progress, detail::Pending* agreed);
-  [[noreturn]] void fail(std::exception_ptr failure);
+  [[noreturn]] void fail(std::exception_ptr failure, bool all_know);
   // With its mutex held.
   void start_thread() {
     if (!thread_.joinable()) thread_ = std::thread([worker = worker_] { worker->work(); });
@@ -206,6 +206,12 @@ void relax(int& round) {
   }
 }
 
+// Where ranks have not agreed MPI has nothing that would keep it from ending.
+bool is_with_mpi(Progress& progress) {
+  const std::lock_guard lock(progress.mutex);
+  return progress.begun || !progress.running.requests.empty();
+}
+
 void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
                     Progress& progress, detail::Pending* agreed) {
   try {
@@ -238,18 +244,21 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
       }
     }
   } catch (const MismatchError&) {
-    // All ranks are alive and know of it: what is left unfinished ends with MPI.
-    fail(std::current_exception());
+    // All ranks are alive and hear of it: what is left unfinished ends with MPI.
+    fail(std::current_exception(), !fabric::is_message(operation.kind));
   } catch (...) {
-    broken_ = true;
-    do_not_finalize();
-    fail(std::current_exception());
+    const std::exception_ptr failure = std::current_exception();
+    if (is_with_mpi(progress)) {
+      broken_ = true;
+      do_not_finalize();
+    }
+    fail(failure, false);
   }
 }
 
-void MpiGroup::fail(std::exception_ptr failure) {
+void MpiGroup::fail(std::exception_ptr failure, bool all_know) {
   try {
-    watch_.fail(std::move(failure));
+    watch_.fail(std::move(failure), all_know);
   } catch (const std::exception& error) {
     comparison_.abort(error.what());  // when the others have been told why
     throw;
