@@ -222,7 +222,7 @@ TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStage
 // The model has been used since: the next evaluation, and the next step, have the values that were
 // loaded on every rank.
 TEST(CheckpointLayouts, LoadedIntoAModelInUse) {
-  for (const char* name : {"dp4", "full3", "hybrid4", "optimizer4", "pp2x2", "grad2pp2", "3d"}) {
+  for (const char* name : {"full3", "hybrid4", "optimizer4", "pp2x2", "grad2pp2", "3d"}) {
     const TempDir folder;
     const Layout& layout = layout_of(name);
     PipelineCase c =

@@ -134,6 +134,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   void check_replaced();
   void begin_epoch();
   void open_window();
+  void outdate();
   void use(size_t unit, const std::set<size_t>& held);
   void gather(Flat& flat);
   void fetch_ahead(std::span<const size_t> units);  // the nearest first

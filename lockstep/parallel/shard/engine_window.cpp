@@ -49,16 +49,24 @@ void ShardEngine::open_window() {
   window_ = true;
 }
 
+// Memory that was gathered before the write is not to be read any more. What unshard() keeps, which
+// is for operators, is gathered again by the next one.
+void ShardEngine::outdate() {
+  for (const auto& flat : flats_) flat->outdate();
+  for (Unit& unit : units_) {
+    if (unit.pins == 0) release(unit);
+  }
+}
+
 void ShardEngine::announce_foreign_writes() {
   if (std::exchange(foreign_writes_, true)) return;
-  // Memory that was gathered before is not to be read any more, nor a graph that saved it.
-  for (const auto& flat : flats_) flat->outdate();
+  outdate();
   if (tiers_ && tiers_->updater) tiers_->updater->before_foreign_writes();
 }
 
 // Others' writes up to here are in what the step begins from; those after it are new ones.
 void ShardEngine::before_step() {
-  for (const auto& flat : flats_) flat->outdate();
+  outdate();
   foreign_writes_ = false;
 }
 

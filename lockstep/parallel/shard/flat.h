@@ -118,10 +118,10 @@ class Flat {
   bool gather_communicates() const { return plan_.shard.size() > 1 && !kept_is_valid_; }
   bool reduces_to_shards() const { return scatters(); }
   bool is_live() const { return plain_ || state_ == ParameterState::gathered; }
-  // What was gathered is no longer what the shards hold.
+  // What was gathered is no longer what the shards hold, and goes.
   void make_stale();
-  // The same, because the shard is about to be written: autograd refuses graphs that saved what the
-  // parameters were.
+  // The shard is about to be written: what is gathered is gathered again before its next use, and
+  // autograd refuses graphs that saved what the parameters were.
   void outdate();
   // Peers may read the shard from here to unseal(), and nothing may write it. check_sealed() throws
   // Error, naming the parameter, where something did.

@@ -43,12 +43,15 @@ void Flat::make_stale() {
   if (plain_ || in_place_) return;
   kept_is_valid_ = false;
   stale_ = true;
-  if (!plan_.resident) release();
+  release();
 }
 
 void Flat::outdate() {
   if (plain_) return;
-  make_stale();
+  if (!in_place_) {
+    kept_is_valid_ = false;
+    stale_ = true;
+  }
   for (const Member& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -86,8 +89,9 @@ void Flat::write_back() {
   if (plan_.gather_dtype == plan_.dtype) {
     shard_.copy_(now);
   } else {
-    // What nobody wrote keeps the bits that were lost on the way.
-    const at::Tensor& shown = plan_.shard.size() == 1 ? shard_ : sent_;
+    // What was not written keeps the bits that were lost on the way. What was sent may be the line
+    // itself, where parameters stay whole.
+    const at::Tensor shown = plan_.shard.size() == 1 ? shard_ : shard_.to(plan_.gather_dtype);
     shard_.copy_(
         at::where(now.eq(shown.to(now.scalar_type())), shard_, now.to(shard_.scalar_type())));
   }
