@@ -29,7 +29,7 @@ constexpr const char* kHelp =
     "memory.max_per_device. The exit status is 0 if it fits or nothing limits it, 1 if it does "
     "not.\n"
     "inventory: the model's tensors by kind, with statistics; with --list each of them, and which\n"
-    "rank owns it where they are dealt out; and where what is offloaded will rest.\n"
+    "ranks keep some of it; and where what is offloaded will rest.\n"
     "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n";
 
 // The data need not be there; the vocabulary must.
@@ -107,7 +107,7 @@ int plan_inventory(Words arguments) {
   const auto& [config, model, world] = *request;
   const int64_t element = config.train.dtype == config::Precision::bfloat16 ? 2 : 4;
   const auto tensors = model.tensors();
-  if (list) std::cout << plan::tensor_list(tensors, element, world);
+  if (list) std::cout << plan::tensor_list(config, model, world);
   std::cout << plan::inventory_table(tensors, element) << describe(config, model, world) << "\n";
   if (config.offload.any())
     std::cout << "rank 0:\n" << plan::to_text(plan::plan_offload(config, model, world, 0));

@@ -120,6 +120,16 @@ OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t ho
   return options;
 }
 
+OffloadOptions divided(OffloadOptions options, int models) {
+  check(models > 0, "a rank has at least one model");
+  for (int64_t* bytes :
+       {&options.param_budget, &options.host_budget, &options.device_limit, &options.host_limit}) {
+    check(*bytes > 0, "a budget that is left open cannot be divided");
+    *bytes = std::max<int64_t>(1, *bytes / models);
+  }
+  return options;
+}
+
 void validate(const OffloadOptions& options) {
   const auto require_positive = [](const char* name, int64_t bytes) {
     if (bytes <= 0) {

@@ -64,6 +64,9 @@ struct OffloadOptions {
 // its default and what the machine has (`device_bytes`, `host_bytes`; 0: not known), a budget with
 // the smallest of its default, that and its limit.
 OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t host_bytes);
+// What each of `models` offloaded models of one rank (a pipeline's chunks) may take: budgets and
+// limits, which resolved() has filled in, are the rank's, and are divided.
+OffloadOptions divided(OffloadOptions options, int models);
 // ConfigError, with both numbers, for the first rule that is broken: budgets, limits and prefetch
 // above 0, budgets within the limits. For options that resolved() has filled in.
 void validate(const OffloadOptions& options);

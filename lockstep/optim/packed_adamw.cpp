@@ -85,19 +85,6 @@ std::byte* at(void* data, DType dtype, int64_t element) {
 
 }  // namespace
 
-PackedLayout packed_layout(const PackedFormat& format, int64_t elements) {
-  constexpr size_t kAlignment = 256;
-  const auto aligned = [](size_t bytes) {
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  };
-  PackedLayout layout;
-  layout.exp_avg_sq = aligned(codec::encoded_size(format.exp_avg, elements));
-  layout.remainder = layout.exp_avg_sq + aligned(codec::encoded_size(format.exp_avg_sq, elements));
-  layout.total = layout.remainder;
-  if (has_master(format)) layout.total += aligned(static_cast<size_t>(elements) * sizeof(uint16_t));
-  return layout;
-}
-
 void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
                   const AdamWFactors& factors) {
   const PackedAdamWKernel kernel =

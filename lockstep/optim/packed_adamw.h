@@ -13,25 +13,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lockstep/codec/codec.h"
-#include "lockstep/core/dtype.h"
+#include "lockstep/codec/packed_state.h"
 #include "lockstep/optim/kernels.h"
 
 namespace lockstep::optim::detail {
 
-struct PackedFormat {
-  DType param = DType::float32;                  // or bfloat16
-  DType grad = DType::float32;                   // the parameter's, or float32
-  codec::Codec exp_avg = codec::Codec::none;     // not lossless
-  codec::Codec exp_avg_sq = codec::Codec::none;  // not lossless
-};
-
-// Where the parts begin in the block of a slice, in bytes; each at a multiple of 256. `remainder`
-// is empty for float32.
-struct PackedLayout {
-  size_t exp_avg = 0, exp_avg_sq = 0, remainder = 0, total = 0;
-};
-PackedLayout packed_layout(const PackedFormat& format, int64_t elements);
+using codec::packed_layout;
+using codec::PackedFormat;
+using codec::PackedLayout;
 
 struct PackedSlice {
   void* param;

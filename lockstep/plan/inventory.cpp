@@ -1,26 +1,96 @@
 #include "lockstep/plan/inventory.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <optional>
 
+#include "lockstep/config/pipeline.h"
+#include "lockstep/config/tensor.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
-#include "lockstep/layout/partition_map.h"
+#include "lockstep/layout/flat_layout.h"
+#include "lockstep/layout/rank_map.h"
+#include "lockstep/plan/report.h"
+#include "lockstep/plan/state.h"
+#include "lockstep/schedule/schedule.h"
 
 namespace lockstep::plan {
 namespace {
 
+using config::ModelSpec;
 using config::TensorSpec;
+using config::TrainConfig;
 
-std::string kind_of(std::string name) {
+// A parameter of the model itself, whose name has no dot, is a kind of its own.
+std::string kind_of(const std::string& name) {
   const size_t dot = name.rfind('.');
-  const std::string last = name.substr(dot + 1);
-  name.resize(dot);
-  if (name.find("norm") != std::string::npos) return "norms";
+  const std::string last = dot == std::string::npos ? name : name.substr(dot + 1);
+  std::string module = name.substr(0, dot);
+  if (module.find("norm") != std::string::npos) return "norms";
   if (last == "bias") return "biases";
   // "blocks.7.mlp.up": the number does not matter.
-  if (name.starts_with("blocks.")) name.erase(7, name.find('.', 7) - 6);
-  return name;
+  const std::string blocks = "blocks.";
+  if (!module.starts_with(blocks)) return module;
+  const size_t end = module.find('.', blocks.size());
+  return end == std::string::npos ? "blocks" : blocks + module.substr(end + 1);
+}
+
+// What is gathered and reduced together (train/model_options.cpp): a block, an embedding, a head,
+// and what is in none of these.
+std::string unit_of(const std::string& name) {
+  const std::string first = name.substr(0, name.find('.'));
+  if (first == "blocks") return name.substr(0, name.find('.', first.size() + 1));
+  return first == "embed" || first == "positions" || first == "head" ? first : "";
+}
+
+// The rank of the pipeline that has each stage, and the stage of each unit.
+class Stages {
+ public:
+  Stages(const TrainConfig& config, const ModelSpec& model, int world)
+      : stages_(stages_of(config, model)) {
+    if (config::is_pipelined(config.parallel))
+      schedule_ = schedule::generate(config::schedule_options(config, world));
+  }
+
+  // A tied head is a copy of what the first stage owns.
+  int rank_of(const std::string& unit) const {
+    size_t stage = stages_.size() - 1;  // norm, head
+    if (unit == "embed" || unit == "positions") stage = 0;
+    if (unit.starts_with("blocks.")) {
+      const int64_t block = std::stoll(unit.substr(7));
+      stage = 0;
+      while (block >= stages_[stage].first_block + stages_[stage].blocks) ++stage;
+    }
+    return schedule_ ? schedule_->place(static_cast<int>(stage)).rank : 0;
+  }
+
+ private:
+  std::vector<Stage> stages_;
+  std::optional<schedule::Schedule> schedule_;
+};
+
+// Which of the ranks that share a unit have some of each of its tensors.
+std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes, bool whole,
+                                       int shares, int64_t element_bytes) {
+  std::vector<int> all(static_cast<size_t>(shares));
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<std::vector<int>> parts(shapes.size(), all);
+  std::vector<layout::Shape> large;
+  std::vector<size_t> index;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    if (whole || layout::numel_of(shapes[i]) < kSmallestShared) continue;
+    large.push_back(shapes[i]);
+    index.push_back(i);
+    parts[i].clear();
+  }
+  if (large.empty()) return parts;
+  const auto line = layout::lay_out(large, shares, kLineAlignment / element_bytes);
+  for (int part = 0; part < shares; ++part) {
+    for (const layout::RowShard& rows : line.rows[static_cast<size_t>(part)])
+      parts[index[static_cast<size_t>(rows.tensor)]].push_back(part);
+  }
+  return parts;
 }
 
 // Columns as wide as they must be; numbers to the right, but for the first `left`.
@@ -100,13 +170,43 @@ std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element
   return table(lines, 1);
 }
 
-std::string tensor_list(std::span<const TensorSpec> tensors, int64_t element_bytes, int world) {
-  const layout::PartitionMap map(static_cast<int64_t>(tensors.size()), world);
-  std::vector<std::vector<std::string>> lines{{"tensor", "shape", "bytes", "owner"}};
+std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const ModelSpec& model,
+                                           int world) {
+  const auto tensors = model.tensors();
+  const layout::RankMap map(config.dims(world));
+  const Stages stages(config, model, world);
+  const int shares = shares_of(config, world), tp = config.parallel.tp;
+  const bool whole = config.parallel.shard == config::Shard::none;
+  std::map<std::string, std::vector<size_t>> units;
+  for (size_t i = 0; i < tensors.size(); ++i) units[unit_of(tensors[i].name)].push_back(i);
+  std::vector<std::vector<size_t>> owners(tensors.size());
+  for (const auto& [unit, members] : units) {
+    for (int column = 0; column < tp; ++column) {
+      std::vector<layout::Shape> shapes;
+      for (const size_t i : members)
+        shapes.push_back(config::tensor_split(model, tensors[i], tp, column).local_shape());
+      const auto parts = parts_of(shapes, whole, shares, element_bytes_of(config));
+      for (size_t k = 0; k < members.size(); ++k) {
+        for (const int part : parts[k]) {
+          for (int dp = part; dp < config.dp(world); dp += shares)
+            owners[members[k]].push_back(static_cast<size_t>(
+                map.rank_at({.dp = dp, .tp = column, .pp = stages.rank_of(unit)})));
+        }
+      }
+    }
+  }
+  for (auto& ranks : owners) std::ranges::sort(ranks);
+  return owners;
+}
+
+std::string tensor_list(const TrainConfig& config, const ModelSpec& model, int world) {
+  const auto tensors = model.tensors();
+  const auto owners = owners_of(config, model, world);
+  std::vector<std::vector<std::string>> lines{{"tensor", "shape", "bytes", "owners"}};
   for (size_t i = 0; i < tensors.size(); ++i) {
     lines.push_back({tensors[i].name, layout::describe(tensors[i].shape),
-                     size_text(layout::numel_of(tensors[i].shape) * element_bytes),
-                     format("{}", map.owner(static_cast<int64_t>(i)))});
+                     size_text(layout::numel_of(tensors[i].shape) * element_bytes_of(config)),
+                     rank_ranges(owners[i])});
   }
   return table(lines, 2);
 }

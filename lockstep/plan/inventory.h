@@ -1,12 +1,14 @@
 // The tensors of a model, counted.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "lockstep/config/model_spec.h"
+#include "lockstep/config/train_config.h"
 
 namespace lockstep::plan {
 
@@ -32,8 +34,14 @@ std::vector<InventoryKind> inventory_of(std::span<const config::TensorSpec> tens
 
 // A line for each kind and one for all.
 std::string inventory_table(std::span<const config::TensorSpec> tensors, int64_t element_bytes);
-// A line for each tensor; the owner is layout::PartitionMap's.
-std::string tensor_list(std::span<const config::TensorSpec> tensors, int64_t element_bytes,
+// For each of model.tensors() the ranks, ascending, that keep some of it from step to step and
+// update it. Ranks of a group that shares parameters have rows of it, cut where the parameters of a
+// unit, end to end, are cut; small tensors and models that are not sharded are whole on each rank.
+// The copy of a tied embedding in a pipeline's last stage counts as no owner.
+std::vector<std::vector<size_t>> owners_of(const config::TrainConfig& config,
+                                           const config::ModelSpec& model, int world);
+// A line for each tensor, with its owners.
+std::string tensor_list(const config::TrainConfig& config, const config::ModelSpec& model,
                         int world);
 
 }  // namespace lockstep::plan

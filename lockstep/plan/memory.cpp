@@ -4,7 +4,7 @@
 
 #include "lockstep/config/pipeline.h"
 #include "lockstep/layout/rank_map.h"
-#include "lockstep/plan/offload.h"
+#include "lockstep/plan/offload_of_shares.h"
 #include "lockstep/plan/steps.h"
 #include "lockstep/schedule/schedule.h"
 
@@ -59,19 +59,19 @@ void add(State& sum, const State& state) {
   sum.made_in_backward += state.made_in_backward;
 }
 
-// Leaves what rests on the device.
-void offload(Memory& memory, const TrainConfig& config, const ModelSpec& model, int world,
-             int rank) {
-  const OffloadPlan plan = plan_offload(config, model, world, rank);
-  if (config.offload.params) memory.parameters = plan.resting.params;
-  if (config.offload.grads) memory.gradients = plan.resting.grads;
-  if (config.offload.optimizer) memory.optimizer = plan.resting.states;
-  memory.on_host = plan.places.on_host;
-  memory.on_disk = plan.places.on_disk;
-  if (memory.on_host + memory.on_disk == 0) return;
-  // Shares are gathered and reduced in the same lines, wherever they rest.
-  const bool shared = shares_of(config, world) > 1;
-  memory.buffers += plan.working.states + (shared ? 0 : plan.working.params + plan.working.grads);
+// What is on the device of an offloaded model, and what is not. `waits`: unreduced gradients of
+// micro-batches wait for the last one.
+void offload(Memory& memory, std::span<const layout::OffloadPlan> plans, bool waits) {
+  memory.parameters = memory.gradients = memory.optimizer = 0;
+  for (const layout::OffloadPlan& plan : plans) {
+    memory.parameters += plan.resting.params;
+    memory.gradients += plan.resting.grads;
+    memory.optimizer += plan.resting.states;
+    memory.buffers += plan.used.params + plan.used.states;
+    memory.buffers += waits ? std::max(plan.used.grads, plan.unreduced_on_device) : plan.used.grads;
+    memory.on_host += plan.on_host.sum() + plan.host_used + (waits ? plan.unreduced_on_host : 0);
+    memory.on_disk += plan.on_disk;
+  }
 }
 
 }  // namespace
@@ -88,6 +88,8 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
   const int64_t under_way = sizes.inputs_on_disk ? kInputsUnderWay : 0;
   const int64_t workspace = sizes.kernels.cuda ? kCublasWorkspace : 0;
 
+  const bool waits = config.accumulation(world) > 1 && !config.train.reproducible;
+
   std::vector<Memory> all(static_cast<size_t>(world));
   std::vector<int64_t> peaks;
   for (int tp = 0; tp < config.parallel.tp; ++tp) {
@@ -99,14 +101,15 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
         const auto of_chunk = states_of(config, model, tensors, stage, world);
         for (size_t dp = 0; dp < states.size(); ++dp) add(states[dp], of_chunk[dp]);
       }
+      std::vector<std::vector<layout::OffloadPlan>> offloaded;
+      if (config.offload.any())
+        offloaded = offload_of_shares(config, model, tensors, part.chunks, world);
       if (tp == 0) {
-        // Gradients that may leave do so one unit after the other.
-        facts.keeps_gradients = states[0].made_in_backward > 0 && !config.offload.grads;
+        facts.keeps_gradients = states[0].made_in_backward > 0;
         peaks.push_back(peak_of_step(part.chunks, part.actions, facts));
       }
       for (size_t dp = 0; dp < states.size(); ++dp) {
         const State& state = states[dp];
-        const int64_t made = config.offload.grads ? 0 : state.made_in_backward;
         const int rank =
             map.rank_at({.dp = static_cast<int>(dp), .tp = tp, .pp = static_cast<int>(pp)});
         Memory& memory = all[static_cast<size_t>(rank)];
@@ -114,9 +117,9 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
             .parameters = state.parameters,
             .gradients = state.gradients,
             .optimizer = state.optimizer,
-            .activations = std::max<int64_t>(0, peaks[pp] - made),
+            .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
             .buffers = state.buffers + (part.messages + under_way) * sizes.stream() + workspace};
-        if (config.offload.any()) offload(memory, config, model, world, rank);
+        if (!offloaded.empty()) offload(memory, offloaded[dp % offloaded.size()], waits);
       }
     }
   }

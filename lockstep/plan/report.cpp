@@ -12,22 +12,6 @@
 namespace lockstep::plan {
 namespace {
 
-// "0-3, 8"
-std::string ranges_of(const std::vector<size_t>& ranks) {
-  std::vector<std::string> ranges;
-  for (size_t begin = 0; begin < ranks.size();) {
-    size_t end = begin + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    ranges.push_back(end - begin == 1 ? format("{}", ranks[begin])
-                                      : format("{}-{}", ranks[begin], ranks[end - 1]));
-    begin = end;
-  }
-  constexpr size_t kMost = 4;
-  if (ranges.size() <= kMost) return join(ranges);
-  ranges.resize(kMost);
-  return join(ranges) + format(", ... ({} ranks)", ranks.size());
-}
-
 constexpr std::array kColumns{&Memory::parameters, &Memory::gradients, &Memory::optimizer,
                               &Memory::activations, &Memory::buffers};
 
@@ -61,13 +45,29 @@ std::vector<Row> rows_of(std::span<const Memory> all) {
 
 }  // namespace
 
+std::string rank_ranges(const std::vector<size_t>& ranks) {
+  std::vector<std::string> ranges;
+  for (size_t begin = 0; begin < ranks.size();) {
+    size_t end = begin + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    ranges.push_back(end - begin == 1 ? format("{}", ranks[begin])
+                                      : format("{}-{}", ranks[begin], ranks[end - 1]));
+    begin = end;
+  }
+  constexpr size_t kMost = 4;
+  if (ranges.size() <= kMost) return join(ranges);
+  ranges.resize(kMost);
+  return join(ranges) + format(", ... ({} ranks)", ranks.size());
+}
+
 std::string to_table(std::span<const Memory> ranks) {
   std::vector<std::array<std::string, 7>> lines{
       {"ranks", "parameters", "gradients", "optimizer", "activations", "buffers", "total"}};
   for (const auto& [memory, members] : rows_of(ranks)) {
-    lines.push_back({ranges_of(members), size_text(memory.parameters), size_text(memory.gradients),
-                     size_text(memory.optimizer), size_text(memory.activations),
-                     size_text(memory.buffers), size_text(memory.total())});
+    lines.push_back({rank_ranges(members), size_text(memory.parameters),
+                     size_text(memory.gradients), size_text(memory.optimizer),
+                     size_text(memory.activations), size_text(memory.buffers),
+                     size_text(memory.total())});
   }
   std::array<size_t, 7> widths{};
   for (const auto& line : lines) {

@@ -5,10 +5,14 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "lockstep/plan/memory.h"
 
 namespace lockstep::plan {
+
+// "0-3, 8"; the first of many, and how many there are.
+std::string rank_ranges(const std::vector<size_t>& ranks);
 
 // A line for each kind of rank: those whose numbers differ by less than a hundredth share one, as
 // "0-3, 8", which has the largest of each.

@@ -17,8 +17,6 @@ using config::TrainConfig;
 using layout::Shape;
 
 constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
-constexpr int64_t kLineAlignment = 64;     // parallel/shard/flat.cpp
-constexpr int64_t kSmallest = 1000;        // FullyShardOptions::min_num_params
 constexpr int64_t kGradientBlocks = 2;     // parallel/shard/buffers.cpp
 
 int64_t aligned(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -74,7 +72,7 @@ class Accounts {
  public:
   Accounts(const TrainConfig& config, int world)
       : config_(config),
-        element_(config.train.dtype == config::Precision::bfloat16 ? 2 : 4),
+        element_(element_bytes_of(config)),
         pipelined_(config::is_pipelined(config.parallel)),
         micro_batches_(config.accumulation(world)),
         ranks_(config.dp(world)),
@@ -91,9 +89,11 @@ class Accounts {
   int shares() const { return shares_; }
 
   std::vector<State> whole(const std::vector<Unit>& units) {
-    const bool buckets = ranks_ > 1 || config_.train.reproducible;
+    // What is offloaded has lines of its own (offload_of_shares).
+    const bool offloaded = config_.offload.any();
+    const bool buckets = offloaded || ranks_ > 1 || config_.train.reproducible;
     // Micro-batches before the last are summed where autograd makes them.
-    const bool waits = buckets && micro_batches_ > 1 && !config_.train.reproducible;
+    const bool waits = buckets && !offloaded && micro_batches_ > 1 && !config_.train.reproducible;
     State state;
     for (const Unit& unit : units) {
       for (const Shape& shape : unit.shapes) {
@@ -119,7 +119,7 @@ class Accounts {
       Unit large = unit;
       large.shapes.clear();
       for (const Shape& shape : unit.shapes) {
-        if (layout::numel_of(shape) >= kSmallest) {
+        if (layout::numel_of(shape) >= kSmallestShared) {
           large.shapes.push_back(shape);
         } else {
           small.shapes.insert(small.shapes.end(), static_cast<size_t>(unit.count), shape);
@@ -128,7 +128,8 @@ class Accounts {
       if (!large.shapes.empty()) lines.push_back(add_shards(large));
     }
     if (!small.shapes.empty()) add_whole(small);
-    if (config_.parallel.shard != Shard::optimizer) add_buffers(lines, ends_as_it_begins);
+    if (config_.parallel.shard != Shard::optimizer && !config_.offload.any())
+      add_buffers(lines, ends_as_it_begins);
     return std::move(states_);
   }
 
@@ -216,6 +217,10 @@ class Accounts {
 };
 
 }  // namespace
+
+int64_t element_bytes_of(const TrainConfig& config) {
+  return config.train.dtype == config::Precision::bfloat16 ? 2 : 4;
+}
 
 LocalTensors local_tensors(const config::ModelSpec& model, int tp, int rank) {
   config::ModelSpec one = model;  // blocks are alike

@@ -10,6 +10,10 @@
 
 namespace lockstep::plan {
 
+inline constexpr int64_t kLineAlignment = 64;     // bytes; parallel/shard/flat.cpp
+inline constexpr int64_t kSmallestShared = 1000;  // FullyShardOptions::min_num_params
+int64_t element_bytes_of(const config::TrainConfig& config);
+
 // Tensors of one tensor-parallel rank, by layer.
 struct LocalTensors {
   std::vector<layout::Shape> embed, positions, block, norm, head;
@@ -36,7 +40,8 @@ struct State {
   int64_t made_in_backward = 0;
 };
 
-// Of one stage on each data-parallel rank.
+// Of one stage on each data-parallel rank. Where state is offloaded, only buffers for reproducible
+// sums count: offload_of_shares() has the rest.
 std::vector<State> states_of(const config::TrainConfig& config, const config::ModelSpec& model,
                              const LocalTensors& tensors, const Stage& stage, int world);
 

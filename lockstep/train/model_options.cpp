@@ -57,15 +57,7 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm:
                                       .units = parallel::ByPredicate(is_unit),
                                       .use_orig_params = true,
                                       .reproducible = config.train.reproducible};
-  if (config.offload.any()) {
-    options.offload = config.offload;
-    // Budgets are the rank's; a pipeline's rank may have several stages.
-    const int64_t stages = config.parallel.chunks;
-    for (int64_t* bytes : {&options.offload->param_budget, &options.offload->host_budget,
-                           &options.offload->device_limit, &options.offload->host_limit}) {
-      *bytes /= stages;
-    }
-  }
+  if (config.offload.any()) options.offload = config.offload;
   if (options.strategy == ShardingStrategy::hybrid_shard) {
     options.hybrid_group_size =
         config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();

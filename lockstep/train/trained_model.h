@@ -52,6 +52,8 @@ class TrainedModel {
   double clip_grad_norm(double max_norm);
   std::vector<checkpoint::NamedSlice> slices() const;
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
+  // The stages of this rank, where they are sharded or offloaded.
+  std::vector<parallel::ShardedModel> sharded() const { return pipeline_.sharded(); }
   // Memory that it has outside torch's allocator, beside symmetric memory.
   int64_t arena_bytes() const;
   // Lines for people: "shard  full: 1.2M of 4.8M parameters ..."; what is as usual gives none.

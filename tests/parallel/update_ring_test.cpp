@@ -67,15 +67,15 @@ std::shared_ptr<OffloadTiers> make_tiers(bool grads = false) {
 struct Updates {
   explicit Updates(double of_all, bool grads = false) : tiers(make_tiers(grads)) {
     const layout::OffloadOptions& options = tiers->options;
-    RingNeed need;
+    layout::RingNeed need;
     // Some of many slices, some that are small, as norms are.
     for (const int64_t count : {5000, 7, 3 * 1024, 1, 2500, 64, 9000, 7, 1023}) {
       tensors.emplace_back(count, tiers);
-      need += UpdateRing::need(tensors.back().state->plan(), options);
+      need += layout::ring_need(tensors.back().state->plan(), options);
     }
-    const auto wanted = static_cast<size_t>(of_all * static_cast<double>(need.all));
+    const auto wanted = static_cast<int64_t>(of_all * static_cast<double>(need.all));
     ring = std::make_unique<UpdateRing>(tiers, UpdateSite::device,
-                                        std::max(UpdateRing::bytes(need, *tiers, 0), wanted));
+                                        static_cast<size_t>(std::max(need.least(), wanted)));
   }
   ~Updates() { tiers->wait(); }
 

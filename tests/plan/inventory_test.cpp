@@ -65,11 +65,72 @@ TEST(Inventory, Tables) {
             "blocks.mlp.up        1       256   256     256  256  256     1 kB\n"
             "norms                1         8     8       8    8    8     32 B\n"
             "all                  3       344   115      80    8  256  1.34 kB\n");
-  EXPECT_EQ(tensor_list(tensors, 2, 2),
-            "tensor                  shape    bytes  owner\n"
-            "embed.weight            (10, 8)  160 B      0\n"
-            "blocks.0.mlp.up.weight  (32, 8)  512 B      1\n"
-            "norm.weight             (8)       16 B      0\n");
+}
+
+TEST(Inventory, ANameWithoutADotIsAKind) {
+  const config::TensorSpec tensors[] = {{"scale", {4}},          {"bias", {4}},
+                                        {"final_norm", {4}},     {"", {4}},
+                                        {"blocks.0.scale", {4}}, {"blocks.weight", {4}}};
+  EXPECT_THAT(names(inventory_of(tensors, 4)),
+              ElementsAre("scale", "biases", "norms", "", "blocks"));
+}
+
+config::TrainConfig config_of(config::Shard shard) {
+  config::TrainConfig config;
+  config.data.path = "any";
+  config.model = {.layers = 2, .hidden = 64, .heads = 4, .vocab = 100};
+  config.train.seq_len = 16;
+  config.train.global_batch = 32;
+  config.parallel.shard = shard;
+  return config;
+}
+
+std::vector<size_t> owners(const config::TrainConfig& config, int world, const std::string& name) {
+  config.validate(world);
+  const config::ModelSpec model = config.model.resolved(16, 100);
+  const auto all = owners_of(config, model, world);
+  const auto tensors = model.tensors();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].name == name) return all[i];
+  }
+  ADD_FAILURE() << "no tensor " << name;
+  return {};
+}
+
+TEST(Inventory, OwnersAreThoseThatHaveRows) {
+  config::TrainConfig config = config_of(config::Shard::none);
+  EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
+  config = config_of(config::Shard::full);
+  EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(owners(config, 4, "norm.weight"), ElementsAre(0, 1, 2, 3));  // too small to share
+  // A block's matrices are 12288, 4096, 16384 and 16384 elements: a fourth of the line is 12288.
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.out.weight"), ElementsAre(1));
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 2));
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.down.weight"), ElementsAre(2, 3));
+  config.parallel.shard = config::Shard::hybrid;
+  config.parallel.shard_size = 2;
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 2));
+}
+
+TEST(Inventory, OwnersOfStagesAndMatrices) {
+  config::TrainConfig config = config_of(config::Shard::none);
+  config.parallel.pp = 2;
+  EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 2));
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 3));
+  config.parallel.pp = 1;
+  config.parallel.tp = 2;
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1, 2, 3));
+  config.parallel.shard = config::Shard::full;
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 1));
+}
+
+TEST(Inventory, ListHasTheOwners) {
+  const config::TrainConfig config = config_of(config::Shard::full);
+  const std::string list = tensor_list(config, config.model.resolved(16, 100), 4);
+  EXPECT_THAT(list, testing::StartsWith("tensor "));
+  EXPECT_THAT(list, testing::HasSubstr("  owners\n"));
+  EXPECT_THAT(list, testing::ContainsRegex("blocks.0.mlp.up.weight +.256, 64. +64 kB +1-2\n"));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "lockstep/memory/meter.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/parameters.h"
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/train/trained_model.h"
 
@@ -73,6 +75,16 @@ void pipeline(TrainConfig& config, PipelineSchedule schedule, int chunks = 1) {
   config.parallel.schedule = schedule;
   config.parallel.chunks = chunks;
   config.train.global_batch = 8;  // four micro-batches
+}
+
+// Larger blocks, because memory is taken in whole pages. The site is given: what would be measured
+// is not part of a step.
+void offload(TrainConfig& config) {
+  config.model.hidden = 256;
+  config.train.seq_len = 64;
+  config.offload = {.device_limit = 96 << 20,
+                    .strategy = layout::OffloadStrategy::extreme,
+                    .update_site = layout::UpdateSite::cpu};
 }
 
 const std::vector<Layout>& layouts() {
@@ -170,6 +182,59 @@ const std::vector<Layout>& layouts() {
          pipeline(c, PipelineSchedule::one_f_one_b);
          c.memory.strategy = MemoryStrategy::extreme;
        }},
+      {"offload", 1, [](auto& c) { offload(c); }},
+      {"offload_params", 1,
+       [](auto& c) {
+         offload(c);
+         c.offload.grads = c.offload.optimizer = false;
+         c.offload.update_site = layout::UpdateSite::automatic;  // where the state is
+       }},
+      {"offload_grads", 1,
+       [](auto& c) {
+         offload(c);
+         c.offload.params = c.offload.optimizer = false;
+         c.offload.update_site = layout::UpdateSite::automatic;
+       }},
+      {"offload_optimizer_cpu", 1,
+       [](auto& c) {
+         offload(c);
+         c.offload.params = c.offload.grads = false;
+       }},
+      {"offload_optimizer_device", 1,
+       [](auto& c) {
+         offload(c);
+         c.offload.params = c.offload.grads = false;
+         c.offload.update_site = layout::UpdateSite::device;
+       }},
+      {"offload_balanced_codec", 1,
+       [](auto& c) {
+         offload(c);
+         c.train.dtype = config::Precision::bfloat16;
+         c.offload.device_limit = 48 << 20;
+         c.offload.strategy = layout::OffloadStrategy::balanced;
+         c.offload.codec = {codec::Codec::quantization, codec::Codec::quantization};
+       }},
+      {"offload_micro_batches", 1,
+       [](auto& c) {
+         offload(c);
+         c.train.global_batch = 8;
+       }},
+      {"offload_shards", 2,
+       [](auto& c) {
+         offload(c);
+         c.parallel.shard = Shard::full;
+       }},
+      {"offload_shards_optimizer", 2,
+       [](auto& c) {
+         offload(c);
+         c.offload.params = c.offload.grads = false;
+         c.parallel.shard = Shard::full;
+       }},
+      {"offload_interleaved", 2,
+       [](auto& c) {
+         offload(c);
+         pipeline(c, PipelineSchedule::interleaved, 2);
+       }},
       {"tp_pipeline", 4,
        [](auto& c) {
          tensor(c);
@@ -210,16 +275,43 @@ std::vector<Layout> of_this_world() {
   return mine;
 }
 
-int64_t held_outside_torch(const TrainedModel& model) {
-  return static_cast<int64_t>(symmetric_memory()) + model.arena_bytes();
+struct Measured {
+  int64_t total = 0;    // on the device
+  int64_t on_host = 0;  // of what is offloaded
+  int64_t device_limit = 0, host_budget = 0;
+};
+
+// Budgets count what is offloaded, symmetric memory too.
+Measured offloaded(const TrainedModel& model) {
+  Measured sum;
+  for (const parallel::ShardedModel& stage : model.sharded()) {
+    const parallel::OffloadStats stats = parallel::offload_stats(stage);
+    sum.total += stats.device_peak;
+    sum.on_host += stats.host_peak;
+    sum.device_limit += stats.device_limit;
+    sum.host_budget += stats.host_budget;
+  }
+  return sum;
+}
+
+int64_t held_outside_torch(const TrainedModel& model, bool offloads) {
+  return (offloads ? 0 : static_cast<int64_t>(symmetric_memory())) + model.arena_bytes();
+}
+
+std::unique_ptr<optim::Optimizer> optimizer_of(const TrainedModel& model, bool offloads) {
+  auto groups = optim::decay_groups(model.parameters(), 0.1);
+  if (offloads) return model.offloaded_adamw(std::move(groups), {});
+  return std::make_unique<optim::AdamW>(std::move(groups));
 }
 
 // The peak of the third step, without what was there before there was a model.
-int64_t measure(const TrainConfig& config) {
-  const int64_t before = memory::Meter::current() + static_cast<int64_t>(symmetric_memory());
+Measured measure(const TrainConfig& config) {
+  const bool offloads = config.offload.any();
+  const int64_t before =
+      memory::Meter::current() + (offloads ? 0 : static_cast<int64_t>(symmetric_memory()));
   const auto mesh = mesh::Mesh::parallel(world(), config.dims(world().size()));
   TrainedModel model(config, at::kCPU, mesh);
-  optim::AdamW optimizer(optim::decay_groups(model.parameters(), 0.1));
+  const auto optimizer = optimizer_of(model, offloads);
   const int64_t rows = config.train.micro_batch, length = config.train.seq_len;
   const auto next = [&] {
     const at::Tensor tokens = at::randint(config.model.vocab, {rows, length + 1}, at::kLong);
@@ -231,11 +323,13 @@ int64_t measure(const TrainConfig& config) {
     memory::Meter::reset_peak();
     model.step({.next = next, .step = step, .loss_scale = 1e-3});
     model.clip_grad_norm(1);
-    optimizer.step();
-    optimizer.zero_grad();
-    peak = memory::Meter::peak() + held_outside_torch(model);
+    optimizer->step();
+    optimizer->zero_grad();
+    peak = memory::Meter::peak() + held_outside_torch(model, offloads);
   }
-  return peak - before;
+  Measured measured = offloaded(model);
+  measured.total += peak - before;
+  return measured;
 }
 
 class MemoryPrediction : public testing::TestWithParam<Layout> {};
@@ -247,15 +341,26 @@ TEST_P(MemoryPrediction, IsWithinTenPercent) {
   config.validate(world().size());
   const plan::Memory predicted = plan::memory_per_rank(
       config, config.model, world().size())[static_cast<size_t>(world().rank())];
-  const int64_t measured = measure(config);
+  const Measured measured = measure(config);
   const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  const auto compare = [&](int64_t said, int64_t found) {
+    EXPECT_NEAR(megabytes(said), megabytes(found), 0.1 * megabytes(found));
+    return found == 0 ? 0 : 100 * (megabytes(said) / megabytes(found) - 1);
+  };
   std::printf("%-26s rank %d: %6.2f %6.2f %6.2f %6.2f %6.2f = %6.2f MB, measured %6.2f, %+.1f %%\n",
               GetParam().name, world().rank(), megabytes(predicted.parameters),
               megabytes(predicted.gradients), megabytes(predicted.optimizer),
               megabytes(predicted.activations), megabytes(predicted.buffers),
-              megabytes(predicted.total()), megabytes(measured),
-              100 * (megabytes(predicted.total()) / megabytes(measured) - 1));
-  EXPECT_NEAR(megabytes(predicted.total()), megabytes(measured), 0.1 * megabytes(measured));
+              megabytes(predicted.total()), megabytes(measured.total),
+              compare(predicted.total(), measured.total));
+  if (!config.offload.any()) return;
+  std::printf("%-26s rank %d: on the host %6.2f MB, measured %6.2f, %+.1f %%\n", GetParam().name,
+              world().rank(), megabytes(predicted.on_host), megabytes(measured.on_host),
+              compare(predicted.on_host, measured.on_host));
+  // All stages of a rank together have its budgets, those that were left open too.
+  const auto allowed = layout::resolved(config.offload, 0, 0);
+  EXPECT_LE(measured.device_limit, allowed.device_limit);
+  EXPECT_LE(measured.host_budget, allowed.host_budget);
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, MemoryPrediction, testing::ValuesIn(of_this_world()),

@@ -17,7 +17,4 @@ std::shared_ptr<OffloadTiers> arrange_offload(
     std::vector<FlatPlan>& plans, const FullyShardOptions& options, int rank,
     const std::function<bool(const std::string& name)>& is_embedding);
 
-// Units to gather beyond the one that is used: as many as have `prefetch` parameters, at least one.
-size_t units_ahead(const std::vector<size_t>& parameters, int prefetch);
-
 }  // namespace lockstep::parallel::detail

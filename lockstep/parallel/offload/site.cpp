@@ -7,6 +7,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/parallel/offload/state.h"
 #include "lockstep/parallel/offload/update_ring.h"
 
@@ -35,7 +36,7 @@ double seconds_per_element(const std::shared_ptr<OffloadTiers>& tiers, UpdateSit
                                       .step_size = 1e-3,
                                       .root_scale = 1}};
   UpdateRing ring(tiers, site,
-                  UpdateRing::bytes(UpdateRing::need(plan, tiers->options), *tiers, 0));
+                  static_cast<size_t>(layout::ring_need(plan, tiers->options).least()));
   double best = 1e30;
   for (int round = 0; round < 3; ++round) {  // the first one also makes memory
     const auto start = Clock::now();
@@ -63,12 +64,7 @@ SiteTimes measure_sites(const std::shared_ptr<OffloadTiers>& tiers, int64_t elem
 
 UpdateSite choose_site(const std::shared_ptr<OffloadTiers>& tiers, int64_t elements) {
   const layout::OffloadOptions& options = tiers->options;
-  if (options.update_site != UpdateSite::automatic) return options.update_site;
-  if (!options.optimizer) return UpdateSite::device;  // where its state is
-  if (options.codec.exp_avg == codec::Codec::lossless ||
-      options.codec.exp_avg_sq == codec::Codec::lossless) {
-    return UpdateSite::cpu;  // which is where LZ4 is
-  }
+  if (const auto decided = layout::decided_site(options)) return *decided;
   const SiteTimes times = measure_sites(tiers, elements);
   // Beside training the CPU's memory and cores are shared with copies and with the threads that
   // drive the device: what takes 0.19 ns alone takes 0.35 there (H200, 16 cores).

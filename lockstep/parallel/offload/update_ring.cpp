@@ -5,35 +5,15 @@
 
 #include <algorithm>
 
-#include "lockstep/codec/codec.h"
-
 namespace lockstep::parallel::detail {
 namespace {
 
+using layout::slot_layout;
+using layout::SlotLayout;
 using layout::Tier;
 using layout::UpdateSite;
 using optim::detail::PackedFormat;
 using optim::detail::PackedSlice;
-
-constexpr size_t kAlignment = 256;
-// One that comes, one that is computed with, one that goes.
-constexpr size_t kFewSlices = 3;
-
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// The state of a slice, and its parameter and its gradient where these may rest on the host.
-struct SlotLayout {
-  size_t param, grad, total;
-};
-SlotLayout slot_layout(const PackedFormat& format, int64_t elements,
-                       const layout::OffloadOptions& options) {
-  const auto bytes = [&](bool moves, DType dtype) {
-    return moves ? aligned(static_cast<size_t>(elements) * size_of(dtype)) : 0;
-  };
-  const size_t state = aligned(optim::detail::packed_layout(format, elements).total);
-  const size_t grad = state + bytes(options.params, format.param);
-  return {state, grad, grad + bytes(options.grads, format.grad)};
-}
 
 std::byte* at_element(const at::Tensor& tensor, int64_t index) {
   return static_cast<std::byte*>(tensor.data_ptr()) +
@@ -41,43 +21,6 @@ std::byte* at_element(const at::Tensor& tensor, int64_t index) {
 }
 
 }  // namespace
-
-RingNeed& RingNeed::operator+=(const RingNeed& other) {
-  largest = std::max(largest, other.largest);
-  all += other.all;
-  return *this;
-}
-
-RingNeed UpdateRing::need(const StatePlan& plan, const layout::OffloadOptions& options) {
-  RingNeed need;
-  for (const StateSlice& slice : plan.slices) {
-    const size_t bytes = slot_layout(plan.format, slice.count, options).total;
-    need += {.largest = bytes, .all = bytes};
-  }
-  return need;
-}
-
-size_t UpdateRing::bytes(const RingNeed& need, const OffloadTiers& tiers, int64_t room) {
-  // What is fetched before gradients are known makes updates quick, but costs memory that could
-  // hold state for good: the more of it leaves, the more is worth it, up to two fifths of the
-  // limit.
-  const auto limit = static_cast<double>(tiers.options.device_limit);
-  const auto most =
-      static_cast<int64_t>(0.4 * layout::aggressiveness(tiers.options.strategy) * limit);
-  const bool streams = tiers.device.is_cuda() && tiers.site != UpdateSite::cpu;
-  const auto useful = static_cast<size_t>(streams ? std::max<int64_t>(std::min(most, room), 0) : 0);
-  const size_t least = std::min(kFewSlices * need.largest, need.all);
-  return std::max(std::min(useful, need.all) / kAlignment * kAlignment, least);
-}
-
-int64_t UpdateRing::slice_elements(const layout::OffloadOptions& options, c10::Device device) {
-  // A few of them together have at most an eighth of the device's limit.
-  constexpr int64_t kBytes = 16;  // of an element at most: state, parameter and gradient
-  const int64_t most = device.is_cuda() ? int64_t{16} << 20 : int64_t{1} << 20;
-  const auto slices = static_cast<int64_t>(kFewSlices);
-  const int64_t fits = options.device_limit / 8 / slices / kBytes / codec::kBlock * codec::kBlock;
-  return std::clamp(fits, codec::kBlock, most);
-}
 
 UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, size_t bytes)
     : tiers_(std::move(tiers)), site_(site), size_(bytes) {
@@ -231,7 +174,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
 // What has arrived on the host goes on to where it rests: all that has, what is more than a few,
 // and `wanted`, which is read from there next.
 void UpdateRing::bring_home(const OffloadedState::Slice& wanted) {
-  constexpr size_t kUnderWay = kFewSlices - 1;
+  constexpr size_t kUnderWay = layout::kFewSlices - 1;
   const auto is_wanted = [&](const Return& each) { return each.slice == &wanted; };
   while (!returns_.empty() && (returns_.size() > kUnderWay || returns_.front().arrived.passed() ||
                                std::any_of(returns_.begin(), returns_.end(), is_wanted))) {
@@ -255,8 +198,11 @@ void UpdateRing::finish() {
 UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput& input) {
   OffloadTiers& tiers = *tiers_;
   const PackedFormat& format = state.plan().format;
-  const at::Tensor& values = state.host_values();
   auto& slices = state.slices();
+  // State that is on the device is updated there, and needs no copy of the parameter here.
+  const bool away = std::ranges::any_of(
+      slices, [](const auto& slice) { return slice.place.tier != Tier::device; });
+  const at::Tensor& values = away ? state.host_values() : state.values();
   // The gradient of the next slice is on its way while this one is computed.
   const auto fetch_gradient = [&](size_t i) -> memory::Event {
     if (i >= slices.size() || slices[i].place.tier == Tier::device || input.gradient_on_host)

@@ -29,12 +29,6 @@ struct UpdateEvents {
   memory::Event written;  // the parameter is where it rests
 };
 
-// Bytes that slices take in the ring.
-struct RingNeed {
-  size_t largest = 0, all = 0;
-  RingNeed& operator+=(const RingNeed& other);
-};
-
 // The order of slices is recorded in every step. In the next one as many as there is room for are
 // fetched before their gradients are known, from its beginning on.
 class UpdateRing {
@@ -43,12 +37,6 @@ class UpdateRing {
   ~UpdateRing() { tiers_->wait_for_updates(); }  // which use its memory
   UpdateRing(const UpdateRing&) = delete;
   UpdateRing& operator=(const UpdateRing&) = delete;
-
-  // Elements of a slice: large enough for the link, small enough for the device's limit.
-  static int64_t slice_elements(const layout::OffloadOptions& options, c10::Device device);
-  static RingNeed need(const StatePlan& plan, const layout::OffloadOptions& options);
-  // As many as are useful in `room` bytes of the device, and for a few slices at least.
-  static size_t bytes(const RingNeed& need, const OffloadTiers& tiers, int64_t room);
 
   // By the driver. Queues the update of a tensor and its state. The gradient must live until the
   // events have passed; where this throws, nothing that was queued uses it any more.

@@ -12,7 +12,9 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/memory/device_size.h"
 
 namespace lockstep::parallel {
 
@@ -83,6 +85,17 @@ milliseconds longest_wait(const schedule::Program& program, milliseconds timeout
   size_t actions = 1;
   for (const auto& each : program.actions) actions += each.size();
   return timeout * actions;
+}
+
+// Budgets of offload are the rank's, those that are left open too: its stages share them.
+PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
+  auto* const shard = std::get_if<FullyShardOptions>(&options.data);
+  if (shard == nullptr || !shard->offload) return options;
+  const c10::Device device = options.first_values ? options.first_values->device : options.device;
+  shard->offload = layout::divided(layout::resolved(*shard->offload, memory::device_bytes(device),
+                                                    static_cast<int64_t>(available_memory())),
+                                   chunks);
+  return options;
 }
 
 // Shards of units have the units' names, which do not say which stage or parameter they are of.
@@ -167,13 +180,14 @@ void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
   const auto counts =
       layers_per_stage(static_cast<int>(layers.size()), layout().stages(), options.split);
   std::vector<Stage*> mine;
+  const PipelineOptions of_each = of_a_stage(options, layout().chunks);
   for (int chunk = 0; chunk < layout().chunks; ++chunk) {
     const int stage = layout().stage(rank(), chunk);
     const int first = std::accumulate(counts.begin(), counts.begin() + stage, 0);
     stages_.push_back(std::make_unique<Stage>(
         std::span(layers).subspan(static_cast<size_t>(first),
                                   static_cast<size_t>(counts[static_cast<size_t>(stage)])),
-        axes.data, tensor_, options));
+        axes.data, tensor_, of_each));
     mine.push_back(stages_.back().get());
   }
   check_plan();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/memory/arena.h"
 #include "lockstep/parallel/offload/tiers.h"
 
@@ -44,10 +45,11 @@ class GradientMemory {
   GradientMemory(comm::Group group, c10::Device device, std::shared_ptr<OffloadTiers> tiers)
       : group_(std::move(group)), device_(device), tiers_(std::move(tiers)) {}
 
-  // That are taken again and again: one that is filled while the other is reduced. Updates in
-  // backward may fall behind for a while.
+  // That are taken again and again.
   static size_t num_blocks(const OffloadTiers* tiers) {
-    return tiers != nullptr && tiers->updates_in_backward() && tiers->device.is_cuda() ? 4 : 2;
+    return static_cast<size_t>(
+        layout::num_gradient_blocks(tiers != nullptr && tiers->updates_in_backward(),
+                                    tiers != nullptr && tiers->device.is_cuda()));
   }
 
   // The largest that will be taken again and again.

@@ -8,7 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/offload/arrange.h"
+#include "lockstep/layout/offload_plan.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -159,7 +159,7 @@ std::vector<size_t> ShardEngine::ahead() const {
     for (const Flat* flat : units_[unit].flats) count += flat->members().size();
     counts.push_back(count);
   }
-  units.resize(units_ahead(counts, tiers_->options.prefetch));
+  units.resize(layout::units_ahead(counts, tiers_->options.prefetch));
   return units;
 }
 

@@ -1,0 +1,317 @@
+#include "lockstep/layout/offload_plan.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::layout {
+namespace {
+
+using codec::Codec;
+
+constexpr int64_t kSmall = 4096;        // elements: smaller tensors are not kept in 8 bits
+constexpr int64_t kCudaBlock = 512;     // bytes: torch's allocator gives multiples of it
+constexpr int64_t kGradientStages = 2;  // on the host
+
+int64_t rounded(int64_t bytes, int64_t grain) {
+  return (std::max<int64_t>(bytes, 1) + grain - 1) / grain * grain;
+}
+int64_t bytes_of(int64_t elements, DType dtype) {
+  return elements * static_cast<int64_t>(size_of(dtype));
+}
+int64_t packed_bytes(const StatePlan& state, const StateSlice& slice) {
+  return static_cast<int64_t>(codec::packed_layout(state.format, slice.count).total);
+}
+
+DType packed_dtype(DType dtype, const std::string& name) {
+  if (dtype == DType::float32 || dtype == DType::bfloat16) return dtype;
+  throw ConfigError(format("[offload] parameters of '{}' are {}, must be float32 or bfloat16", name,
+                           name_of(dtype)));
+}
+
+bool is_8_bit(Codec codec) { return codec == Codec::int8 || codec == Codec::quantization; }
+
+// How a tensor's state is kept: what 8 bits would spoil stays whole.
+StatePlan state_plan(const OffloadFlat& flat, const OffloadFlat::Tensor& tensor,
+                     const StateCodecs& codecs, int64_t slice) {
+  const auto chosen = [&](Codec codec) {
+    const bool kept = is_8_bit(codec) && (tensor.count < kSmall || tensor.embedding);
+    return kept || codec == Codec::lossless ? Codec::none : codec;
+  };
+  StatePlan plan{
+      .format = {.param = packed_dtype(flat.param, flat.name),
+                 .grad = packed_dtype(flat.grad, flat.name),
+                 .exp_avg = chosen(codecs.exp_avg),
+                 .exp_avg_sq = chosen(codecs.exp_avg_sq)},
+      .lossless = codecs.exp_avg == Codec::lossless || codecs.exp_avg_sq == Codec::lossless};
+  for (int64_t begin = 0; begin < tensor.count; begin += slice)
+    plan.slices.push_back({begin, std::min(slice, tensor.count - begin)});
+  return plan;
+}
+
+bool updates_in_backward(const OffloadOptions& options) {
+  return options.clip_mode == ClipMode::none;
+}
+
+// Gathers and fetches have a line of their own; parameters that rest on the device of the only rank
+// are used where they are.
+bool has_line(const OffloadPlan::Flat& flat) {
+  return flat.sizes.shared || flat.params == Tier::host;
+}
+
+bool is_away(const StatePlan& state) {
+  return std::ranges::any_of(state.slices,
+                             [](const StateSlice& slice) { return slice.tier != Tier::device; });
+}
+
+// Updates by the CPU have a copy of a parameter that rests on the device.
+bool has_copy(const OffloadPlan& plan, const OffloadPlan::Flat& flat) {
+  return plan.machine.site == UpdateSite::cpu && flat.params == Tier::device;
+}
+
+OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
+  const OffloadOptions& options = plan.options;
+  const int64_t grain = plan.machine.device_grain;
+  const int64_t slice = slice_elements(options, plan.machine.cuda);
+  OffloadPlan::Flat all;
+  if (flat.trained) {
+    for (const auto& tensor : flat.tensors)
+      all.states.push_back(state_plan(flat, tensor, options.codec, slice));
+  }
+  all.gradient_line = rounded(bytes_of(flat.size, flat.reduce), grain);
+  all.bytes = {.name = flat.name,
+               .params = rounded(bytes_of(flat.shard, flat.param), grain),
+               .line = rounded(bytes_of(flat.size, flat.compute), grain)};
+  if (flat.trained && !updates_in_backward(options))
+    all.bytes.grads = rounded(bytes_of(flat.shard, flat.grad), grain);
+  for (const StatePlan& state : all.states) {
+    for (const StateSlice& each : state.slices) {
+      const int64_t bytes = packed_bytes(state, each);
+      all.bytes.states.push_back(
+          {.on_device = rounded(bytes, grain),
+           .on_host = state.lossless ? bytes : rounded(bytes, plan.machine.host_grain)});
+    }
+  }
+  all.sizes = std::move(flat);
+  return all;
+}
+
+// What the device must have at the least, whatever rests where: a line of the unit in use,
+// gradients on their way, the ring, and what stays.
+int64_t working_of(OffloadPlan& plan) {
+  const OffloadOptions& options = plan.options;
+  const bool local = std::ranges::none_of(
+      plan.flats, [](const OffloadPlan::Flat& flat) { return flat.sizes.shared; });
+  std::vector<std::pair<std::string, int64_t>> lines;  // of units
+  int64_t working = 0, gradient = 0, kept = 0;
+  RingNeed need;
+  for (const OffloadPlan::Flat& flat : plan.flats) {
+    for (const StatePlan& state : flat.states) need += ring_need(state, options);
+    if (flat.sizes.stays) {
+      working += flat.bytes.params + flat.gradient_line;
+      for (const auto& slice : flat.bytes.states) working += slice.on_device;
+      continue;
+    }
+    if (lines.empty() || lines.back().first != flat.sizes.unit)
+      lines.emplace_back(flat.sizes.unit, 0);
+    lines.back().second += flat.bytes.line;
+    if (flat.sizes.trained) gradient = std::max(gradient, flat.gradient_line);
+    kept += (options.params ? 0 : flat.bytes.params) + (options.grads ? 0 : flat.bytes.grads);
+  }
+  if (options.params || !local) {
+    int64_t largest = 0;
+    for (const auto& [unit, bytes] : lines) largest = std::max(largest, bytes);
+    working += largest;
+  }
+  if (options.grads || !local || updates_in_backward(options))
+    working += num_gradient_blocks(updates_in_backward(options), plan.machine.cuda) * gradient;
+  const bool streams = plan.machine.cuda && plan.machine.site != UpdateSite::cpu;
+  plan.ring = ring_bytes(need, options, streams, options.device_limit - working - kept);
+  return working + rounded(plan.ring, plan.machine.device_grain);
+}
+
+// Places of what may leave. Where parameters rest does not depend on what is on the host, so the
+// copies of those that stay are known after a first look.
+void place_flats(OffloadPlan& plan, int64_t working) {
+  for (const bool with_copies : {false, true}) {
+    std::vector<OffloadUnit> units;
+    bool again = false;
+    for (const OffloadPlan::Flat& flat : plan.flats) {
+      if (flat.sizes.stays) continue;
+      units.push_back(flat.bytes);
+      if (!has_copy(plan, flat)) continue;
+      again = again || !flat.states.empty();
+      size_t next = 0;
+      for (const StatePlan& state : flat.states) {
+        for (const StateSlice& slice : state.slices)
+          units.back().states[next++].on_host +=
+              with_copies ? bytes_of(slice.count, flat.sizes.param) : 0;
+      }
+    }
+    const OffloadPlaces places = place(units, working, plan.options);
+    size_t unit = 0;
+    for (OffloadPlan::Flat& flat : plan.flats) {
+      if (flat.sizes.stays) continue;
+      const OffloadPlaces::Unit& tiers = places.units[unit++];
+      flat.params = tiers.params;
+      flat.grads = tiers.grads;
+      size_t next = 0;
+      for (StatePlan& state : flat.states) {
+        for (StateSlice& slice : state.slices) slice.tier = tiers.states[next++];
+      }
+    }
+    if (!again) return;
+  }
+}
+
+void count_states(OffloadPlan& plan, const OffloadPlan::Flat& flat) {
+  size_t next = 0;
+  for (const StatePlan& state : flat.states) {
+    int64_t elements = 0;
+    for (const StateSlice& slice : state.slices) {
+      const OffloadUnit::Slice& bytes = flat.bytes.states[next++];
+      elements += slice.count;
+      if (slice.tier == Tier::device) plan.resting.states += bytes.on_device;
+      if (slice.tier == Tier::host) plan.on_host.states += bytes.on_host;
+      if (slice.tier == Tier::disk) plan.on_disk += bytes.on_host;
+      if (plan.machine.site == UpdateSite::cpu && slice.tier != Tier::device &&
+          flat.grads == Tier::device) {
+        plan.host_used = std::max(plan.host_used,
+                                  kGradientStages * rounded(bytes_of(slice.count, flat.sizes.grad),
+                                                            plan.machine.host_grain));
+      }
+    }
+    if (is_away(state) && has_copy(plan, flat))
+      plan.on_host.states += rounded(bytes_of(elements, flat.sizes.param), plan.machine.host_grain);
+  }
+}
+
+// Gathered parameters of the unit in use and of those that are fetched ahead, at most.
+int64_t lines_at_once(const OffloadPlan& plan) {
+  std::vector<int64_t> bytes;
+  std::vector<size_t> parameters;
+  const std::string* last = nullptr;
+  for (const OffloadPlan::Flat& flat : plan.flats) {
+    if (flat.sizes.stays) continue;
+    if (last == nullptr || *last != flat.sizes.unit) {
+      bytes.push_back(0);
+      parameters.push_back(0);
+    }
+    last = &flat.sizes.unit;
+    bytes.back() += has_line(flat) ? flat.bytes.line : 0;
+    parameters.back() += static_cast<size_t>(flat.sizes.num_parameters);
+  }
+  int64_t largest = 0, most = 0;
+  for (const int64_t line : bytes) largest = std::max(largest, line);
+  for (int pass = 0; pass < 2; ++pass) {  // forward, backward
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      const size_t ahead = units_ahead(std::span(parameters).subspan(i + 1), plan.options.prefetch);
+      int64_t sum = 0;
+      for (size_t k = i; k <= i + ahead; ++k) sum += bytes[k];
+      most = std::max(most, sum);
+    }
+    std::ranges::reverse(bytes);
+    std::ranges::reverse(parameters);
+  }
+  // What is fetched ahead takes only what is left.
+  int64_t room =
+      plan.options.device_limit - plan.resting.sum() - plan.used.grads - plan.used.states;
+  if (plan.options.params) room = std::min(room, plan.options.param_budget - plan.resting.params);
+  return std::max(largest, std::min(most, room));
+}
+
+void count(OffloadPlan& plan) {
+  plan.resting = plan.used = plan.on_host = {};
+  plan.on_disk = plan.host_used = plan.unreduced_on_device = plan.unreduced_on_host = 0;
+  int64_t gradient = 0, reduced = 0;
+  for (const OffloadPlan::Flat& flat : plan.flats) {
+    (flat.params == Tier::device ? plan.resting : plan.on_host).params += flat.bytes.params;
+    (flat.grads == Tier::device ? plan.resting : plan.on_host).grads += flat.bytes.grads;
+    if (flat.sizes.has_state) count_states(plan, flat);
+    if (!flat.sizes.trained) continue;
+    const bool on_host = flat.grads == Tier::host;
+    if (on_host) plan.unreduced_on_host += flat.gradient_line;
+    if (!on_host && flat.sizes.shared) plan.unreduced_on_device += flat.gradient_line;
+    if (on_host || flat.sizes.shared || updates_in_backward(plan.options))
+      gradient = std::max(gradient, flat.gradient_line);
+    if (flat.sizes.shared && (on_host || updates_in_backward(plan.options)))
+      reduced = std::max(reduced, bytes_of(flat.sizes.shard, flat.sizes.reduce));
+  }
+  plan.used.grads =
+      num_gradient_blocks(updates_in_backward(plan.options), plan.machine.cuda) * gradient +
+      (reduced > 0 ? rounded(reduced, plan.machine.device_grain) : 0);
+  const bool moves = plan.on_host.sum() + plan.on_disk > 0;
+  if (moves && plan.ring > 0) plan.used.states = rounded(plan.ring, plan.machine.device_grain);
+  plan.used.params = lines_at_once(plan);
+}
+
+}  // namespace
+
+KindBytes& KindBytes::operator+=(const KindBytes& other) {
+  params += other.params;
+  grads += other.grads;
+  states += other.states;
+  return *this;
+}
+
+std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
+  if (options.update_site != UpdateSite::automatic) return options.update_site;
+  if (!options.optimizer) return UpdateSite::device;  // where its state is
+  if (options.codec.exp_avg == Codec::lossless || options.codec.exp_avg_sq == Codec::lossless)
+    return UpdateSite::cpu;  // which is where LZ4 is
+  return std::nullopt;
+}
+
+OffloadMachine offload_machine(const OffloadOptions& options, bool cuda) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  return {.cuda = cuda,
+          .device_grain = cuda ? kCudaBlock : page,
+          .host_grain = page,
+          .site = decided_site(options).value_or(cuda ? UpdateSite::device : UpdateSite::cpu)};
+}
+
+std::vector<OffloadFlat::Tensor> optimized_tensors(
+    std::span<const Shape> shapes, const FlatLayout& layout, int part,
+    const std::function<bool(size_t)>& is_embedding) {
+  std::vector<OffloadFlat::Tensor> tensors;
+  for (const RowShard& shard : layout.rows[static_cast<size_t>(part)]) {
+    const auto index = static_cast<size_t>(shard.tensor);
+    const Shape& shape = shapes[index];
+    const int64_t row = !shape.empty() && shape[0] > 0 ? numel_of(shape) / shape[0] : 1;
+    if (shard.rows.size() > 0) tensors.push_back({shard.rows.size() * row, is_embedding(index)});
+  }
+  return tensors;
+}
+
+OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& options,
+                         const OffloadMachine& machine) {
+  OffloadPlan plan{.options = options, .machine = machine};
+  for (OffloadFlat& flat : flats) plan.flats.push_back(sizes_of(std::move(flat), plan));
+  place_flats(plan, working_of(plan));
+  count(plan);
+  return plan;
+}
+
+void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats) {
+  for (size_t i = 0; i < flats.size(); ++i) {
+    if (flats[i]) plan.flats[i].params = Tier::host;
+  }
+  count(plan);
+}
+
+int64_t num_gradient_blocks(bool in_backward, bool cuda) { return in_backward && cuda ? 4 : 2; }
+
+size_t units_ahead(std::span<const size_t> parameters, int prefetch) {
+  size_t units = 0, sum = 0;
+  while (units < parameters.size() &&
+         (units == 0 || sum + parameters[units] <= static_cast<size_t>(prefetch))) {
+    sum += parameters[units++];
+  }
+  return units;
+}
+
+}  // namespace lockstep::layout
