@@ -1,13 +1,12 @@
-// Saved tensors are intercepted by an engine of our own, the only way to do so from C++: autograd
-// asks its default engine for hooks whenever a node saves a tensor. In the first call the hooks
-// keep a number instead of the tensor; the first time that backward wants one of them, the function
-// is called again under hooks that collect the tensors in the same order.
+// Saved tensors are intercepted by an engine in front of the default one, the only way to do so
+// from C++: autograd asks that for hooks whenever a node saves a tensor. In the first call the
+// hooks keep a number instead of the tensor; the first time that backward wants one of them, the
+// function is called again under hooks that collect the tensors in the same order.
 #include "lockstep/parallel/recompute.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -18,8 +17,11 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/optim/autocast.h"
+#include "lockstep/parallel/interception.h"
+#include "lockstep/parallel/saved_tensor_engine.h"
 #include "lockstep/parallel/stored_inputs.h"
 
 namespace lockstep::parallel::detail {
@@ -181,26 +183,26 @@ class Collecting : public Complete<SavedVariableHooks> {
   Frame& frame_;
 };
 
-class HookEngine : public torch::autograd::Engine {
- public:
-  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
-    const auto& stack = active();
-    if (stack.empty()) return nullptr;
-    const Active& top = stack.back();
-    if (top.collects) return std::make_unique<Collecting>(*top.frame);
-    return std::make_unique<Numbered>(top.frame);
-  }
-};
+std::unique_ptr<SavedVariableHooks> hooks_for_saved_tensor() {
+  const auto& stack = active();
+  if (stack.empty()) return nullptr;
+  const Active& top = stack.back();
+  if (top.collects) return std::make_unique<Collecting>(*top.frame);
+  return std::make_unique<Numbered>(top.frame);
+}
 
-void install_engine() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    torch::autograd::set_default_engine_stub([]() -> torch::autograd::Engine& {
-      // Never destroyed, like torch's own: its threads may outlive everything.
-      static auto* const engine = new HookEngine;
-      return *engine;
-    });
-  });
+// Without hooks the function is a plain call, whose activations are all kept.
+bool can_recompute() {
+  static const bool allowed = [] {
+    const bool is = is_allowed(Interception::saved_tensors);
+    if (!is) {
+      log::warn(
+          "[recompute] LOCKSTEP_INTERCEPT leaves saved_tensors out: recompute keeps all "
+          "activations in memory, and an ActivationStore stores nothing");
+    }
+    return is;
+  }();
+  return allowed;
 }
 
 }  // namespace
@@ -261,9 +263,9 @@ void Frame::drop(size_t index) {
 
 RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const Tensors& inputs,
                                RecomputeOptions options)
-    : active_(c10::GradMode::is_enabled()) {
+    : active_(c10::GradMode::is_enabled() && can_recompute()) {
   if (!active_) return;
-  install_engine();
+  install_saved_tensor_engine(&hooks_for_saved_tensor);
   active().push_back(
       {.frame = std::make_shared<Frame>(std::move(again), inputs, std::move(options))});
 }

@@ -17,13 +17,15 @@ class Recording;
 inline constexpr auto kDispatchKey = c10::DispatchKey::DeferredInit;
 
 // Makes operators come here that are called with a tensor, or in a scope, that has the key. Any
-// number of calls, from any thread.
-void install_fallback();
+// number of calls, from any thread; stays for the rest of the process. ConfigError, with the
+// reason, for a `feature` that is first to need it where another library has the key or
+// LOCKSTEP_INTERCEPT leaves operators alone.
+void install_fallback(const char* feature);
 
 // While it lives, the operators of this thread go to the recording.
 class RecordingScope {
  public:
-  // Throws ConfigError if the thread is in such a scope.
+  // Throws ConfigError if the thread is in such a scope, and what install_fallback() throws.
   explicit RecordingScope(Recording& recording);
   ~RecordingScope();
   RecordingScope(const RecordingScope&) = delete;

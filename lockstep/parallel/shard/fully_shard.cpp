@@ -196,6 +196,7 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
     convert_buffers(*model, options);
     return;
   }
+  install_fallback("fully_shard");
   const ShardGroups groups = make_groups(mesh, options.strategy);
   NamedTensors all = parameters;
   for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
@@ -211,7 +212,6 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   }
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
-  install_fallback();
   engine = std::make_shared<ShardEngine>(groups, options, model);
   auto plans = Plans(groups, options).make(*model, first_values.device);
   std::shared_ptr<OffloadTiers> tiers;
