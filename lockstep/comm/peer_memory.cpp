@@ -50,15 +50,19 @@ std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& 
   const auto bytes = detail::bytes_of(mine);
   const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
   std::vector<std::shared_ptr<const std::byte>> memory;
-  bool complete = true;
+  bool complete = true, any = false;
   for (int rank = 0; rank < group.size(); ++rank) {
     const fabric::Location& location = locations[static_cast<size_t>(rank)];
     const bool reachable = location.kind != fabric::Location::unreachable;
     complete &= reachable;
+    any |= reachable;
     memory.push_back(reachable ? group.impl().reach(rank, location) : nullptr);
   }
+  std::shared_ptr<void> held = hold_all(mine, group);
+  // A rank may end, and its memory with it, when all have opened that.
+  if (any) barrier(group, {.tag = "peer memory"}).wait();
   if (!complete) return std::nullopt;
-  return PeerMemory(std::move(memory), hold_all(mine, group));
+  return PeerMemory(std::move(memory), std::move(held));
 }
 
 }  // namespace lockstep::comm
