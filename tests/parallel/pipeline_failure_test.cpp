@@ -254,7 +254,11 @@ TEST(PipelineFailure, ARankThatHangsIsNamedAfterOneTimeout) {
                         },
                         {.backend = backend, .timeout = 1s});
       EXPECT_LT(std::chrono::steady_clock::now() - begin, kAtOnce);
-      for (const std::string& message : messages) {
+      for (size_t rank = 0; rank < messages.size(); ++rank) {
+        const std::string& message = messages[rank];
+        EXPECT_NE(message, "");
+        // On gloo, the one that hung comes back to connections that the others have closed.
+        if (rank == 1 && backend == std::string("gloo")) continue;
         EXPECT_THAT(message, HasSubstr("rank 1 of the pipeline"));
         EXPECT_THAT(message, HasSubstr("has made no progress for 1."));
         EXPECT_THAT(message, HasSubstr(in_backward ? "in the backward of micro-batch 2 of stage 1"

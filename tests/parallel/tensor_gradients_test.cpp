@@ -95,7 +95,7 @@ TEST(TensorParallel, GradientsOfWholeParametersAddUpUnderWrappers) {
         nn::cross_entropy(whole(input).flatten(0, 1), target).backward();
         const auto mine = input.chunk(2)[static_cast<size_t>(dp.rank())];
         net->random->rows = layout::Range{dp.rank() * rows / 2, (dp.rank() + 1) * rows / 2};
-        const at::Tensor output = ddp ? (*ddp)(mine) : net(mine);
+        const at::Tensor output = ddp ? ddp->forward(mine) : net(mine);
         nn::cross_entropy(output.flatten(0, 1), target.chunk(2)[static_cast<size_t>(dp.rank())],
                           {.group = tp, .vocab = 11})
             .backward();

@@ -213,13 +213,13 @@ TEST(UpdateRing, GoesAfterWhatUsesIt) {
 
 TEST(OffloadTiers, RetiredMemoryGoesAfterWhatUsesIt) {
   Patience patience;
+  std::vector<float> target(4);
   {
     const auto made = make_tiers();
     OffloadTiers& tiers = *made;
     at::Tensor source = watched(4, patience);
-    const at::Tensor target = tiers.on_host(4, at::kFloat, "target");
     patience.hold(*tiers.send);
-    tiers.to_host(*tiers.send, target.data_ptr(), source.data_ptr(), source.nbytes(), "source");
+    tiers.to_host(*tiers.send, target.data(), source.data_ptr(), source.nbytes(), "source");
     // As gradients go: one queue copies, the driver, which has failed, would go on with it.
     tiers.driver->run([] { throw std::runtime_error("no luck"); }, "");
     tiers.driver->wait(tiers.send->record());
