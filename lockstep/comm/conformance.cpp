@@ -8,6 +8,7 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance_support.h"
+#include "lockstep/comm/hosts.h"
 #include "lockstep/comm/ordered.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
@@ -403,6 +404,22 @@ void check_overlapping_calls(const Ranks& group) {
   require(last.done(), "a work that was waited for is not done");
 }
 
+// An operation needs no thread that waits for it: rank 0 waits for the others in another group,
+// which they come to when the operation is over.
+void check_waiting_elsewhere(const Ranks& group) {
+  const Group inside = split_by_host(group).inside;
+  for (const int64_t count : {3, 2000, 70'001}) {
+    const at::Tensor data = group.contribution(group.rank(), count, DType::float32);
+    Work work = all_reduce(data, group);
+    if (group.rank() != 0) work.wait();
+    barrier(inside).wait();
+    work.wait();
+    require_equal(data,
+                  expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum),
+                  "an operation that nobody waited for at first");
+  }
+}
+
 void check_split(const Ranks& group) {
   // Odd and even ranks, each in reverse order.
   const Group half = group.split(group.rank() % 2, -group.rank());
@@ -489,6 +506,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
       {"the same bits on all ranks and in every run", check_same_bits},
       {"many operations in flight", check_overlapping_calls},
       {"operations that are not waited for complete", check_unwaited},
+      {"operations go on while their rank waits elsewhere", check_waiting_elsewhere},
       {"split", check_split},
       {"wrong arguments are refused", check_bad_arguments},
       {"ranks that disagree get an error, all of them", check_mismatches},

@@ -1,6 +1,7 @@
-// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits. Large
-// collectives are its blocking calls, which are faster, on a thread of their own. The two kinds use
-// different communicators: each sees its calls in the same order on every rank.
+// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits, and by a
+// thread where nobody does. Large collectives are its blocking calls, which are faster, on a thread
+// of their own. The two kinds use different communicators: each sees its calls in the same order on
+// every rank.
 #include "lockstep/comm/mpi/mpi.h"
 
 #include <sched.h>
@@ -341,11 +342,13 @@ void MpiGroup::begin(Operation adapted, bool small, const std::shared_ptr<Progre
     small = !progress->running.requests.empty();
     dropped = progress->dropped;
   }
+  if (small && dropped) return abandon(progress);
+  const std::lock_guard lock(worker_->mutex);
   if (small) {
-    if (dropped) abandon(progress);
+    worker_->small.push_back(progress);
+    if (worker_->asleep) start_thread();
     return;
   }
-  const std::lock_guard lock(worker_->mutex);
   worker_->queue.push_back({std::move(adapted), progress});
   start_thread();
 }

@@ -5,6 +5,8 @@
 
 namespace lockstep::comm::mpi {
 
+constexpr std::chrono::milliseconds kPatience{2};  // until a small collective is moved on
+
 void Progress::end(std::exception_ptr failure) {
   finished = Clock::now();
   if (auto last = std::exchange(finish, nullptr); last && !failure) {
@@ -58,16 +60,24 @@ void Worker::work() {
       unfinished.reset();
       return;
     }
-    std::erase_if(in_flight, [](const auto& item) {
+    const auto is_over = [](const auto& item) {
       const std::lock_guard progress_lock(item->mutex);
       item->test();
       return item->done;
-    });
+    };
+    std::erase_if(in_flight, is_over);
+    std::erase_if(small, is_over);
     const auto wanted = [this] { return !queue.empty(); };
-    if (in_flight.empty()) {
-      arrived.wait(lock, [&] { return stopping || wanted() || !in_flight.empty(); });
-    } else {
+    if (in_flight.empty() && small.empty()) {
+      asleep = true;
+      arrived.wait(lock,
+                   [&] { return stopping || wanted() || !in_flight.empty() || !small.empty(); });
+      asleep = false;
+    }
+    if (!in_flight.empty()) {
       arrived.wait_for(lock, std::chrono::microseconds(100), wanted);
+    } else if (!small.empty()) {
+      arrived.wait_for(lock, kPatience, [&] { return stopping || wanted() || !in_flight.empty(); });
     }
   }
 }

@@ -51,7 +51,10 @@ struct Worker {
   std::deque<Large> queue;
   // Messages, which may need a push while their owners compute, and what nobody waits for any more.
   std::vector<std::shared_ptr<Progress>> in_flight;
-  bool busy = false, stopping = false;
+  // Small collectives, which are over before the thread looks, unless their rank waits for
+  // something else: another group, or what is compared, for which the others may wait for this.
+  std::vector<std::shared_ptr<Progress>> small;
+  bool busy = false, stopping = false, asleep = true;
   std::unique_ptr<Unfinished> unfinished;  // of a group that is gone
 };
 
