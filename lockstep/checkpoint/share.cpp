@@ -23,21 +23,28 @@ bool is_nothing(const NamedSlice& slice) {
   return slice.placement.is_empty() && !slice.placement.is_whole();
 }
 
+constexpr char kOfFirst = '*';  // before an entry of a list: ranks may hold other values
+
 // Which rank writes each slice: the one with the least to write among those that hold it, largest
-// slices first. Every rank computes the same from the same lists.
+// slices first; or the first of them, where its values count. Every rank computes the same from the
+// same lists.
 std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lists) {
   struct Candidate {
+    bool of_first = false;
     int64_t bytes = 0;
     std::vector<size_t> holders = {};
   };
   std::map<std::string, Candidate> candidates;
   for (size_t rank = 0; rank < lists.size(); ++rank) {
     std::string_view list = lists[rank];
-    while (!list.empty()) {  // "BYTES IDENTITY\0"
-      const std::string entry(list.substr(0, list.find('\0')));
+    while (!list.empty()) {  // "BYTES IDENTITY\0" or "*BYTES IDENTITY\0"
+      std::string entry(list.substr(0, list.find('\0')));
       list.remove_prefix(entry.size() + 1);
+      const bool of_first = entry.front() == kOfFirst;
+      if (of_first) entry.erase(0, 1);
       const size_t space = entry.find(' ');
       Candidate& candidate = candidates[entry.substr(space + 1)];
+      candidate.of_first = candidate.of_first || of_first;
       candidate.bytes = std::stoll(entry.substr(0, space));
       candidate.holders.push_back(rank);
     }
@@ -48,10 +55,12 @@ std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lis
   std::vector<int64_t> load(lists.size());
   std::map<std::string, size_t> writers;
   for (const auto& [negative_bytes, name] : order) {
-    const auto& holders = candidates[name].holders;
-    const size_t writer = *std::min_element(
-        holders.begin(), holders.end(),
-        [&](size_t a, size_t b) { return std::tie(load[a], a) < std::tie(load[b], b); });
+    const auto& [of_first, bytes, holders] = candidates[name];
+    const size_t writer =
+        of_first ? holders.front()
+                 : *std::min_element(holders.begin(), holders.end(), [&](size_t a, size_t b) {
+                     return std::tie(load[a], a) < std::tie(load[b], b);
+                   });
     load[writer] -= negative_bytes;
     writers[name] = writer;
   }
@@ -77,6 +86,7 @@ Contents share_of(const Contents& contents, const comm::Group& group) {
       check_slice(slice);
       if (is_nothing(slice)) continue;
       if (slice.saving) slice.saving();
+      if (slice.of_first_rank) list += kOfFirst;
       list += std::to_string(slice.tensor.nbytes()) + " " + identity(slice) + '\0';
     }
     return list;

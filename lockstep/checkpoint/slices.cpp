@@ -10,6 +10,7 @@
 
 #include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
+#include "lockstep/parallel/shard/sharded.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -82,12 +83,16 @@ std::vector<NamedSlice> slices_of(const torch::nn::Module& model) {
   std::set<const c10::TensorImpl*> seen;
   const auto add = [&](const auto& items) {
     for (const auto& item : items) {
-      if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+      // Layers without statistics register buffers that are undefined.
+      if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second)
+        continue;
       slices.push_back(whole(item.key(), item.value()));
     }
   };
   add(model.named_parameters());
+  const size_t parameters = slices.size();
   add(model.named_buffers());
+  for (size_t i = parameters; i < slices.size(); ++i) slices[i].of_first_rank = true;
   return slices;
 }
 
@@ -104,6 +109,8 @@ std::vector<NamedSlice> slices_of(const parallel::ShardedModel& model) {
   std::vector<NamedSlice> slices;
   for (auto& [placement, tensor] : model.sharded_state_dict())
     slices.push_back({.placement = placement, .tensor = tensor, .model = model});
+  const auto buffers = model.shared()->model->named_buffers();
+  for (NamedSlice& slice : slices) slice.of_first_rank = buffers.contains(slice.placement.name);
   return slices;
 }
 

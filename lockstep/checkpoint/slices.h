@@ -27,6 +27,8 @@ struct NamedSlice {
   // Of which the tensor is a shard. load() opens its shards for writing, on all its ranks: a rank
   // that holds nothing of a model has empty slices of it.
   std::optional<parallel::ShardedModel> model = std::nullopt;
+  // Ranks may hold other values, as of batch norm's statistics: those of the first are saved.
+  bool of_first_rank = false;
 };
 
 // Parameters and buffers, under their names in the module; a shared one under the first of its

@@ -99,6 +99,27 @@ TEST(Checkpoint, RanksThatHoldTheSameShareTheWriting) {
   for (const std::string& name : names) EXPECT_EQ(written[name], 1) << name;
 }
 
+// Copies of a model have other statistics on every rank; one rank's belong together.
+TEST(Checkpoint, BuffersAreThoseOfTheFirstRank) {
+  const test::TempDir folder;
+  comm::run_threads(3, [&](const comm::Group& group) {
+    torch::nn::Sequential model(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4));
+    for (at::Tensor buffer : model->buffers()) buffer.fill_(group.rank() + 5);
+    const auto path = save(folder.path(), {.step = 1, .slices = slices_of(*model)}, group);
+    load(path, slices_of(*model), group);
+    for (const at::Tensor& buffer : model->buffers())
+      EXPECT_TRUE(buffer.eq(5).all().item<bool>()) << group.rank();
+  });
+}
+
+TEST(Checkpoint, BuffersThatAreUndefinedAreLeftOut) {
+  const test::TempDir folder;
+  torch::nn::Sequential model(
+      torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(4).track_running_stats(false)));
+  EXPECT_EQ(slices_of(*model).size(), 2u);
+  load(save(folder.path(), {.step = 1, .slices = slices_of(*model)}), slices_of(*model));
+}
+
 // Shards of one layout, read into another.
 TEST(Checkpoint, AnyLayoutReadsAnyOther) {
   const test::TempDir folder;
