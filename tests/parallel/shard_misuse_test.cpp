@@ -92,6 +92,23 @@ TEST(Frozen, UntilTheModelWasSharded) {
   }
 }
 
+TEST(Frozen, SinceTheModelWasSharded) {
+  for (const bool orig : {false, true}) {
+    const auto errors = errors_with_model(
+        [](const comm::Group&, Layers model, auto&) {
+          loss_of(model).backward();
+          model->layers[1]->weight.set_requires_grad(false);
+          loss_of(model).backward();
+        },
+        {.units = parallel::OneUnit{}, .min_num_params = 100, .use_orig_params = orig});
+    if (orig) {
+      EXPECT_THAT(errors, Each(IsEmpty()));
+    } else {
+      EXPECT_THAT(errors, Each(HasSubstr("parameter layer1.weight was frozen after")));
+    }
+  }
+}
+
 // ---- replaced parameters ----
 
 TEST(Replaced, ModelToAnotherType) {

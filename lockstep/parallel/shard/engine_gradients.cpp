@@ -227,6 +227,22 @@ const Member* ShardEngine::find_unfrozen() const {
   return nullptr;
 }
 
+// Parameters that are updated as one tensor are updated where one of them has no gradient, too. One
+// that was frozen must not be.
+static void require_not_frozen(const Flat& flat, std::span<const int64_t> num_ranks) {
+  if (!flat.plan().trained || !flat.updates_as_one()) return;
+  if (std::ranges::all_of(num_ranks, [](int64_t count) { return count == 0; })) return;
+  for (size_t i = 0; i < num_ranks.size(); ++i) {
+    const Member& member = flat.members()[i];
+    if (num_ranks[i] > 0 || member.tensor.requires_grad()) continue;
+    throw Error(
+        format("[fully_shard] parameter {} was frozen after the model was sharded, but unit {} is "
+               "updated as one tensor: decay and momentum would change it; freeze first, then "
+               "shard, or set use_orig_params",
+               member.name, flat.plan().unit));
+  }
+}
+
 void ShardEngine::reduce_round() {
   const trace::Span span("shard", "finish gradients");
   const Member* const unfrozen = find_unfrozen();
@@ -254,6 +270,11 @@ void ShardEngine::reduce_round() {
         "[fully_shard] parameter {} is trained, but was frozen when the model was sharded: its "
         "gradients are not averaged, and no optimizer has it; unfreeze first, then shard",
         unfrozen != nullptr ? unfrozen->name : "of another rank"));
+  }
+  const int64_t* members = total;
+  for (const auto& flat : flats_) {
+    require_not_frozen(*flat, {members, flat->members().size()});
+    members += flat->members().size();
   }
   for (const auto& flat : flats_) {
     const size_t count = flat->members().size();

@@ -102,6 +102,8 @@ class Flat {
   const layout::FlatLayout& layout() const { return layout_; }
   // Parameters that the optimizer may update are the model's own: nothing is ever gathered.
   bool is_plain() const { return plain_; }
+  // The optimizer has one tensor for all of them.
+  bool updates_as_one() const { return !plain_ && !context_.options->use_orig_params; }
   // Throws Error, naming the parameter, where one is no longer the view that it was made.
   void check_members() const;
   // The tensors for the optimizer, with their names. Empty for parameters that are not trained.
