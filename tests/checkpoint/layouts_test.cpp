@@ -224,7 +224,7 @@ TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStage
 TEST(CheckpointLayouts, LoadedIntoAModelInUse) {
   for (const char* name : {"full3", "hybrid4", "optimizer4", "pp2x2", "grad2pp2", "3d"}) {
     const TempDir folder;
-    const Layout& layout = layout_of(name);
+    const Layout layout = layout_of(name);
     PipelineCase c =
         make(layout, {.llama = false, .tied = true, .reproducible = false, .microbatches = 12});
     c.steps = 5;

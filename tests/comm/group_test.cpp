@@ -77,7 +77,7 @@ TEST(Group, WhatIsOverDoesNotHoldIt) {
 }
 
 // What rank 0 of a group offers must be there for one that comes when rank 0 has given up.
-TEST(ThreadRanks, OneThatComesLateFindsWhatTheOthersHaveLeft) {
+TEST(Group, AThreadThatComesLateFindsWhatTheOthersHaveLeft) {
   std::atomic<bool> has_given_up{false};
   std::string late_message;
   EXPECT_THROW(run_threads(2,
