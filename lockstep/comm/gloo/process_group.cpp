@@ -13,6 +13,7 @@
 #include "lockstep/comm/adapt.h"
 #include "lockstep/comm/comparison.h"
 #include "lockstep/comm/gloo/no_sigpipe.h"
+#include "lockstep/comm/gloo/tags.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/comm/watched.h"
 #include "lockstep/core/error.h"
@@ -52,27 +53,6 @@ c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {
     default:
       return c10d::ReduceOp::SUM;
   }
-}
-
-// What an operation is, in 14 bits.
-uint32_t fingerprint(const Operation& operation) {
-  const fabric::Signature signature = fabric::signature_of(operation);
-  uint64_t hash = 14695981039346656037ull;
-  const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 1099511628211ull; };
-  mix(static_cast<uint64_t>(signature.kind));
-  mix(static_cast<uint64_t>(signature.reduce));
-  mix(static_cast<uint64_t>(signature.dtype));
-  mix(static_cast<uint64_t>(signature.root));
-  mix(static_cast<uint64_t>(signature.count));
-  mix(signature.counts_hash);
-  for (const char byte : signature.tag) mix(static_cast<unsigned char>(byte));
-  return static_cast<uint32_t>((hash >> 40) ^ (hash >> 20)) & 0x3fff;
-}
-
-// Other than that of any operation nearby, and of this one where ranks differ. The last eight bits
-// count the calls of one operation.
-uint32_t tag_of(const Operation& operation, uint64_t sequence) {
-  return static_cast<uint32_t>(sequence & 0x3ff) << 22 | fingerprint(operation) << 8;
 }
 
 class EngineGroup final : public detail::GroupImpl,
