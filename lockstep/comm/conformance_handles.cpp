@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "lockstep/comm/conformance_support.h"
+#include "lockstep/comm/hosts.h"
 #include "lockstep/comm/ordered.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -120,6 +121,42 @@ void check_unwaited(const Ranks& group) {
                     tolerance);
       barrier(group).wait();
     }
+  }
+}
+
+void check_overlapping_calls(const Ranks& group) {
+  std::vector<at::Tensor> tensors;
+  std::vector<Work> works;
+  for (int k = 0; k < 24; ++k) {
+    tensors.push_back(group.contribution(group.rank(), kSizes[k % 6], kAllTypes[k % 9]));
+    works.push_back(all_reduce(tensors.back(), group, {.tag = format("bucket{}", k)}));
+  }
+  for (size_t k = works.size(); k-- > 0;) {
+    works[k].wait();
+    require_equal(tensors[k],
+                  expected_reduction(group.contributions(tensors[k].numel(), kAllTypes[k % 9]),
+                                     ReduceOp::sum),
+                  "one of many in flight");
+  }
+  Work last = barrier(group);
+  last.wait();
+  last.wait();
+  require(last.done(), "a work that was waited for is not done");
+}
+
+// An operation needs no thread that waits for it: rank 0 waits for the others in another group,
+// which they come to when the operation is over.
+void check_waiting_elsewhere(const Ranks& group) {
+  const Group inside = split_by_host(group).inside;
+  for (const int64_t count : {3, 2000, 70'001}) {
+    const at::Tensor data = group.contribution(group.rank(), count, DType::float32);
+    Work work = all_reduce(data, group);
+    if (group.rank() != 0) work.wait();
+    barrier(inside).wait();
+    work.wait();
+    require_equal(data,
+                  expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum),
+                  "an operation that nobody waited for at first");
   }
 }
 

@@ -42,7 +42,9 @@ void require_equal(const at::Tensor& actual, const at::Tensor& expected, const s
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op);
 
 // What must be true of handles (conformance_handles.cpp).
+void check_overlapping_calls(const Ranks& group);
 void check_unwaited(const Ranks& group);
+void check_waiting_elsewhere(const Ranks& group);
 
 // What must be refused (conformance_refusals.cpp).
 void check_bad_arguments(const Ranks& group);
