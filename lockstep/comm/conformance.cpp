@@ -18,14 +18,6 @@ namespace {
 
 using namespace conformance;
 
-constexpr DType kAllTypes[] = {DType::float64,  DType::float32, DType::float16,
-                               DType::bfloat16, DType::int64,   DType::int32,
-                               DType::int8,     DType::uint8,   DType::boolean};
-constexpr ReduceOp kAllOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min,
-                                ReduceOp::max};
-// Nothing, one element, odd sizes, and both sides of the sizes where backends change their ways.
-constexpr int64_t kSizes[] = {0, 1, 3, 1000, 8193, 70'001};
-
 // Size, dtype and reduction are independent of each other: the largest size needs no more than two
 // dtypes and one reduction.
 bool is_worthwhile(int64_t count, DType dtype, ReduceOp op = ReduceOp::sum) {

@@ -35,6 +35,14 @@ class Ranks : public Group {
 };
 
 // Throws `what` unless the condition holds.
+inline constexpr DType kAllTypes[] = {DType::float64,  DType::float32, DType::float16,
+                                      DType::bfloat16, DType::int64,   DType::int32,
+                                      DType::int8,     DType::uint8,   DType::boolean};
+constexpr ReduceOp kAllOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min,
+                                ReduceOp::max};
+// Nothing, one element, odd sizes, and both sides of the sizes where backends change their ways.
+inline constexpr int64_t kSizes[] = {0, 1, 3, 1000, 8193, 70'001};
+
 void require(bool condition, const std::string& what);
 void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
                    double tolerance = 0);
