@@ -14,7 +14,7 @@ class TrainOffload : public Train {
   static Words offload(const std::string& site) {
     return {"--offload.params",       "true", "--offload.grads",        "true",
             "--offload.optimizer",    "true", "--offload.strategy",     "extreme",
-            "--offload.device_limit", "1MB",  "--offload.param_budget", "500kB",
+            "--offload.device_limit", kLimit, "--offload.param_budget", "500kB",
             "--offload.update_site",  site};
   }
   // As they are in the file.
@@ -28,9 +28,9 @@ class TrainOffload : public Train {
   // Norms of gradients on the host are summed by the CPU. Only reproducible runs sum as it does on
   // a GPU.
 #ifdef LOCKSTEP_TEST_GPU
-  static constexpr const char* kReproducible = "true";
+  static constexpr const char *kReproducible = "true", *kLimit = "2MB";
 #else
-  static constexpr const char* kReproducible = "false";
+  static constexpr const char *kReproducible = "false", *kLimit = "1MB";
 #endif
   const Words model_{"--train.steps",        "6",          "--model.hidden",  "64",
                      "--model.layers",       "4",          "--train.threads", "1",

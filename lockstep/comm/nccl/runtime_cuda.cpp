@@ -41,10 +41,16 @@ int device_of(const at::Tensor& tensor) {
 
 c10::Device torch_device(int device) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(device)}; }
 
-// Torch's own way: it does not make a context on a device that nobody uses.
+// Torch's own way: it does not make a context on a device that nobody uses. A group that lives
+// until the end of the process comes here when torch's own records are gone, and torch throws;
+// whatever else is wrong with a device, the calls after this one say.
 int exchange_device(int device) {
-  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
-  return guard.exchangeDevice(torch_device(device)).index();
+  try {
+    const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+    return guard.exchangeDevice(torch_device(device)).index();
+  } catch (const c10::Error&) {
+    return device;
+  }
 }
 
 // Before other kernels: what is communicated is what others wait for.
