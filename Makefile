@@ -86,6 +86,7 @@ check-wide: build
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='Units.ThousandsOfThem'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/comm_tests --gtest_filter='ThreadWorlds.*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/checkpoint_tests --gtest_filter='Resume.*'
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

@@ -1,8 +1,8 @@
 // Saving and loading what the ranks of a job hold, by global name and slice: docs/checkpoints.md.
 //
 //   const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*model, optimizer);
-//   if (const auto path = checkpoint::newest("checkpoints", group))
-//     step = checkpoint::load(*path, slices, group).step;
+//   if (const auto resumed = checkpoint::load_newest("checkpoints", slices, group))
+//     step = resumed->manifest.step;
 //   checkpoint::save("checkpoints", {.step = step, .slices = slices}, group);
 #pragma once
 
@@ -29,7 +29,8 @@ struct Contents {
 
 // Collective. Writes DIR/step-N and returns its path, once it is complete and on disk. Of a slice
 // that several ranks hold, one writes it; the work is spread evenly. Where a rank fails all throw,
-// and what was there before is untouched. saver.h does the same beside the training.
+// and what was there before is untouched. ConfigError where another process saves in DIR. saver.h
+// does the same beside the training.
 std::string save(const std::string& dir, const Contents& contents, const comm::Group& group = {});
 
 // Collective: the path of the newest complete checkpoint in DIR; none where there is none.
@@ -50,5 +51,20 @@ struct LoadOptions {
 // a few MiB; all throw where one fails.
 formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
                        const comm::Group& group = {}, const LoadOptions& options = {});
+
+struct Resumed {
+  std::string path;
+  formats::Manifest manifest;
+};
+
+// Collective: load() of the newest checkpoint in DIR that is sound. Of each that is damaged there
+// is a warning that names the damage. None where DIR has no checkpoint; ConfigError where it has,
+// but none is sound.
+std::optional<Resumed> load_newest(const std::string& dir, const std::vector<NamedSlice>& slices,
+                                   const comm::Group& group = {}, const LoadOptions& options = {});
+
+// Collective: what is damaged in a checkpoint, empty where nothing is. Each rank reads some of its
+// files, every byte of them.
+std::string damage_in(const std::string& path, const comm::Group& group = {});
 
 }  // namespace lockstep::checkpoint

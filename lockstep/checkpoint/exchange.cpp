@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::minutes kPatience{30};
 
 // What a rank's text begins with.
-constexpr char kGood = '+', kFailed = '-', kBadCheckpoint = 'C';
+constexpr char kGood = '+', kFailed = '-', kBadCheckpoint = 'C', kBadInput = 'I';
 
 }  // namespace
 
@@ -54,6 +54,9 @@ std::vector<std::string> together(const char* what, const comm::Group& group,
   } catch (const CheckpointError& error) {
     failure = std::current_exception();
     text = std::string(1, kBadCheckpoint) + error.what();
+  } catch (const ConfigError& error) {
+    failure = std::current_exception();
+    text = std::string(1, kBadInput) + error.what();
   } catch (const std::exception& error) {
     failure = std::current_exception();
     text = std::string(1, kFailed) + error.what();
@@ -67,6 +70,7 @@ std::vector<std::string> together(const char* what, const comm::Group& group,
     const std::string problem = format("[{}] rank {} failed: {}", what, rank, texts[rank]);
     // The same class on all ranks: what they do about it, they do together.
     if (kind == kBadCheckpoint) throw CheckpointError(problem);
+    if (kind == kBadInput) throw ConfigError(problem);
     throw Error(problem);
   }
   return texts;

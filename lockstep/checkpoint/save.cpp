@@ -55,9 +55,15 @@ formats::Manifest write_files(const std::string& folder, const Contents& content
 void prune(const std::string& dir, const Contents& contents) {
   if (contents.keep == 0) return;
   try {
+    const auto complete = formats::list_complete(dir);
+    if (complete.empty()) {
+      log::warn(format("{} no longer has the checkpoint of step {}: it was moved or removed", dir,
+                       contents.step));
+      return;
+    }
     // Where another run left newer ones, this one would count as old, and go.
-    const int64_t newest = formats::list_complete(dir).back().step;
-    if (newest == contents.step) {
+    const int64_t newest = complete.back().step;
+    if (newest <= contents.step) {
       formats::prune(dir, contents.keep);
     } else {
       log::warn(format("{} has a checkpoint of step {}, newer than {}: none is removed", dir,
@@ -69,16 +75,18 @@ void prune(const std::string& dir, const Contents& contents) {
 }
 
 // After a failure, when all ranks have come to an end: a full disk gets its space back.
-void abandon(const std::string& dir, int64_t step) {
+void abandon(const formats::FolderLock& lock, int64_t step) {
+  const std::string& dir = lock.dir();
   try {
+    lock.require_held();  // else what is there may be another job's
     formats::abandon_checkpoint(dir, step);
   } catch (const std::exception& failure) {
     log::warn(format("a part of a checkpoint stays in {}: {}", dir, failure.what()));
   }
 }
 
-std::string fill(const std::string& folder, const std::string& dir, const Contents& contents,
-                 const Bytes& bytes, const comm::Group& group) {
+std::string fill(const std::string& folder, const formats::FolderLock* lock, const std::string& dir,
+                 const Contents& contents, const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
   const auto parts = together("save", group, [&]() -> std::string {
     if (contents.slices.empty()) return "";
@@ -91,7 +99,7 @@ std::string fill(const std::string& folder, const std::string& dir, const Conten
     for (const std::string& part : parts) {
       if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folder));
     }
-    return formats::commit_checkpoint(dir, manifest);
+    return formats::commit_checkpoint(dir, manifest, lock);
   });
   // The others wait: deleting may take long.
   together("save", group, [&]() -> std::string {
@@ -109,18 +117,25 @@ void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   sink(comm::detail::bytes_of(tensor.cpu().contiguous()));
 }
 
-std::string write(const std::string& dir, const Contents& contents, const Bytes& bytes,
+void take_lock(Lock& lock, const std::string& dir) {
+  if (lock) return lock->renew();
+  lock = std::make_unique<formats::FolderLock>(dir);
+}
+
+std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,
                   const comm::Group& group) {
   const std::string folder = together("save", group, [&]() -> std::string {
-    return group.rank() == 0 ? formats::begin_checkpoint(dir, contents.step) : "";
+    if (group.rank() != 0) return "";
+    take_lock(lock, dir);
+    return formats::begin_checkpoint(dir, contents.step);
   })[0];
   try {
-    return fill(folder, dir, contents, bytes, group);
+    return fill(folder, lock.get(), dir, contents, bytes, group);
   } catch (const CommError&) {
     throw;  // others may still be writing; the next save of this step will clear it away
   } catch (const std::exception&) {
     together("save", group, [&]() -> std::string {
-      if (group.rank() == 0) abandon(dir, contents.step);
+      if (group.rank() == 0) abandon(*lock, contents.step);
       return "";
     });
     throw;
@@ -131,8 +146,9 @@ std::string write(const std::string& dir, const Contents& contents, const Bytes&
 
 std::string save(const std::string& dir, const Contents& contents, const comm::Group& group) {
   const Contents mine = detail::share_of(contents, group);
+  detail::Lock lock;  // for this save
   return detail::write(
-      dir, mine,
+      lock, dir, mine,
       [&](size_t slice, const detail::Sink& sink) {
         detail::give_bytes(mine.slices[slice].tensor, sink);
       },

@@ -33,6 +33,16 @@ class Saver::Writer {
     const auto start = Clock::now();
     if (when_busy == WhenBusy::skip && any_busy()) return false;
     join();
+    // A job that has lost its folder would train on and keep nothing.
+    detail::together("save", group_, [&]() -> std::string {
+      try {
+        if (lock_) lock_->renew();
+      } catch (const formats::LockLost&) {
+        throw;
+      } catch (const Error&) {  // the save that follows will tell
+      }
+      return "";
+    });
     Contents mine = detail::share_of(contents, group_);
     if (!options_.background) {
       write(mine, start, [&](size_t slice, const detail::Sink& sink) {
@@ -56,6 +66,14 @@ class Saver::Writer {
       write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
     });
     return true;
+  }
+
+  void lock() {
+    join();
+    detail::together("lock", group_, [&]() -> std::string {
+      if (group_.rank() == 0) detail::take_lock(lock_, dir_);
+      return "";
+    });
   }
 
   void reserve(const std::vector<NamedSlice>& slices) {
@@ -99,7 +117,7 @@ class Saver::Writer {
     Saved saved{.step = mine.step};
     failure_ = nullptr;
     try {
-      saved.path = detail::write(dir_, mine, bytes, writers_);
+      saved.path = detail::write(lock_, dir_, mine, bytes, writers_);
     } catch (const std::exception& error) {
       failure_ = std::current_exception();
       saved.error = error.what();
@@ -116,6 +134,7 @@ class Saver::Writer {
   const SaverOptions options_;
   const comm::Group group_;
   const comm::Group writers_;  // the same ranks; the thread's, while training uses the other
+  detail::Lock lock_;          // the thread's while it runs
   detail::HostCopy copy_;
   double waited_ = 0;
   std::vector<Saved> ended_;
@@ -129,6 +148,8 @@ Saver::Saver(std::string dir, const comm::Group& group, SaverOptions options)
     : writer_(std::make_unique<Writer>(std::move(dir), group, options)) {}
 
 Saver::~Saver() = default;
+
+void Saver::lock() { writer_->lock(); }
 
 bool Saver::save(const Contents& contents, WhenBusy when_busy) {
   return writer_->save(contents, when_busy);

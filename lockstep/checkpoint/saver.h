@@ -35,7 +35,8 @@ struct Saved {
 // over a group of its own. There is one such copy, which is kept for the next save: its size is the
 // bound of what this takes, beside a temporary for a slice that is not contiguous. A save that
 // fails leaves nothing behind, is logged by one rank, and does not keep later ones from being
-// tried. Not for several threads at a time.
+// tried. From lock() or the first save on, no other process can save in the folder until this is
+// destroyed. Not for several threads at a time.
 class Saver {
  public:
   // Collective.
@@ -45,12 +46,17 @@ class Saver {
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
 
+  // Collective. Takes the folder for this job now, not in the first save. ConfigError where another
+  // process saves there.
+  void lock();
+
   // Collective. Makes the memory for saves of such slices now, not in the first of them.
   void reserve(const std::vector<NamedSlice>& slices);
 
   // Collective. Returns when the slices may be changed again: true. With WhenBusy::skip it returns
   // false, at once, where the last save is not complete yet. Throws what is wrong with `contents`
-  // and what ends the group; a disk's failure is for wait() and ended() to tell.
+  // and what ends the group, and CheckpointError where another job has taken the folder over; a
+  // disk's failure is for wait() and ended() to tell.
   bool save(const Contents& contents, WhenBusy when_busy = WhenBusy::wait);
 
   // Returns when the last save is complete, and throws where it failed. Once for each failure.

@@ -3,12 +3,14 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/comm/group.h"
+#include "lockstep/formats/folder_lock.h"
 
 namespace lockstep::checkpoint::detail {
 
@@ -23,9 +25,16 @@ using Bytes = std::function<void(size_t slice, const Sink& sink)>;
 // All bytes of a tensor.
 void give_bytes(const at::Tensor& tensor, const Sink& sink);
 
-// Collective. Writes the checkpoint, of which `contents.slices` are this rank's share, removes
-// older ones, and returns its path. Where a rank fails all throw, and nothing is left of it.
-std::string write(const std::string& dir, const Contents& contents, const Bytes& bytes,
+// The folder's lock, which rank 0 holds for all.
+using Lock = std::unique_ptr<formats::FolderLock>;
+
+// Takes it, or makes sure that it is still held. Not collective.
+void take_lock(Lock& lock, const std::string& dir);
+
+// Collective. Takes the lock, writes the checkpoint, of which `contents.slices` are this rank's
+// share, removes older ones, and returns its path. Where a rank fails all throw, and nothing is
+// left of it.
+std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,
                   const comm::Group& group);
 
 }  // namespace lockstep::checkpoint::detail

@@ -11,7 +11,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/formats/text_files.h"
 #include "lockstep/formats/token_file.h"
 #include "lockstep/formats/tokenizer.h"
@@ -25,12 +25,14 @@ namespace fs = std::filesystem;
 // One file, one document.
 void pack_file(const std::string& path, const formats::Tokenizer& tokenizer,
                formats::TokenFileWriter& writer) {
-  const MappedFile file(path);
-  const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()), file.size());
+  const InputFile file(path);
   // Bytes may be cut anywhere; where other tokenizers may be cut only they know.
-  const size_t most = tokenizer.name() == "bytes" ? size_t{1} << 20 : text.size();
-  for (size_t begin = 0; begin < text.size(); begin += most) {
-    writer.write(tokenizer.encode(text.substr(begin, most)));
+  const uint64_t most = tokenizer.name() == "bytes" ? uint64_t{1} << 20 : file.size();
+  std::string text;
+  for (uint64_t begin = 0; begin < file.size(); begin += most) {
+    text.resize(std::min(most, file.size() - begin));
+    file.read(begin, std::as_writable_bytes(std::span(text)));
+    writer.write(tokenizer.encode(text));
   }
 }
 

@@ -1,6 +1,7 @@
 // The command `lockstep`: finds the subcommand and turns exceptions into exit codes.
 #include <fcntl.h>
 
+#include <csignal>
 #include <functional>
 #include <iostream>
 #include <string>
@@ -15,7 +16,7 @@
 #include "lockstep/cli/schedule.h"
 #include "lockstep/cli/torch_commands.h"
 #include "lockstep/cli/train.h"
-#include "lockstep/core/error.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/core/version.h"
 #include "lockstep/launch/guard.h"
 
@@ -99,11 +100,15 @@ void fill_standard_descriptors() {
 
 int main(int argc, char** argv) {
   fill_standard_descriptors();
+  std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with its name
   try {
     return dispatch(Arguments(argv + 1, argv + argc));
   } catch (const lockstep::ConfigError& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";
     return 2;
+  } catch (const lockstep::DataError& failure) {
+    std::cerr << "lockstep: " << failure.what() << "\n";
+    return 74;  // EX_IOERR
   } catch (const std::exception& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";
     return 1;

@@ -3,20 +3,23 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/formats/json.h"
 #include "lockstep/schedule/render.h"
 
 namespace lockstep::cli {
 namespace {
 
 namespace fs = std::filesystem;
+constexpr uint64_t kMostBytes = uint64_t{4} << 30;
 using schedule::Action;
 using schedule::Interval;
 using schedule::Op;
@@ -38,12 +41,11 @@ bool is_computation_name(const std::string& name) {
 // One event a line, as core/trace writes them; the last line of a process that was killed may be
 // cut.
 void read_trace(const fs::path& path, Steps& steps) {
-  std::ifstream file(path);
-  if (!file) throw ConfigError(format("schedule: {}: cannot be read", path.string()));
+  std::istringstream file(read_text(path.string(), kMostBytes));
   for (std::string line; std::getline(file, line);) {
     if (line.find("\"cat\":\"pipeline\"") == std::string::npos) continue;
     const auto end = line.find_last_of('}');
-    const auto json = nlohmann::json::parse(line.substr(0, end + 1), nullptr, false);
+    const auto json = formats::parse_json_line(line.substr(0, end + 1));
     if (json.is_discarded()) continue;
     try {
       const std::string name = json.at("name");

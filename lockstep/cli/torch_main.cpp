@@ -9,7 +9,7 @@
 #include "lockstep/cli/doctor_torch.h"
 #include "lockstep/cli/selftest.h"
 #include "lockstep/cli/train_rank.h"
-#include "lockstep/core/error.h"
+#include "lockstep/core/input_file.h"
 
 int main(int argc, char** argv) {
   using namespace lockstep;
@@ -29,6 +29,9 @@ int main(int argc, char** argv) {
   } catch (const ConfigError& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";
     return 2;
+  } catch (const DataError& failure) {
+    std::cerr << "lockstep: " << failure.what() << "\n";
+    return 74;  // EX_IOERR
   } catch (const std::exception& failure) {
     std::cerr << "lockstep: " << failure.what() << "\n";
     return 1;

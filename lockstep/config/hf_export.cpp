@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <span>
@@ -19,11 +18,12 @@
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/elements.h"
 #include "lockstep/formats/hf_writer.h"
+#include "lockstep/formats/json.h"
 #include "lockstep/formats/staged_folder.h"
 #include "lockstep/formats/tokenizer.h"
 
@@ -31,7 +31,7 @@ namespace lockstep::config {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
+using Json = formats::OrderedJson;
 
 constexpr int64_t kPiece = int64_t{1} << 20;  // elements that are converted at a time
 
@@ -142,9 +142,7 @@ class Conversion {
 
 // Whatever else a configuration names is not copied into a folder that will be given away.
 bool is_tokenizer(const std::string& path) {
-  const MappedFile file(path);
-  const auto* const text = reinterpret_cast<const char*>(file.bytes().data());
-  const Json json = Json::parse(text, text + file.size(), nullptr, /*allow_exceptions=*/false);
+  const auto json = formats::parse_json_line(read_text(path, formats::kMaxJsonBytes));
   return json.is_object() && json.contains("model");
 }
 
@@ -159,8 +157,7 @@ std::string tokenizer_file(const TrainConfig& config) {
 
 void copy_file(const std::string& from, const formats::StagedFolder& folder,
                const std::string& name) {
-  const MappedFile file(from);
-  folder.write(name, {reinterpret_cast<const char*>(file.bytes().data()), file.size()});
+  folder.write(name, read_text(from, formats::kMaxJsonBytes));
 }
 
 // None where there is no tokenizer, or one that only others can read.

@@ -14,12 +14,14 @@
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/durable.h"
 #include "lockstep/formats/elements.h"
+#include "lockstep/formats/folder_lock.h"
 #include "lockstep/formats/hf_directory.h"
+#include "lockstep/formats/json.h"
 #include "lockstep/formats/shard_file.h"
 #include "lockstep/formats/staged_folder.h"
 
@@ -36,9 +38,7 @@ ModelSpec model_in(const std::string& folder) {
   if (!fs::exists(path, error)) {
     throw ConfigError(format("there is no {}; it must be a Hugging Face model folder", path));
   }
-  const MappedFile text(path);
-  const ModelSpec spec =
-      model_spec_from_hf({reinterpret_cast<const char*>(text.bytes().data()), text.size()}, path);
+  const ModelSpec spec = model_spec_from_hf(read_text(path, formats::kMaxJsonBytes), path);
   return spec.resolved(spec.positions, spec.vocab);
 }
 
@@ -211,6 +211,7 @@ HfImported import_hf(const std::string& folder, const std::string& dir,
   HfImported imported{.config = config_of(model, folder)};
 
   formats::MadeFolders made(dir);
+  const formats::FolderLock lock(dir);
   const std::string temporary = formats::begin_checkpoint(dir, 0);
   const Unfinished unfinished(temporary);  // after the commit there is nothing under this name
   std::vector<formats::ShardSlice> slices;
@@ -227,7 +228,7 @@ HfImported import_hf(const std::string& folder, const std::string& dir,
   auto manifest = formats::shard_manifest(0, file, writer.finish(), slices);
   manifest.state = {{"samples", "0"}, {"tokens", "0"}};
   manifest.config = to_json(imported.config);
-  imported.path = formats::commit_checkpoint(dir, manifest);
+  imported.path = formats::commit_checkpoint(dir, manifest, &lock);
   made.keep();
   imported.tensors = static_cast<int64_t>(slices.size());
   return imported;

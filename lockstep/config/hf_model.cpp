@@ -1,17 +1,17 @@
 #include "lockstep/config/hf_model.h"
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/formats/json.h"
 
 namespace lockstep::config {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = formats::OrderedJson;
 
 // One object of a config.json. A key that is null counts as missing.
 class Keys {
@@ -241,12 +241,7 @@ Json llama_json(const ModelSpec& spec) {
 }  // namespace
 
 ModelSpec model_spec_from_hf(const std::string& config_json, const std::string& path) {
-  Json json;
-  try {
-    json = Json::parse(config_json);
-  } catch (const Json::exception& failure) {
-    throw ConfigError(format("{}: is not JSON: {}", path, failure.what()));
-  }
+  const Json json = formats::parse_user_json(config_json, path);
   if (!json.is_object()) throw ConfigError(format("{}: must be a JSON object", path));
   const Keys keys(json, path);
   const std::string type = keys.text("model_type");

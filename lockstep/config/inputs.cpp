@@ -15,9 +15,10 @@
 #include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
-#include "lockstep/core/mapped_file.h"
 #include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/formats/json.h"
 #include "lockstep/formats/sampler.h"
 #include "lockstep/formats/text_files.h"
 
@@ -29,11 +30,6 @@ namespace fs = std::filesystem;
 // Enough to notice a wrong vocabulary, in a fraction of a second; the rest is checked as it is
 // read.
 constexpr int64_t kTokensLookedAt = int64_t{1} << 26;
-
-std::string read_text(const std::string& path) {
-  const MappedFile file(path);
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.size()};
-}
 
 void check_vocabulary(const formats::Corpus& corpus, const char* key, int64_t vocab) {
   const int64_t largest = corpus.max_token(kTokensLookedAt);
@@ -75,15 +71,32 @@ void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& c
   compare("data.validation", before.data.validation, config.data.validation);
 }
 
-// Opens what is quick to open; encoding is left to the ranks. Returns the model.
-ModelSpec check_data(const TrainConfig& config) {
+// With `auto` an older one will do where this one is damaged: the ranks see to that, who read all
+// of it anyway.
+formats::Manifest look_at(const std::string& path, const CheckpointConfig& config,
+                          const CheckOptions& options) {
+  const bool verify = options.verify && config.resume != "auto";
+  try {
+    return verify ? formats::verify(path) : formats::read_manifest(path);
+  } catch (const CheckpointError& failure) {
+    throw ConfigError(format("{}; {}", failure.what(), other_checkpoints(path)));
+  }
+}
+
+struct Checked {
+  ModelSpec model;
+  std::optional<Data> data;  // none where it must be encoded first
+};
+
+// Opens what is quick to open; encoding is left to the ranks.
+Checked check_data(const TrainConfig& config) {
   const std::string name = tokenizer_name(config);
   if (name == "bytes" || config.data.path.empty()) {
-    const Data data = open_data(config);
+    Data data = open_data(config);
     const ModelSpec model = resolve_model(config, data.tokenizer.vocab_size());
     check_vocabulary(data.train, "data.path", model.vocab);
     check_vocabulary(data.validation, "data.validation", model.vocab);
-    return model;
+    return {model, std::move(data)};
   }
   formats::find_data_files(config.data.path);
   if (!config.data.validation_fraction()) formats::find_data_files(config.data.validation);
@@ -93,12 +106,15 @@ ModelSpec check_data(const TrainConfig& config) {
     throw ConfigError(
         format("model.vocab is {}, but the tokenizer {} has {} tokens", model.vocab, name, vocab));
   }
-  return model;
+  return {model, std::nullopt};
 }
 
 void check_metrics_file(const std::string& path) {
   if (path.empty()) return;
   std::error_code failure;
+  if (fs::exists(path, failure) && !fs::is_regular_file(path, failure)) {
+    throw ConfigError(format("metrics.file: {} is not a regular file; choose another place", path));
+  }
   const auto folder = fs::path(path).parent_path();
   if (!folder.empty()) fs::create_directories(folder, failure);
   if (failure || !std::ofstream(path, std::ios::app)) {
@@ -144,7 +160,7 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
     throw ConfigError(
         format("model.path: there is no {}; it must be a Hugging Face model folder", path));
   }
-  ModelSpec spec = model_spec_from_hf(read_text(path), path);
+  ModelSpec spec = model_spec_from_hf(read_text(path, formats::kMaxJsonBytes), path);
   spec.dropout = config.model.dropout;
   if (config.train.seq_len > spec.positions) {
     throw ConfigError(format("train.seq_len is {}, but the model in {} has {} positions",
@@ -176,7 +192,63 @@ Data open_data(const TrainConfig& config) {
                config.data.path, split.train.size(), config.train.seq_len));
   }
   return {tokenizer, split.train,
-          fraction ? split.validation : formats::Corpus::open(config.data.validation, tokenizer)};
+          fraction ? split.validation : formats::Corpus::open(config.data.validation, tokenizer),
+          all};
+}
+
+DataIdentities Data::identities(const DataConfig& config) const {
+  DataIdentities found{{"data", all.identity()}};
+  if (!config.validation_fraction()) found.emplace("validation", validation.identity());
+  return found;
+}
+
+std::string describe(const DataIdentities& identities) {
+  std::string lines;
+  for (const auto& [name, identity] : identities) {
+    lines += format("data.{} has {}\n", name == "data" ? "path" : name, identity.describe());
+  }
+  return lines;
+}
+
+std::map<std::string, std::string> state_of(const DataIdentities& identities) {
+  std::map<std::string, std::string> state;
+  for (const auto& [name, identity] : identities) {
+    state[name] = format(R"({{"tokens":{},"crc32c":"{:08x}","modified":{}}})", identity.tokens,
+                         identity.crc, identity.modified);
+  }
+  return state;
+}
+
+void require_same_data(const formats::Manifest& manifest, const DataIdentities& identities,
+                       const TrainConfig& config, const std::string& path) {
+  const TrainConfig before = train_config_from_json(manifest.config, path);
+  for (const auto& [name, now] : identities) {
+    const auto found = manifest.state.find(name);
+    if (found == manifest.state.end()) continue;  // of a version that did not keep it
+    if (name == "validation" && before.data.validation != config.data.validation) continue;
+    const std::string key = name == "data" ? "path" : name;
+    const std::string origin = format("{}: state {}", path, name);
+    const auto json = formats::parse_json(found->second, origin);
+    const std::string crc = formats::string_member(json, "crc32c", origin);
+    const formats::DataIdentity was{
+        .tokens = formats::integer(formats::member(json, "tokens", origin), origin),
+        .crc = static_cast<uint32_t>(std::strtoul(crc.c_str(), nullptr, 16)),
+        .modified = formats::integer(formats::member(json, "modified", origin), origin)};
+    if (was != now && !config.checkpoint.other_data) {
+      throw ConfigError(
+          format("{} was trained on data.{} of {}, but {} has {}; restore the data, accept it with "
+                 "--checkpoint.other_data true, or begin at step 0 with --checkpoint.load model",
+                 path, key, was.describe(),
+                 name == "data" ? config.data.path : config.data.validation, now.describe()));
+    }
+    if (was == now && now.is_sampled() && was.modified != now.modified &&
+        before.data.path == config.data.path) {
+      log::warn(
+          format("data.{} was modified after {} was written; the runs of it that were compared are "
+                 "the same",
+                 key, path));
+    }
+  }
 }
 
 std::string checkpoint_at(const std::string& path) {
@@ -190,12 +262,30 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
   if (config.resume == "none") return std::nullopt;
   if (config.resume != "auto") return checkpoint_at(config.resume);
   const auto newest = formats::newest(config.dir);
-  return newest ? std::optional(newest->path) : std::nullopt;
+  if (newest) return newest->path;
+  if (const auto damaged = formats::list_complete(config.dir); !damaged.empty()) {
+    throw ConfigError(format(
+        "checkpoint.resume auto: none of the {} checkpoints in {} is sound; choose another folder "
+        "(checkpoint.dir), or remove them to begin at step 0",
+        damaged.size(), config.dir));
+  }
+  return std::nullopt;
+}
+
+std::string other_checkpoints(const std::string& path) {
+  const fs::path folder = fs::path(path).lexically_normal();
+  const fs::path parent =
+      folder.has_filename() ? folder.parent_path() : folder.parent_path().parent_path();
+  std::vector<std::string> others;
+  for (const auto& found : formats::list_sound(parent.empty() ? "." : parent.string())) {
+    others.push_back(found.path);
+  }
+  return others.empty() ? "no other checkpoint there is sound" : "sound ones: " + join(others);
 }
 
 ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions& options) {
   config.validate(world);
-  const ModelSpec model = check_data(config);
+  const auto [model, data] = check_data(config);
   validate_tensor(config, model);
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_metrics_file(config.metrics.file);
@@ -204,10 +294,11 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   if (!dir.empty()) formats::check_writable(dir);
   int64_t begin = -1;
   if (const auto path = find_checkpoint(config.checkpoint)) {
-    const auto manifest = options.verify ? formats::verify(*path) : formats::read_manifest(*path);
+    const auto manifest = look_at(*path, config.checkpoint, options);
     if (!config.checkpoint.partial) check_same_model(manifest, model, *path);
     const bool goes_on = config.checkpoint.load == LoadWhat::all;
     if (goes_on) warn_of_differences(manifest, config, *path);
+    if (goes_on && data) require_same_data(manifest, data->identities(config.data), config, *path);
     begin = goes_on ? manifest.step : 0;
   }
   const auto others =

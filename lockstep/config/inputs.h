@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 
 #include "lockstep/config/train_config.h"
 #include "lockstep/formats/corpus.h"
+#include "lockstep/formats/manifest.h"
 #include "lockstep/formats/tokenizer.h"
 
 namespace lockstep::config {
@@ -17,10 +19,26 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab);
 // data.tokenizer with nothing left open: "bytes", or an absolute path.
 std::string tokenizer_name(const TrainConfig& config);
 
+using DataIdentities = std::map<std::string, formats::DataIdentity>;
+
 struct Data {
   formats::Tokenizer tokenizer;
   formats::Corpus train, validation;  // validation may be empty
+  formats::Corpus all;                // data.path
+
+  // What was read, by the name that a checkpoint keeps it under: "data", and "validation" where
+  // that is files of its own. Reads all of it, or runs of what is long.
+  DataIdentities identities(const DataConfig& config) const;
 };
+
+// A line for each, which ranks can compare.
+std::string describe(const DataIdentities& identities);
+// What a checkpoint keeps of them, in JSON.
+std::map<std::string, std::string> state_of(const DataIdentities& identities);
+// ConfigError with both where the checkpoint was trained on other data, unless
+// checkpoint.other_data is set. Validation data may be other files, but not the same changed.
+void require_same_data(const formats::Manifest& manifest, const DataIdentities& identities,
+                       const TrainConfig& config, const std::string& path);
 
 // Opens data.path and keeps the validation data apart. ConfigError for a path that is not there,
 // and where there is less than one sequence.
@@ -33,11 +51,15 @@ std::string activation_folder(const MemoryConfig& config);
 // the newest in the folder named. ConfigError where that is missing.
 std::optional<std::string> find_checkpoint(const CheckpointConfig& config);
 
+// For a message about a damaged checkpoint: those in its folder that are sound, of which it reads
+// every byte.
+std::string other_checkpoints(const std::string& path);
+
 // A checkpoint, or the newest in a folder of them. ConfigError where there is none.
 std::string checkpoint_at(const std::string& path);
 
 struct CheckOptions {
-  bool verify = true;  // reads every byte of the checkpoint to resume from
+  bool verify = true;  // reads every byte of the checkpoint that checkpoint.resume names
 };
 
 // All that can be known before ranks are started, beside what validate() says: ConfigError or

@@ -1,15 +1,14 @@
 #include <cstdint>
-#include <nlohmann/json.hpp>
-#include <set>
 
 #include "lockstep/config/settings.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/formats/json.h"
 
 namespace lockstep::config {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = formats::OrderedJson;
 
 Value value_of(const Json& json, const std::string& name, const std::string& path) {
   if (json.is_boolean()) return json.get<bool>();
@@ -48,24 +47,8 @@ void collect(const Json& object, const std::string& prefix, const std::string& p
 }  // namespace
 
 std::vector<Setting> read_json(const std::string& text, const std::string& path) {
-  // The library keeps the last of two equal keys and says nothing; one set of keys for each open
-  // object finds them.
-  std::vector<std::set<std::string>> open;
-  const auto watch = [&](int, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start) open.emplace_back();
-    if (event == Json::parse_event_t::object_end) open.pop_back();
-    if (event == Json::parse_event_t::key && !open.back().insert(parsed.get<std::string>()).second)
-      throw ConfigError(format("{}: {} is set twice", path, parsed.get<std::string>()));
-    return true;
-  };
-  Json json;
-  try {
-    json = Json::parse(text, watch);
-  } catch (const Json::exception& failure) {
-    throw ConfigError(format("{}: is not JSON: {}", path, failure.what()));
-  }
   std::vector<Setting> settings;
-  collect(json, "", path, settings);
+  collect(formats::parse_user_json(text, path), "", path, settings);
   return settings;
 }
 

@@ -1,20 +1,19 @@
 #include "lockstep/config/schema.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <filesystem>
-#include <fstream>
 #include <set>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
 #include "lockstep/config/settings.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
 
 namespace lockstep::config {
 namespace {
+
+constexpr uint64_t kMaxFile = uint64_t{16} << 20;
 
 // What is said of values that an option does not take.
 std::string limits_text(const Limits& limits) {
@@ -253,16 +252,14 @@ void Schema::read_text(const std::string& text, const std::string& path) {
 }
 
 void Schema::read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  int failure = file.is_open() ? 0 : errno;
-  if (std::filesystem::is_directory(path)) failure = EISDIR;  // opens, but cannot be read
-  if (failure != 0) {
+  std::string text;
+  try {
+    text = lockstep::read_text(path, kMaxFile);
+  } catch (const SystemError& failure) {
     throw ConfigError(format("cannot read the configuration {}: {}", path,
-                             std::generic_category().message(failure)));
+                             std::generic_category().message(failure.error_number())));
   }
-  std::ostringstream text;
-  text << file.rdbuf();
-  read_text(text.str(), path);
+  read_text(text, path);
 }
 
 void Schema::check() const {

@@ -110,8 +110,9 @@ struct CheckpointConfig {
   int64_t keep = 3;                 // the newest; 0: all
   std::string resume = "none";      // none, auto (the newest in dir), or a path
   LoadWhat load = LoadWhat::all;
-  bool partial = false;  // tensors that are missing, too many or of another shape are let pass
-  bool async = false;    // written beside the training, from a copy in memory
+  bool partial = false;     // tensors that are missing, too many or of another shape are let pass
+  bool other_data = false;  // than the checkpoint was trained on is let pass
+  bool async = false;       // written beside the training, from a copy in memory
   WhenBusy when_busy = WhenBusy::wait;
 
   bool operator==(const CheckpointConfig&) const = default;

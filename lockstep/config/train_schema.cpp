@@ -280,6 +280,9 @@ void add_output(Schema& schema, TrainConfig& config) {
   schema.add("partial", config.checkpoint.partial,
              "Load what fits: tensors that are missing, too many or of another shape are a "
              "warning, not an error.");
+  schema.add("other_data", config.checkpoint.other_data,
+             "Resume on other data than the checkpoint was trained on; without it, that is an "
+             "error.");
   schema.add("async", config.checkpoint.async,
              "Train on while a checkpoint is written; takes memory for a copy of what each rank "
              "writes.");

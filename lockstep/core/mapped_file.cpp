@@ -1,24 +1,19 @@
 #include "lockstep/core/mapped_file.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <cerrno>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/input_file.h"
 
 namespace lockstep {
 
 MappedFile::MappedFile(const std::string& path) {
-  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat status {};
-  if (!fd.valid() || fstat(fd.get(), &status) != 0) {
-    throw SystemError("cannot read " + path, errno);
-  }
-  if (!S_ISREG(status.st_mode)) throw ConfigError(path + " is not a file");
+  const Fd fd = open_input(path, status);
   if (status.st_size == 0) return;
   const auto size = static_cast<size_t>(status.st_size);
   void* const memory = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd.get(), 0);

@@ -15,6 +15,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/durable.h"
+#include "lockstep/formats/folder_lock.h"
 #include "lockstep/formats/regular_file.h"
 
 namespace lockstep::formats {
@@ -146,6 +147,7 @@ void check_writable(const std::string& dir) {
   } catch (const SystemError& failure) {
     throw ConfigError(format("checkpoint folder {} cannot be written: {}", dir, failure.what()));
   }
+  FolderLock::require_free(dir);
 }
 
 std::string begin_checkpoint(const std::string& dir, int64_t step) {
@@ -157,7 +159,12 @@ std::string begin_checkpoint(const std::string& dir, int64_t step) {
   return temporary;
 }
 
-std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) {
+std::string commit_checkpoint(const std::string& dir, const Manifest& manifest,
+                              const FolderLock* lock) {
+  const auto require_held = [lock] {
+    if (lock != nullptr) lock->require_held();
+  };
+  require_held();  // before anything of the folder is changed
   const auto temporary = path_of(dir, manifest.step, kTemporary);
   const auto final = path_of(dir, manifest.step);
   const auto aside = path_of(dir, manifest.step, kAside);
@@ -166,6 +173,7 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest) 
   require_sizes(manifest, temporary);
   write_text(format("{}/{}", temporary, kManifest), manifest.to_json());
   sync_folder(temporary);
+  require_held();  // again: a disk may have kept this process waiting
   const bool replaces = has_manifest(final);
   if (replaces) {
     rename_path(final, aside);
@@ -191,10 +199,24 @@ std::vector<Checkpoint> list_complete(const std::string& dir) {
   return checkpoints;
 }
 
-std::optional<Checkpoint> newest(const std::string& dir) {
-  const auto checkpoints = list_complete(dir);
+std::optional<Checkpoint> newest(const std::string& dir, int64_t before) {
+  auto checkpoints = list_complete(dir);
+  std::erase_if(checkpoints, [&](const auto& checkpoint) { return checkpoint.step >= before; });
   const auto found = std::find_if(checkpoints.rbegin(), checkpoints.rend(), is_sound);
   return found == checkpoints.rend() ? std::nullopt : std::optional(*found);
+}
+
+std::vector<Checkpoint> list_sound(const std::string& dir) {
+  auto checkpoints = list_complete(dir);
+  std::reverse(checkpoints.begin(), checkpoints.end());
+  std::erase_if(checkpoints, [](const Checkpoint& checkpoint) {
+    try {
+      return verify(checkpoint.path).step != checkpoint.step;
+    } catch (const Error&) {
+      return true;
+    }
+  });
+  return checkpoints;
 }
 
 Manifest read_manifest(const std::string& path) {

@@ -8,26 +8,30 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/text_files.h"
 #include "lockstep/formats/token_file.h"
-#include "lockstep/formats/token_span.h"
+#include "lockstep/formats/token_source.h"
 
 namespace lockstep::formats {
 namespace {
 
-// A process may have 65530 mappings, and one of a small file is mostly empty pages.
-constexpr size_t kCopyBelow = size_t{64} << 10;
-constexpr size_t kMostMapped = 32768;
+// Files are read where they lie, but small ones are quicker from memory. More descriptors than this
+// are not kept: a process has few of them, and others need some.
+constexpr uint64_t kCopyBelow = uint64_t{64} << 10;
+constexpr size_t kMostOpen = 256;
 
-std::string_view text_of(const MappedFile& file) {
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.size()};
-}
+// Of many tokens an identity looks at so many runs, and at the last.
+constexpr int64_t kRuns = 256, kRun = 4096;
+
+// Text, which a tokenizer encodes as a whole.
+constexpr uint64_t kMostText = uint64_t{1} << 40;
 
 // The tokens of one file, from position `begin` of the stream on.
 struct Piece {
   int64_t begin = 0;
-  TokenSpan tokens;
+  TokenSource tokens;
   std::string path;
 };
 
@@ -45,46 +49,47 @@ std::vector<std::byte> narrowed(std::span<const int32_t> tokens, TokenType type)
 }  // namespace
 
 struct Corpus::Data {
-  // ---- owners of what the pieces show ----
-  std::vector<MappedFile> maps;
-  std::vector<std::vector<std::byte>> copies;
-  std::vector<TokenFile> token_files;
-  // ----
   std::vector<Piece> pieces;
   int64_t size = 0, bytes = 0;
   const char* kind = "text";
   int64_t unreadable = 0, binary = 0;
+  int64_t modified = 0;  // when the file that was changed last was changed
+  size_t open = 0;       // files
 
-  void add(TokenSpan tokens, const std::string& path) {
-    pieces.push_back({size, tokens, path});
+  void add(TokenSource tokens, const std::string& path) {
+    if (tokens.in_file() && ++open > kMostOpen) tokens.close();
+    const int64_t begin = size;
     size += tokens.size();
+    pieces.push_back({begin, std::move(tokens), path});
+  }
+
+  void note(const InputFile& file, int64_t size_of_tokens) {
+    bytes += size_of_tokens;
+    modified = std::max(modified, file.modified());
   }
 
   void add_bytes(const std::string& path) {
-    MappedFile file(path);
-    bytes += static_cast<int64_t>(file.size());
-    if (file.size() < kCopyBelow || maps.size() >= kMostMapped) {
-      const auto& copy = copies.emplace_back(file.bytes().begin(), file.bytes().end());
-      add({copy, TokenType::uint8}, path);
-    } else {
-      maps.push_back(std::move(file));
-      add({maps.back().bytes(), TokenType::uint8}, path);
-    }
+    InputFile file(path);
+    note(file, static_cast<int64_t>(file.size()));
+    if (file.size() >= kCopyBelow) return add({std::move(file), 0, TokenType::uint8}, path);
+    std::vector<std::byte> copy(file.size());
+    file.read(0, copy);
+    add({std::move(copy), TokenType::uint8}, path);
   }
 
   void add_encoded(const std::string& path, const Tokenizer& tokenizer, bool last) {
-    const MappedFile file(path);
-    bytes += static_cast<int64_t>(file.size());
-    std::vector<int32_t> tokens = tokenizer.encode(text_of(file));
+    const InputFile file(path);
+    note(file, static_cast<int64_t>(file.size()));
+    std::vector<int32_t> tokens = tokenizer.encode(read_text(path, kMostText));
     if (!last && tokenizer.end_of_text()) tokens.push_back(*tokenizer.end_of_text());
     const auto type = tokenizer.vocab_size() <= 65536 ? TokenType::uint16 : TokenType::uint32;
-    add({copies.emplace_back(narrowed(tokens, type)), type}, path);
+    add({narrowed(tokens, type), type}, path);
   }
 
   void add_tokens(const std::string& path) {
-    const TokenFile& file = token_files.emplace_back(TokenFile::open(path));
-    bytes += file.size() * file.width();
-    add(file.tokens(), path);
+    TokenFile file = TokenFile::open(path);
+    note(InputFile(path), file.size() * file.width());
+    add(file.take(), path);
   }
 
   // The piece that holds a position in [0, size).
@@ -156,6 +161,26 @@ int64_t Corpus::max_token(int64_t limit_tokens) const {
   return largest;
 }
 
+DataIdentity Corpus::identity() const {
+  std::vector<int64_t> tokens(static_cast<size_t>(kRun));
+  Crc32c crc;
+  const auto add = [&](int64_t begin, int64_t count) {
+    const auto run = std::span(tokens).first(static_cast<size_t>(count));
+    read(begin, run);
+    crc.update(std::as_bytes(run));
+  };
+  DataIdentity identity{.tokens = size(), .modified = data_->modified};
+  if (!identity.is_sampled()) {
+    for (int64_t begin = 0; begin < size(); begin += kRun)
+      add(begin, std::min(kRun, size() - begin));
+  } else {
+    for (int64_t run = 0; run < kRuns; ++run) add((size() - kRun) / (kRuns - 1) * run, kRun);
+    add(size() - kRun, kRun);
+  }
+  identity.crc = crc.value();
+  return identity;
+}
+
 Corpus Corpus::slice(int64_t begin, int64_t end) const {
   if (begin < 0 || end < begin || end > size()) {
     throw ConfigError(format("slice [{}, {}) of data that has tokens [0, {})", begin, end, size()));
@@ -184,6 +209,10 @@ std::string Corpus::locate(int64_t position) const {
   }
   const auto piece = data_->piece_at(begin_ + position);
   return format("{}, token {}", piece->path, begin_ + position - piece->begin);
+}
+
+std::string DataIdentity::describe() const {
+  return format("{} tokens with checksum {:08x}", tokens, crc);
 }
 
 Split hold_out(const Corpus& corpus, double fraction) {

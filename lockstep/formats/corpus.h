@@ -10,8 +10,21 @@
 
 namespace lockstep::formats {
 
-// A value; copies share the data, which never changes. May be read by several threads. The files
-// are mapped and must not shrink while it lives.
+// What tells data from other data, whatever files it is in.
+struct DataIdentity {
+  int64_t tokens = 0;
+  uint32_t crc = 0;      // CRC32C of all tokens, or, beyond 2^24, of 257 runs of 4096 of them
+  int64_t modified = 0;  // of the file that was changed last, in seconds since 1970; not compared
+
+  bool operator==(const DataIdentity& other) const {
+    return tokens == other.tokens && crc == other.crc;
+  }
+  bool is_sampled() const { return tokens > int64_t{1} << 24; }
+  std::string describe() const;  // "1000 tokens with checksum 0a1b2c3d"
+};
+
+// A value; copies share the data, which never changes. May be read by several threads. A file that
+// shrinks while it lives is a DataError of what reads it.
 class Corpus {
  public:
   // `path` as for find_data_files. Files are text or, where the name ends in .bin, token ids, which
@@ -29,6 +42,8 @@ class Corpus {
   Corpus slice(int64_t begin, int64_t end) const;
   // "1234 files, 12.3 MB of text, 12345678 tokens"
   std::string describe() const;
+  // Reads all tokens, or some of many.
+  DataIdentity identity() const;
   // Where a token is from: "shard_2.bin, token 17".
   std::string locate(int64_t position) const;
 

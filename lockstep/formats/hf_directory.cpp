@@ -5,7 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/formats/json.h"
 #include "lockstep/formats/manifest.h"
 
@@ -28,9 +28,7 @@ HfDirectory::HfDirectory(std::string path) : path_(std::move(path)) {
   if (!fs::exists(index, error)) {
     throw CheckpointError(format("{}: has neither {} nor {}", path_, kSingle, kIndex));
   }
-  const MappedFile text(index);
-  const auto json =
-      parse_json({reinterpret_cast<const char*>(text.bytes().data()), text.bytes().size()}, index);
+  const auto json = parse_json(read_text(index, kMaxJsonBytes), index);
   for (const auto& [name, file] : object_member(json, "weight_map", index).items()) {
     if (!file.is_string() || !is_plain_file_name(file.get_ref<const std::string&>())) {
       throw CheckpointError(

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
 
 namespace lockstep::formats {
 namespace {
@@ -25,27 +26,55 @@ std::string reason_of(const Json::exception& failure) {
   return end == std::string::npos ? text : text.substr(end + 2);
 }
 
-Json parse_json(std::string_view text, const std::string& origin) {
+namespace {
+
+// `Fails` throws with the rule that was broken.
+template <class AnyJson, class Fails>
+AnyJson parse(std::string_view text, const Fails& fails) {
   // The parser takes a zero byte for the end of its input.
-  if (text.find('\0') != std::string_view::npos) fail(origin, "holds a zero byte");
+  if (text.find('\0') != std::string_view::npos) fails("holds a zero byte");
   std::vector<std::set<std::string>> keys;
-  const auto watch = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    using Event = Json::parse_event_t;
+  const auto watch = [&](int depth, typename AnyJson::parse_event_t event, AnyJson& parsed) {
+    using Event = typename AnyJson::parse_event_t;
     if (event == Event::object_start || event == Event::array_start) {
-      if (depth >= kMaxDepth) fail(origin, format("nested deeper than {} levels", kMaxDepth));
+      if (depth >= kMaxDepth) fails(format("nested deeper than {} levels", kMaxDepth));
       keys.emplace_back();
     } else if (event == Event::object_end || event == Event::array_end) {
       keys.pop_back();
     } else if (event == Event::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      if (!keys.back().insert(key).second) fail(origin, format("key {} is given twice", key));
+      const auto& key = parsed.template get_ref<const std::string&>();
+      if (!keys.back().insert(key).second) fails(format("key {} is given twice", key));
     }
     return true;
   };
   try {
-    return Json::parse(text.begin(), text.end(), watch);
+    return AnyJson::parse(text.begin(), text.end(), watch);
   } catch (const Json::exception& failure) {
-    fail(origin, "not valid JSON: " + reason_of(failure));
+    fails("not valid JSON: " + reason_of(failure));
+  }
+  return {};
+}
+
+}  // namespace
+
+Json parse_json(std::string_view text, const std::string& origin) {
+  return parse<Json>(text, [&](const std::string& rule) { fail(origin, rule); });
+}
+
+OrderedJson parse_user_json(std::string_view text, const std::string& origin) {
+  return parse<OrderedJson>(
+      text, [&](const std::string& rule) { throw ConfigError(format("{}: {}", origin, rule)); });
+}
+
+OrderedJson read_user_json(const std::string& path) {
+  return parse_user_json(read_text(path, kMaxJsonBytes), path);
+}
+
+Json parse_json_line(std::string_view text) {
+  try {
+    return parse_json(text, "");
+  } catch (const CheckpointError&) {
+    return Json(Json::value_t::discarded);
   }
 }
 

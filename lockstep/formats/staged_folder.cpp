@@ -1,5 +1,9 @@
 #include "lockstep/formats/staged_folder.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <cerrno>
 #include <filesystem>
 #include <string>
 #include <system_error>
@@ -73,9 +77,21 @@ StagedFolder::StagedFolder(const std::string& path, const StagedFolderOptions& o
   std::error_code error;
   if (fs::exists(aside_, error) && !fs::exists(path_, error)) rename_path(aside_, path_);
   require_replaceable(path_, options);
+  lock();  // what another process left there is removed, what it still writes is not
   remove_tree(aside_);
   remove_tree(temporary_);
   make_folders(temporary_);
+  lock();
+}
+
+// Where there is such a folder. A file system without locks lets all pass.
+void StagedFolder::lock() {
+  lock_ = Fd(open(temporary_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+  if (lock_.valid() && flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    throw ConfigError(
+        format("{} is being written by another process; wait for its end, or choose another place",
+               path_));
+  }
 }
 
 StagedFolder::~StagedFolder() {

@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/fd.h"
+
 namespace lockstep::formats {
 
 // Makes a folder and its missing parents. Unless keep() is called, those it made and that are empty
@@ -32,7 +34,8 @@ struct StagedFolderOptions {
 // before, it leaves nothing. Failures of the disk are SystemErrors.
 class StagedFolder {
  public:
-  // ConfigError where something is at `path` that may not be replaced.
+  // ConfigError where something is at `path` that may not be replaced, or another process writes
+  // there.
   StagedFolder(const std::string& path, const StagedFolderOptions& options = {});
   ~StagedFolder();
   StagedFolder(const StagedFolder&) = delete;
@@ -43,9 +46,12 @@ class StagedFolder {
   void commit();
 
  private:
+  void lock();
+
   std::string path_, temporary_, aside_;
   StagedFolderOptions options_;
   MadeFolders parent_;
+  Fd lock_;  // of the temporary folder, whose end is that of this process at the latest
   bool committed_ = false;
 };
 

@@ -36,7 +36,7 @@ std::optional<struct stat> status_of(const std::string& path) {
 enum class Content { usable, empty, binary, unreadable };
 
 Content content_of(const std::string& path) {
-  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!fd.valid()) return Content::unreadable;
   char start[8192];
   const ssize_t count = read(fd.get(), start, sizeof start);

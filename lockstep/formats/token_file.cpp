@@ -2,8 +2,10 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -26,6 +28,13 @@ T load(Bytes bytes, uint64_t at) {
   throw ConfigError(format("token file {}: {}", path, why));
 }
 
+// The first bytes, or all where there are fewer.
+std::vector<std::byte> start_of(const InputFile& file, uint64_t most) {
+  std::vector<std::byte> bytes(std::min(file.size(), most));
+  file.read(0, bytes);
+  return bytes;
+}
+
 // ---- llm.c ----
 
 bool has_llmc_magic(Bytes bytes) {
@@ -34,29 +43,30 @@ bool has_llmc_magic(Bytes bytes) {
   return magic == kLlmc16.magic || magic == kLlmc32.magic || magic == kLlmcEvaluationMagic;
 }
 
-TokenSpan llmc_tokens(const std::string& path, Bytes bytes) {
-  const auto magic = load<int32_t>(bytes, 0);
+TokenType llmc_type(const InputFile& file, Bytes head) {
+  const std::string& path = file.path();
+  const auto magic = load<int32_t>(head, 0);
   if (magic == kLlmcEvaluationMagic) {
     refuse(path, "is an llm.c evaluation file (magic 20240522), not a stream of tokens");
   }
-  if (bytes.size() < kLlmcHeaderBytes) {
+  if (file.size() < kLlmcHeaderBytes) {
     refuse(path,
            format("has {} bytes, an llm.c header has {}; the file is cut short or is not llm.c's",
-                  bytes.size(), kLlmcHeaderBytes));
+                  file.size(), kLlmcHeaderBytes));
   }
   const LlmcKind kind = magic == kLlmc16.magic ? kLlmc16 : kLlmc32;
-  if (const auto version = load<int32_t>(bytes, 4); version != kind.version) {
+  if (const auto version = load<int32_t>(head, 4); version != kind.version) {
     refuse(path,
            format("llm.c magic {} with version {}, must be {}", magic, version, kind.version));
   }
-  const int64_t count = load<int32_t>(bytes, 8);
-  const int64_t there = static_cast<int64_t>(bytes.size() - kLlmcHeaderBytes);
+  const int64_t count = load<int32_t>(head, 8);
+  const int64_t there = static_cast<int64_t>(file.size() - kLlmcHeaderBytes);
   if (count < 0 || there != count * kind.width) {
     refuse(path, format("its llm.c header says {} tokens of {} bytes, but {} bytes follow it; the "
                         "file is cut short or still being written",
                         count, kind.width, there));
   }
-  return {bytes.subspan(kLlmcHeaderBytes), kind.width == 2 ? TokenType::uint16 : TokenType::uint32};
+  return kind.width == 2 ? TokenType::uint16 : TokenType::uint32;
 }
 
 // ---- Megatron ----
@@ -78,14 +88,43 @@ TokenType megatron_type(const std::string& path, uint8_t code) {
   }
 }
 
+// Numbers of a file that are read one after another.
+class Numbers {
+ public:
+  Numbers(const InputFile& file, uint64_t begin) : file_(file), next_(begin) {}
+
+  template <class T>
+  T next() {
+    if (at_ + sizeof(T) > bytes_.size()) {
+      bytes_.resize(std::min<uint64_t>(kBytes, file_.size() - next_));
+      file_.read(next_, bytes_);
+      at_ = 0;
+    }
+    const T value = load<T>(bytes_, at_);
+    at_ += sizeof(T);
+    next_ += sizeof(T);
+    return value;
+  }
+
+ private:
+  static constexpr uint64_t kBytes = uint64_t{1} << 18;
+
+  const InputFile& file_;
+  uint64_t next_;  // the offset in the file of what at_ is in bytes_
+  std::vector<std::byte> bytes_;
+  size_t at_ = 0;
+};
+
 // Sequences must follow one another from the start of .bin to its end, as Megatron writes them.
-void check_sequences(const std::string& path, Bytes index, uint64_t sequences, uint64_t bin_bytes,
+void check_sequences(const InputFile& index, uint64_t sequences, uint64_t bin_bytes,
                      uint64_t width) {
-  const uint64_t lengths = kMegatronHeaderBytes, pointers = lengths + 4 * sequences;
+  const std::string& path = index.path();
+  Numbers lengths(index, kMegatronHeaderBytes);
+  Numbers pointers(index, kMegatronHeaderBytes + 4 * sequences);
   uint64_t end = 0;
   for (uint64_t i = 0; i < sequences; ++i) {
-    const auto length = load<int32_t>(index, lengths + 4 * i);
-    const auto pointer = load<int64_t>(index, pointers + 8 * i);
+    const auto length = lengths.next<int32_t>();
+    const auto pointer = pointers.next<int64_t>();
     if (length < 0) refuse(path, format("sequence {} has {} tokens", i, length));
     if (pointer < 0 || static_cast<uint64_t>(pointer) != end) {
       refuse(path, format("sequence {} is at byte {}, must follow the one before it at {}", i,
@@ -101,11 +140,12 @@ void check_sequences(const std::string& path, Bytes index, uint64_t sequences, u
   }
 }
 
-void check_documents(const std::string& path, Bytes index, uint64_t sequences, uint64_t documents) {
-  const uint64_t first = kMegatronHeaderBytes + 12 * sequences;
+void check_documents(const InputFile& index, uint64_t sequences, uint64_t documents) {
+  const std::string& path = index.path();
+  Numbers borders(index, kMegatronHeaderBytes + 12 * sequences);
   int64_t before = 0;
   for (uint64_t i = 0; i < documents; ++i) {
-    const auto border = load<int64_t>(index, first + 8 * i);
+    const auto border = borders.next<int64_t>();
     if (border < before || (i == 0 && border != 0) || border > static_cast<int64_t>(sequences)) {
       refuse(path, format("document border {} is sequence {}; borders must rise from 0 to {}", i,
                           border, sequences));
@@ -117,25 +157,27 @@ void check_documents(const std::string& path, Bytes index, uint64_t sequences, u
   }
 }
 
-TokenType check_index(const std::string& path, Bytes index, uint64_t bin_bytes) {
-  if (index.size() < kMegatronHeaderBytes ||
-      std::memcmp(index.data(), kMegatronMagic, sizeof kMegatronMagic) != 0) {
+TokenType check_index(const InputFile& index, uint64_t bin_bytes) {
+  const std::string& path = index.path();
+  const auto head = start_of(index, kMegatronHeaderBytes);
+  if (head.size() < kMegatronHeaderBytes ||
+      std::memcmp(head.data(), kMegatronMagic, sizeof kMegatronMagic) != 0) {
     refuse(path, format("its {} bytes do not begin with Megatron's header of {} bytes (MMIDIDX)",
                         index.size(), kMegatronHeaderBytes));
   }
-  if (const auto version = load<uint64_t>(index, 9); version != kMegatronVersion) {
+  if (const auto version = load<uint64_t>(head, 9); version != kMegatronVersion) {
     refuse(path, format("version {}, must be {}", version, kMegatronVersion));
   }
-  const TokenType type = megatron_type(path, load<uint8_t>(index, 17));
-  const auto sequences = load<uint64_t>(index, 18), documents = load<uint64_t>(index, 26);
+  const TokenType type = megatron_type(path, load<uint8_t>(head, 17));
+  const auto sequences = load<uint64_t>(head, 18), documents = load<uint64_t>(head, 26);
   // Divided first: counts from a damaged header would overflow the products.
   if (sequences > index.size() / 12 || documents > index.size() / 8 ||
       index.size() != kMegatronHeaderBytes + 12 * sequences + 8 * documents) {
     refuse(path, format("has {} bytes, its header asks for {} + 12 x {} sequences + 8 x {} borders",
                         index.size(), kMegatronHeaderBytes, sequences, documents));
   }
-  check_sequences(path, index, sequences, bin_bytes, static_cast<uint64_t>(width_of(type)));
-  check_documents(path, index, sequences, documents);
+  check_sequences(index, sequences, bin_bytes, static_cast<uint64_t>(width_of(type)));
+  check_documents(index, sequences, documents);
   return type;
 }
 
@@ -166,22 +208,21 @@ std::string index_path(const std::string& path) {
 }
 
 TokenFile TokenFile::open(const std::string& path) {
-  MappedFile file(path);
-  const Bytes bytes = file.bytes();
+  InputFile file(path);
   struct stat status {};
   if (const std::string index = index_path(path); stat(index.c_str(), &status) == 0) {
-    const MappedFile mapped_index(index);
-    const TokenType type = check_index(index, mapped_index.bytes(), bytes.size());
-    return {std::move(file), TokenLayout::megatron, {bytes, type}};
+    const TokenType type = check_index(InputFile(index), file.size());
+    return {TokenLayout::megatron, {std::move(file), 0, type}};
   }
-  if (has_llmc_magic(bytes)) {
-    return {std::move(file), TokenLayout::llmc, llmc_tokens(path, bytes)};
+  if (const auto head = start_of(file, kLlmcHeaderBytes); has_llmc_magic(head)) {
+    const TokenType type = llmc_type(file, head);
+    return {TokenLayout::llmc, {std::move(file), kLlmcHeaderBytes, type}};
   }
-  if (bytes.size() % 2 != 0) {
+  if (file.size() % 2 != 0) {
     refuse(path, format("has {} bytes; without a header it must hold uint16 ids, two bytes each",
-                        bytes.size()));
+                        file.size()));
   }
-  return {std::move(file), TokenLayout::nanogpt, {bytes, TokenType::uint16}};
+  return {TokenLayout::nanogpt, {std::move(file), 0, TokenType::uint16}};
 }
 
 }  // namespace lockstep::formats

@@ -7,9 +7,9 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
-#include "lockstep/core/mapped_file.h"
-#include "lockstep/formats/token_span.h"
+#include "lockstep/formats/token_source.h"
 
 namespace lockstep::formats {
 
@@ -23,7 +23,7 @@ TokenLayout token_layout(std::string_view name);
 // data.bin -> data.idx.
 std::string index_path(const std::string& path);
 
-// Mapped, read-only. Its documents are seen as one stream.
+// Its documents are seen as one stream.
 class TokenFile {
  public:
   // Megatron where an .idx is beside it, llm.c by its magic number, else raw uint16. Everything
@@ -33,16 +33,16 @@ class TokenFile {
   TokenLayout kind() const { return kind_; }
   int64_t width() const { return width_of(tokens_.type()); }  // bytes of a token
   int64_t size() const { return tokens_.size(); }             // in tokens
-  const TokenSpan& tokens() const { return tokens_; }         // lives as long as this file
+  const TokenSource& tokens() const { return tokens_; }
+  // What is left of it has no tokens.
+  TokenSource take() { return std::move(tokens_); }
   void read(int64_t begin, std::span<int64_t> out) const { tokens_.read(begin, out); }
 
  private:
-  TokenFile(MappedFile file, TokenLayout kind, TokenSpan tokens)
-      : file_(std::move(file)), kind_(kind), tokens_(tokens) {}
+  TokenFile(TokenLayout kind, TokenSource tokens) : kind_(kind), tokens_(std::move(tokens)) {}
 
-  MappedFile file_;
   TokenLayout kind_;
-  TokenSpan tokens_;
+  TokenSource tokens_;
 };
 
 // Writes documents to a temporary file beside the target, which finish() puts in its place: other

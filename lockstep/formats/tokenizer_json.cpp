@@ -2,7 +2,6 @@
 
 #include <array>
 #include <cstdint>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
@@ -11,12 +10,12 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/formats/json.h"
 
 namespace lockstep::formats {
 namespace {
 
-using Json = nlohmann::json;
 using Vocabulary = std::unordered_map<std::string, int32_t>;
 
 // Above any vocabulary; an id is also an index.
@@ -69,13 +68,11 @@ class Reader {
   explicit Reader(std::string path) : path_(std::move(path)) {}
 
   TokenizerJson read() {
-    const MappedFile file(path_);
     Json root;
     try {
-      const auto* text = reinterpret_cast<const char*>(file.bytes().data());
-      root = Json::parse(text, text + file.size());
-    } catch (const Json::exception& error) {
-      throw ConfigError(format("tokenizer {}: not JSON: {}", path_, error.what()));
+      root = parse_json(read_text(path_, kMaxJsonBytes), path_);
+    } catch (const CheckpointError& failure) {
+      throw ConfigError(format("tokenizer {}", failure.what()));
     }
     if (!root.is_object()) refuse("the file", root, "an object");
     read_normalizer(get(root, "normalizer"));

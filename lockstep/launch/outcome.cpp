@@ -6,7 +6,9 @@
 
 namespace lockstep::launch {
 
-bool restart_may_help(int code) { return code != 2 && code != 75 && code != 78 && code != 93; }
+bool restart_may_help(int code) {
+  return code != 2 && code != 74 && code != 75 && code != 78 && code != 93;
+}
 
 std::string pack(const Outcome& outcome) {
   return format("{} {} {}\n{}", static_cast<int>(outcome.kind), outcome.code,

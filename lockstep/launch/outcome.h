@@ -16,7 +16,8 @@ struct Outcome {
 };
 
 // False for the codes by which a program says that starting it again would not help: 2 and 78 (its
-// input is wrong), 75 (preempted, its state is saved), 93 (do not restart).
+// input is wrong), 74 (its data has changed), 75 (preempted, its state is saved), 93 (do not
+// restart).
 bool restart_may_help(int code);
 
 std::string pack(const Outcome& outcome);

@@ -6,12 +6,14 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/mapped_file.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/schedule/render.h"
 #include "lockstep/schedule/validate.h"
 
 namespace lockstep::schedule {
 namespace {
+
+constexpr uint64_t kMaxFile = uint64_t{256} << 20;
 
 std::string_view trimmed(std::string_view text) {
   const auto begin = text.find_first_not_of(" \t\r");
@@ -84,13 +86,13 @@ Schedule from_csv(std::string_view text, const std::string& path) {
 }
 
 Schedule read_csv(const std::string& path) {
-  MappedFile file;
+  std::string text;
   try {
-    file = MappedFile(path);
-  } catch (const SystemError& error) {
+    text = read_text(path, kMaxFile);
+  } catch (const Error& error) {
     throw ConfigError(format("[schedule] {}", error.what()));
   }
-  return from_csv({reinterpret_cast<const char*>(file.bytes().data()), file.size()}, path);
+  return from_csv(text, path);
 }
 
 }  // namespace lockstep::schedule

@@ -5,10 +5,13 @@
 #include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/formats/json.h"
 #include "lockstep/train/device.h"
 
 namespace lockstep::train {
@@ -16,14 +19,17 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr uint64_t kMostBytes = uint64_t{4} << 30;
+
 Json number(double value) { return std::isfinite(value) ? Json(value) : Json(); }
 
 // The lines of steps up to `last_step`; a line that was cut off by a crash ends them.
 std::vector<std::string> kept_lines(const std::string& path, int64_t last_step) {
   std::vector<std::string> kept;
-  std::ifstream old(path);
+  if (!std::filesystem::exists(path)) return kept;
+  std::istringstream old(read_text(path, kMostBytes));
   for (std::string line; std::getline(old, line);) {
-    const Json parsed = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto parsed = formats::parse_json_line(line);
     if (!parsed.is_object() || !parsed.contains("step") || !parsed["step"].is_number_integer()) {
       break;
     }
@@ -36,6 +42,10 @@ std::vector<std::string> kept_lines(const std::string& path, int64_t last_step) 
 
 MetricsFile::MetricsFile(const std::string& path, int64_t last_step) {
   if (path.empty()) return;
+  // It would be replaced, whatever it is.
+  if (std::filesystem::exists(path) && !std::filesystem::is_regular_file(path)) {
+    throw ConfigError(format("metrics.file: {} is not a regular file; choose another place", path));
+  }
   const auto kept = last_step > 0 ? kept_lines(path, last_step) : std::vector<std::string>{};
   const auto folder = std::filesystem::path(path).parent_path();
   std::error_code failure;

@@ -13,6 +13,7 @@
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/compare.h"
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -93,6 +94,12 @@ TrainConfig completed(TrainConfig config, const formats::Tokenizer& tokenizer) {
   return config;
 }
 
+// Ranks that read different files would train on, each on its own.
+config::DataIdentities compared(config::DataIdentities identities, const comm::Group& world) {
+  comm::require_same(config::describe(identities), world);
+  return identities;
+}
+
 plan::Memory predicted(const TrainConfig& config, const comm::Group& world) {
   return plan::memory_per_rank(config, config.model,
                                world.size())[static_cast<size_t>(world.rank())];
@@ -116,6 +123,7 @@ struct Trainer::State {
   const comm::Group dp;
   const config::Data data;
   const TrainConfig config;
+  const config::DataIdentities identities;
   const int threads;
   const c10::Device device;
   const int64_t accumulation, global_batch;
@@ -143,6 +151,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       dp(mesh["dp"]),
       data(config::open_data(given)),
       config(completed(std::move(given), data.tokenizer)),
+      identities(compared(data.identities(config.data), world)),
       threads(set_threads(config, world)),
       device(limited_device(config, world)),
       accumulation(config.accumulation(world.size())),
@@ -163,6 +172,11 @@ Trainer::State::State(TrainConfig given, comm::Group group)
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   }
+  if (!config.checkpoint.dir.empty()) {
+    saver.emplace(config.checkpoint.dir, world,
+                  checkpoint::SaverOptions{.background = config.checkpoint.async});
+    saver->lock();  // before it is decided what to resume from
+  }
   resume();
   reader.emplace(data.train, formats::BatchPlan{.seq_len = config.train.seq_len,
                                                 .micro_batch = config.train.micro_batch,
@@ -172,28 +186,53 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                                                 .seed = static_cast<uint64_t>(config.train.seed),
                                                 .vocab = config.model.vocab,
                                                 .first_sample = samples});
-  if (!config.checkpoint.dir.empty()) {
-    saver.emplace(config.checkpoint.dir, world,
-                  checkpoint::SaverOptions{.background = config.checkpoint.async});
-    saver->reserve(model.slices(*optimizer));
-  }
+  if (saver) saver->reserve(model.slices(*optimizer));
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
   progress.emplace(speaks, done, config.train.steps, config.train.log_every);
 }
 
-void Trainer::State::resume() {
+// The checkpoint that the configuration names. A damaged one is refused, with those that could be
+// named instead.
+static checkpoint::Resumed load_named(const std::string& name,
+                                      const std::vector<checkpoint::NamedSlice>& slices,
+                                      const comm::Group& world,
+                                      const checkpoint::LoadOptions& options) {
   // One rank looks: a network disk may show others something older.
-  const std::string found = checkpoint::detail::exchange_texts(
-      world.rank() == 0 ? config::find_checkpoint(config.checkpoint).value_or("") : "", world)[0];
-  if (found.empty()) return;
+  const std::string path = checkpoint::detail::together("resume", world, [&]() -> std::string {
+    return world.rank() == 0 ? config::checkpoint_at(name) : "";
+  })[0];
+  try {
+    auto manifest = checkpoint::load(path, slices, world, options);
+    return {path, std::move(manifest)};
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception&) {
+    const std::string damage = checkpoint::damage_in(path, world);
+    if (damage.empty()) throw;
+    const auto others = checkpoint::detail::together("resume", world, [&]() -> std::string {
+      return world.rank() == 0 ? config::other_checkpoints(path) : "";
+    });
+    throw ConfigError(format("{}; {}", damage, others[0]));
+  }
+}
+
+void Trainer::State::resume() {
+  const std::string& name = config.checkpoint.resume;
+  if (name == "none") return;
   const bool goes_on = config.checkpoint.load == config::LoadWhat::all;
-  const auto manifest = checkpoint::load(
-      found, goes_on ? model.slices(*optimizer) : model.slices(), world,
-      {.may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
-       .partial = config.checkpoint.partial});
+  const auto slices = goes_on ? model.slices(*optimizer) : model.slices();
+  const checkpoint::LoadOptions options{
+      .may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
+      .partial = config.checkpoint.partial};
+  const auto resumed = name == "auto"
+                           ? checkpoint::load_newest(config.checkpoint.dir, slices, world, options)
+                           : std::optional(load_named(name, slices, world, options));
+  if (!resumed) return;
+  const auto& [found, manifest] = *resumed;
   resumed_from = found;
   if (!goes_on) return;
+  config::require_same_data(manifest, identities, config, found);
   done = manifest.step;
   const auto position = manifest.state.find("samples");
   if (position == manifest.state.end()) {
@@ -320,12 +359,14 @@ void Trainer::State::evaluate() {
 void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   if (!saver || saved_at == done) return;
   progress->pause();
+  auto state = config::state_of(identities);
+  state["samples"] = std::to_string(samples);
+  state["tokens"] = std::to_string(samples * config.train.seq_len);
+  state["seed"] = std::to_string(config.train.seed);
   const bool begun =
       saver->save({.step = done,
                    .slices = model.slices(*optimizer),
-                   .state = {{"samples", std::to_string(samples)},
-                             {"tokens", std::to_string(samples * config.train.seq_len)},
-                             {"seed", std::to_string(config.train.seed)}},
+                   .state = state,
                    .config = config::to_json(config),
                    .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0},
                   when_busy);

@@ -1,11 +1,14 @@
 // `lockstep checkpoint export` as its users meet it, and what it wrote imported again.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 
 #include <cmath>
 #include <functional>
 #include <nlohmann/json.hpp>
 
+#include "lockstep/core/fd.h"
 #include "lockstep/formats/safetensors.h"
 #include "tests/cli/checkpoint_arrays.h"
 #include "tests/formats/small_tokenizer.h"
@@ -160,6 +163,22 @@ TEST_F(CheckpointExport, WeightsAreCutIntoFilesBySize) {
   ASSERT_EQ(run({"export", path("run"), path("each"), "--max-shard-size", "1"}).code, 0);
   EXPECT_EQ(std::distance(fs::directory_iterator(path("each")), {}),
             static_cast<long>(expected.size()) + 2);
+}
+
+TEST_F(CheckpointExport, APlaceThatAnotherProcessWritesIsRefused) {
+  save_model(path("run"), gpt_, {});
+  fs::create_directory(path("out.lockstep-tmp"));
+  write_file(path("out.lockstep-tmp/half"), "written");
+  {
+    const Fd other(open(path("out.lockstep-tmp").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    ASSERT_EQ(flock(other.get(), LOCK_EX | LOCK_NB), 0);
+    const Result result = run({"export", path("run"), path("out")});
+    EXPECT_EQ(result.code, 2);
+    EXPECT_THAT(result.err, HasSubstr(path("out") + " is being written by another process"));
+    EXPECT_TRUE(fs::exists(path("out.lockstep-tmp/half")));
+  }
+  EXPECT_EQ(run({"export", path("run"), path("out")}).code, 0);
+  EXPECT_FALSE(fs::exists(path("out.lockstep-tmp")));
 }
 
 TEST_F(CheckpointExport, TokenizersAreCopiedAndNamed) {

@@ -2,8 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <functional>
 
+#include "lockstep/formats/folder_lock.h"
 #include "tests/cli/checkpoint_arrays.h"
 
 namespace lockstep::test {
@@ -34,6 +37,16 @@ TEST_F(CheckpointImport, NamesOfTheHubAndBuffersAreRead) {
   result = run({"import", path("hf"), path("run")});
   EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("run has checkpoints already, up to step 0"));
+}
+
+TEST_F(CheckpointImport, AFolderThatAnotherProcessSavesInIsRefused) {
+  write_hf(path("hf"), gpt_.model, gpt2_arrays(model_values(gpt_.model), true, ""));
+  const formats::FolderLock lock(path("run"));
+  const Result result = run({"import", path("hf"), path("run")});
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr(path("run") + " is in use by pid "),
+                                HasSubstr(std::to_string(getpid()))));
+  EXPECT_NO_THROW(lock.require_held());
 }
 
 TEST_F(CheckpointImport, WrongFoldersAreRefusedBeforeAnythingIsWritten) {

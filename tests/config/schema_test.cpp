@@ -239,20 +239,20 @@ TEST_F(SchemaTest, WrongFiles) {
   refused_text("more.sizes = ['a']", "f:1: ['a'] must be a list of numbers");
   refused_text("bowl.day = 1979-05-27",
                "f:1: 1979-05-27 is not a number, true or false; a string needs quotes");
-  refused_text(R"({"bowl": {"count": 1, "count": 2}})", "f: count is set twice");
+  refused_text(R"({"bowl": {"count": 1, "count": 2}})", "f: key count is given twice");
   refused_text(R"({"bowl": {"count": 1}, "bowl.count": 2})", "f: bowl.count is set twice");
   refused_text(
       R"({"bowl": {"count": null}})",
       "f: bowl.count is null, must be a number, a string, true, false or a list of numbers");
-  EXPECT_THAT(
-      [&] { schema.read_text("{\n\"bowl\": }", "f"); },
-      ThrowsMessage<ConfigError>(testing::AllOf(HasSubstr("f: is not JSON"), HasSubstr("line 2"))));
+  EXPECT_THAT([&] { schema.read_text("{\n\"bowl\": }", "f"); },
+              ThrowsMessage<ConfigError>(
+                  testing::AllOf(HasSubstr("f: not valid JSON"), HasSubstr("line 2"))));
   EXPECT_THAT([&] { schema.read_file("/nowhere/x.toml"); },
               ThrowsMessage<ConfigError>(StrEq(
                   "cannot read the configuration /nowhere/x.toml: No such file or directory")));
-  EXPECT_THAT(
-      [&] { schema.read_file("/tmp"); },
-      ThrowsMessage<ConfigError>(StrEq("cannot read the configuration /tmp: Is a directory")));
+  EXPECT_THAT([&] { schema.read_file("/tmp"); },
+              ThrowsMessage<ConfigError>(
+                  StrEq("cannot read /tmp: it is a folder, must be a regular file")));
 }
 
 TEST_F(SchemaTest, CheckSeesValuesThatNoFlagGave) {

@@ -3,11 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/formats/batch_reader.h"
 #include "lockstep/formats/text_files.h"
 #include "lockstep/formats/token_file.h"
 #include "tests/formats/small_tokenizer.h"
@@ -184,6 +189,81 @@ TEST_F(CorpusTest, HoldOutIsTheEnd) {
   for (const double fraction : {-0.1, 1.0, 2.0, std::nan("")}) {
     EXPECT_THROW(hold_out(corpus, fraction), ConfigError);
   }
+}
+
+void shorten(const std::string& path, off_t size) { ASSERT_EQ(truncate(path.c_str(), size), 0); }
+
+TEST_F(CorpusTest, AFileThatShrinksIsNamed) {
+  const std::string text = write("long.txt", std::string(200'000, 'a'));
+  const std::string ids =
+      write_tokens("ids.bin", std::vector<int32_t>(100'000, 7), TokenLayout::llmc);
+  for (const std::string& file : {text, ids}) {
+    const Corpus corpus = open(file);
+    EXPECT_EQ(read(corpus, 99'000, 10).size(), 10u);
+    shorten(file, 14'000);
+    EXPECT_EQ(read(corpus, 0, 100).size(), 100u);  // what is left is right
+    const auto named = testing::AllOf(HasSubstr(file), HasSubstr("14000 now"));
+    EXPECT_THAT([&] { read(corpus, 99'000, 10); }, ThrowsMessage<DataError>(named));
+    EXPECT_THAT([&] { corpus.max_token(100'000); }, ThrowsMessage<DataError>(named));
+    EXPECT_THAT([&] { corpus.identity(); }, ThrowsMessage<DataError>(named));
+    // On the thread of a reader of batches, and what it says comes through.
+    EXPECT_THAT(
+        [&] {
+          BatchReader reader(corpus, {.seq_len = 1000, .micro_batch = 4, .vocab = 256});
+          for (int i = 0; i < 100; ++i) reader.next();
+        },
+        ThrowsMessage<DataError>(named));
+  }
+}
+
+// More files than are kept open.
+TEST_F(CorpusTest, ManyFilesAreReadWithFewDescriptors) {
+  constexpr int64_t kFiles = 300, kTokens = 40'000;
+  std::filesystem::create_directory(path("many"));
+  for (int64_t i = 0; i < kFiles; ++i) {
+    write("many/" + std::to_string(i) + ".bin", "");
+    shorten(path("many/" + std::to_string(i) + ".bin"), 2 * kTokens);
+  }
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto before = descriptors();
+  const Corpus corpus = open(path("many"));
+  EXPECT_LE(descriptors() - before, 260);
+  ASSERT_EQ(corpus.size(), kFiles * kTokens);
+  EXPECT_EQ(corpus.max_token(corpus.size()), 0);
+  const std::string last = corpus.locate(corpus.size() - 1);
+  const std::string file = last.substr(0, last.find(','));
+  shorten(file, 100);
+  EXPECT_THAT([&] { read(corpus, corpus.size() - 1, 1); },
+              ThrowsMessage<DataError>(HasSubstr(file)));
+  write("other", std::string(2 * kTokens, '\0'));
+  std::filesystem::rename(path("other"), file);
+  EXPECT_THAT([&] { read(corpus, corpus.size() - 1, 1); },
+              ThrowsMessage<DataError>(testing::AllOf(HasSubstr(file), HasSubstr("replaced"))));
+}
+
+TEST_F(CorpusTest, IdentityIsThatOfTheContent) {
+  const std::string text = std::string(70'000, 'a') + std::string(70'000, 'b');
+  const auto identity = open(write("one.txt", text)).identity();
+  EXPECT_EQ(identity.tokens, 140'000);
+  EXPECT_EQ(open(write("moved.txt", text)).identity(), identity);
+  const std::string first = write("1.txt", std::string(70'000, 'a'));
+  EXPECT_EQ(open(first + "," + write("2.txt", std::string(70'000, 'b'))).identity(), identity);
+  std::string other = text;
+  other[100'000] = 'c';
+  EXPECT_NE(open(write("other.txt", other)).identity(), identity);
+  EXPECT_NE(open(write("short.txt", text.substr(1))).identity(), identity);
+  // Of much data the ends are looked at, whatever else is.
+  write("large.bin", "");
+  shorten(path("large.bin"), off_t{1} << 26);
+  const auto large = open(path("large.bin")).identity();
+  EXPECT_TRUE(large.is_sampled());
+  EXPECT_EQ(open(path("large.bin")).identity(), large);
+  std::fstream(path("large.bin"), std::ios::in | std::ios::out | std::ios::binary)
+      .seekp((off_t{1} << 26) - 1)
+      .put('x');
+  EXPECT_NE(open(path("large.bin")).identity(), large);
 }
 
 }  // namespace

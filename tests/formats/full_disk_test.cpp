@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -57,7 +56,6 @@ std::string save_too_much(const std::string& dir, int expected) {
 TEST(FullDisk, LimitOfFileSize) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {
-              signal(SIGXFSZ, SIG_IGN);
               const rlimit limit{kSpace, kSpace};
               if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
               return save_too_much(temp.path() + "/checkpoints", EFBIG);
@@ -75,7 +73,6 @@ TEST(FullDisk, SmallFileSystem) {
                 return save_too_much(temp.path() + "/checkpoints", ENOSPC);
               }
               std::puts("no file system could be mounted");
-              signal(SIGXFSZ, SIG_IGN);
               const rlimit limit{kSpace, kSpace};
               if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
               return save_too_much(temp.path() + "/checkpoints", EFBIG);

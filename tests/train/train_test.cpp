@@ -303,8 +303,9 @@ TEST_F(Train, DamagedCheckpointsAreRefused) {
   bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
   write_file(file, bytes);
   const Result damaged = run({"--checkpoint.resume", checkpoint});
-  EXPECT_NE(damaged.code, 0);
-  EXPECT_THAT(damaged.err, AllOf(HasSubstr(file), Not(HasSubstr("\n\n"))));
+  EXPECT_EQ(damaged.code, 2);
+  EXPECT_THAT(damaged.err, AllOf(HasSubstr(file), HasSubstr("no other checkpoint there is sound")));
+  EXPECT_EQ(std::count(damaged.err.begin(), damaged.err.end(), '\n'), 1) << damaged.err;
   const Result sampled =
       lockstep_command({"sample", "--checkpoint", checkpoint, "--prompt", "int"});
   EXPECT_NE(sampled.code, 0);

@@ -8,12 +8,13 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "lockstep/comm/meeting.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
+#include "lockstep/formats/json.h"
 
 namespace lockstep::comm::strategy {
 namespace {
@@ -41,7 +42,7 @@ OpKind kind_of(const std::string& name) {
 // The whole file, checked: every table in it can be read. Throws ConfigError with the reason.
 Json parse_file(const std::string& text) {
   try {
-    Json file = Json::parse(text);
+    Json file = formats::parse_user_json(text, "its text");
     if (file.at("format") != kFormat)
       throw ConfigError(format("its format is {}, must be {}", file["format"].dump(), kFormat));
     if (file.at("machine") != machine()) {
@@ -56,21 +57,17 @@ Json parse_file(const std::string& text) {
 }
 
 std::string read_file(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) return "";
-  std::ostringstream text;
-  text << stream.rdbuf();
-  return text.str();
+  return fs::exists(path) ? read_text(path, formats::kMaxJsonBytes) : "";
 }
 
 // All tables of this machine as one JSON object, or nothing.
 std::string read_tables() {
   const std::string path = table_path();
-  const std::string text = path.empty() ? "" : read_file(path);
-  if (text.empty()) return "";
+  if (path.empty()) return "";
   try {
-    return parse_file(text)["tables"].dump();
-  } catch (const ConfigError& error) {
+    const std::string text = read_file(path);
+    return text.empty() ? "" : parse_file(text)["tables"].dump();
+  } catch (const Error& error) {
     log::warn(format("{} is ignored: {}; `lockstep bench collectives --calibrate` writes it anew",
                      path, error.what()));
     return "";
@@ -123,7 +120,7 @@ std::string Table::to_json() const {
 Table Table::from_json(const std::string& text) {
   Table table;
   try {
-    const Json json = Json::parse(text);
+    const Json json = formats::parse_user_json(text, "a table");
     for (const auto& [name, rows] : json.items()) {
       const OpKind kind = kind_of(name);
       for (const auto& row : rows) {
@@ -178,7 +175,7 @@ Table shared_table(const detail::Membership& membership, const std::string& key,
     world.strategy_tables = world.store->get(name, Deadline(world.timeout));
   }
   if (!world.strategy_tables->empty()) {
-    const Json tables = Json::parse(*world.strategy_tables);
+    const Json tables = formats::parse_user_json(*world.strategy_tables, "the tables");
     if (tables.contains(key)) {
       Table table = Table::from_json(tables[key].dump());
       if (has_hierarchy || table.strategies().count(CommStrategy::hierarchical) == 0) return table;
