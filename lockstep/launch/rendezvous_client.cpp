@@ -163,24 +163,26 @@ class RendezvousClient::Impl {
   // starting, and one that says so is of an incarnation before this one: try again. A rank learns
   // its incarnation.
   Fd join(Identity& identity, const Deadline& deadline) {
-    std::string reason = "it closes every connection";
+    std::optional<std::string> told;
+    const auto late = [&](const std::string& otherwise) {
+      return TimeoutError(format("rendezvous {}: {}", where_, told.value_or(otherwise)));
+    };
     while (true) {
-      Fd fd = connect_socket(places_, deadline);
+      Fd fd;
       try {
+        fd = connect_socket(places_, deadline);
         const auto joined = introduce(fd, identity, deadline);
         if (joined && joined->status == wire::Status::later) {
-          reason = joined->value;
+          told = joined->value;
         } else if (joined) {
           return fd;
         }
       } catch (const SystemError&) {
       } catch (const TimeoutError&) {
-        throw TimeoutError(
-            format("rendezvous {}: connected, but it does not answer; is it one?", where_));
+        if (!fd.valid() && !told) throw;  // it says where nothing answers
+        throw late("connected, but it does not answer; is it one?");
       }
-      if (deadline.passed()) {
-        throw TimeoutError(format("rendezvous {}: {}", where_, reason));
-      }
+      if (deadline.passed()) throw late("it closes every connection");
       std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
     }
   }

@@ -141,8 +141,9 @@ TEST(RankEnv, SlurmStep) {
   EXPECT_EQ(env.local_rank, 1);
   EXPECT_EQ(env.master_addr, "node003") << "the step's nodes, not the job's";
   EXPECT_EQ(env.master_port, 15000 + 4567);
-  EXPECT_NE(detect(without(kSlurm, "SLURM_STEP_ID") + Variables{{"SLURM_STEP_ID", "1"}}).master_port,
-            env.master_port)
+  EXPECT_NE(
+      detect(without(kSlurm, "SLURM_STEP_ID") + Variables{{"SLURM_STEP_ID", "1"}}).master_port,
+      env.master_port)
       << "two steps of a job have a port each";
 
   const auto given = detect(kSlurm + Variables{{"MASTER_ADDR", "head"}, {"MASTER_PORT", "4000"}});
