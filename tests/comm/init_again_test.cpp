@@ -57,7 +57,7 @@ std::vector<std::string> torchrun(const std::string& ranks) {
 #endif
 
 bool tests_all() { return std::getenv("LOCKSTEP_TEST_ALL") != nullptr; }
-int cycles() { return tests_all() ? 1000 : 24; }
+int cycles() { return tests_all() ? 1000 : 8; }
 milliseconds limit() { return milliseconds{tests_all() ? 1'200'000 : 60'000}; }
 
 void expect_cycles(std::vector<std::string> argv, const std::string& backend) {
