@@ -183,8 +183,9 @@ void TensorParallel::apply(torch::nn::Module& model) {
         if (split.is_whole()) {
           if (!state.options.sequence_parallel) continue;
           state.partial.insert(full);
-          if (state.multiplied.insert(tensor.unsafeGetTensorImpl()).second)
-            multiply_gradient(tensor, group.size());
+          if (!state.multiplied.insert(tensor.unsafeGetTensorImpl()).second) continue;
+          multiply_gradient(tensor, group.size());
+          if (!tensor.requires_grad()) state.parameters.push_back({full, tensor});  // yet
           continue;
         }
         if (style == TensorStyle::vocab) sharing.rows = split.ranges[0];
