@@ -99,7 +99,7 @@ TEST(TensorParallel, GradientsOfWholeParametersAddUpUnderWrappers) {
         const auto mine = input.chunk(2)[static_cast<size_t>(dp.rank())];
         const at::Tensor output = ddp ? ddp->forward(mine) : net(mine);
         nn::cross_entropy(output.flatten(0, 1), target.chunk(2)[static_cast<size_t>(dp.rank())],
-                          {.group = tp, .vocab = 11})
+                          {.scale = 2, .group = tp, .vocab = 11})
             .backward();
         for (int call = 0; call < 2; ++call) {
           if (sharded) {
