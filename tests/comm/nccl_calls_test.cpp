@@ -45,8 +45,9 @@ TEST_F(NcclCalls, ReductionsHaveTheTypeAndTheOperation) {
       {reduce_all(at::kHalf, ReduceOp::max), "all_reduce(1000 x 6, op 2)"},
       {reduce_all(at::kBFloat16, ReduceOp::min), "all_reduce(1000 x 9, op 3)"},
       {reduce_all(at::kFloat, ReduceOp::avg), "all_reduce(1000 x 7, op 4)"},
-      // A sum, which is divided afterwards.
-      {reduce_all(at::kLong, ReduceOp::avg), "all_reduce(1000 x 4, op 0)"},
+      // Sums of int64, which are divided afterwards: of narrower numbers, and of two halves.
+      {reduce_all(at::kChar, ReduceOp::avg), "all_reduce(1000 x 4, op 0)"},
+      {reduce_all(at::kLong, ReduceOp::avg), "all_reduce(2000 x 4, op 0)"},
       {reduce_all(at::kInt, ReduceOp::sum), "all_reduce(1000 x 2, op 0)"},
       {reduce_all(at::kChar, ReduceOp::sum), "all_reduce(1000 x 0, op 0)"},
       {reduce_all(at::kByte, ReduceOp::sum), "all_reduce(1000 x 1, op 0)"},
