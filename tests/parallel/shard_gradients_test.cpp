@@ -184,7 +184,7 @@ TEST(Gradients, NothingAddsNothing) {
         }
       }
       const double expected = optim::grad_norm(plain->parameters());
-      EXPECT_NEAR(sharded.grad_norm(), expected, 1e-6 * expected);
+      EXPECT_NEAR(sharded.grad_norm(), expected, 1e-6 * expected) << name_of(strategy);
     });
   }
 }

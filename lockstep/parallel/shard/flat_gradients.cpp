@@ -334,8 +334,12 @@ void Flat::settle_shards(std::span<const int64_t> num_ranks) {
 // The model's own parameters get the whole gradient.
 void Flat::settle_parameters(std::span<const int64_t> num_ranks) {
   for (size_t i = 0; i < members_.size(); ++i) {
-    if (num_ranks[i] == 0) continue;
     at::Tensor& gradient = members_[i].tensor.mutable_grad();
+    if (num_ranks[i] == 0) {
+      // Its place has been filled with zeros: not by the user.
+      if (versions_[i] && gradient.defined()) versions_[i] = gradient._version();
+      continue;
+    }
     const at::Tensor place = gradient_view(members_[i]);
     if (plain_ && plan_.reduce_dtype != gradient_dtype()) {
       gradient = place.to(gradient_dtype());
