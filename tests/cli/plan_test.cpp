@@ -58,7 +58,9 @@ TEST(Plan, SaysWhatIsOffloaded) {
   Words options{"--model.hidden",      "512",    "--model.layers",         "8",
                 "--offload.optimizer", "true",   "--offload.device_limit", "300MB",
                 "--offload.strategy",  "extreme"};
-  Result result = plan(options);
+  Words on_cpu = options;
+  on_cpu.insert(on_cpu.end(), {"--offload.update_site", "cpu"});
+  Result result = plan(on_cpu);
   EXPECT_EQ(result.code, 0) << result.err;
   // Of it 97 MB are copies of the parameters for the CPU, which updates the state.
   EXPECT_THAT(result.out, HasSubstr("\noffload: 298 MB on the host, 0 B on the disk\n"));

@@ -342,7 +342,7 @@ TEST_F(ActivationStoreTest, AnInputThatChangesIsNoticed) {
       out.sum().backward();
       FAIL() << "no error";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), HasSubstr("an input of the function was changed in place"));
+      EXPECT_THAT(error.what(), HasSubstr("was changed in place since the function was called"));
     }
   }
 }
