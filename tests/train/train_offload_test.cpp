@@ -28,7 +28,7 @@ class TrainOffload : public Train {
   // Norms of gradients on the host are summed by the CPU. Only reproducible runs sum as it does on
   // a GPU.
 #ifdef LOCKSTEP_TEST_GPU
-  static constexpr const char *kReproducible = "true", *kLimit = "2MB";
+  static constexpr const char *kReproducible = "true", *kLimit = "4MB";
 #else
   static constexpr const char *kReproducible = "false", *kLimit = "1MB";
 #endif
@@ -48,6 +48,17 @@ TEST_F(TrainOffload, HasTheLossesOfTrainingWithout) {
       const std::string name = site + std::to_string(i);
       EXPECT_EQ(numbers(steps(name, all + offload(site))), expected) << name;
     }
+  }
+}
+
+TEST_F(TrainOffload, ReproducibleSumsCountEachMicroBatchOnce) {
+  const Words all = model_ + Words{"--train.reproducible", "true", "--train.global_batch", "8"};
+  for (const Words& layout : {Words{"-n", "1"}, Words{"-n", "2", "--parallel.shard", "full"}}) {
+    const std::string ranks = layout[1];
+    const auto expected = numbers(steps("plain" + ranks, all + layout));
+    const Words state{"--offload.optimizer",   "true", "--offload.strategy",     "extreme",
+                      "--offload.update_site", "cpu",  "--offload.device_limit", "8MB"};
+    EXPECT_EQ(numbers(steps("offloaded" + ranks, all + layout + state)), expected) << ranks;
   }
 }
 

@@ -22,6 +22,8 @@ class SumTree {
   void finish(const at::Tensor& leaf);
   // Writes the sum of what was pushed, and forgets it. Nothing was: zeros.
   void write_sum(const at::Tensor& out);
+  // Whether nothing waits to be summed.
+  bool is_empty() const { return sums_.empty(); }
 
  private:
   using Place = std::pair<int, int64_t>;  // level, and place in it: leaves [place << level, ...)

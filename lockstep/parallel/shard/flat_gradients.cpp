@@ -132,9 +132,10 @@ void Flat::begin_round() {
     filled_[i] = filled_[i] && gradients_.defined() && gradient.defined() &&
                  same_memory(gradient, gradient_view(members_[i]));
   }
-  // What the optimizer sees is the line itself: it goes on from there.
+  // What the optimizer sees is the line itself: it goes on from there, unless what the line has is
+  // in the sum of earlier micro-batches already.
   const bool is_line = shard_gradient_.defined() && shard_gradient_.is_same(gradients_);
-  if (is_line && accumulates()) filled_.assign(members_.size(), true);
+  if (is_line && accumulates() && sum_.is_empty()) filled_.assign(members_.size(), true);
   arrived_.assign(members_.size(), false);
   num_arrived_ = 0;
 }
