@@ -86,8 +86,8 @@ struct Failure {
 class Board {
  public:
   // Shared with other processes, or private to the threads of this one. `incarnation` says which
-  // start of the job it belongs to. A bare one has no room for data: operations on it are announced,
-  // or have none.
+  // start of the job it belongs to. A bare one has no room for data: operations on it are
+  // announced, or have none.
   static std::shared_ptr<Board> create(int size, bool shared, uint64_t incarnation = 0,
                                        bool bare = false);
   // Throws CommError where the memory is of another incarnation.

@@ -182,8 +182,7 @@ TEST(Mpi, ALateRankIsReportedThenATimeout) {
   // mpirun ends the job with the first rank that gives up, so at least one is heard.
   const auto caught = lines_with(result.out, "caught TimeoutError");
   ASSERT_GE(caught.size(), 1) << result.out << result.err;
-  EXPECT_THAT(caught[0],
-              HasSubstr("for rank 1; rank 1 has finished broadcast #3"));
+  EXPECT_THAT(caught[0], HasSubstr("for rank 1; rank 1 has finished broadcast #3"));
   EXPECT_GE(lines_with(result.err, "has waited 2.").size(), 1) << result.err;
   EXPECT_NE(result.code, 0);
 }
