@@ -40,19 +40,26 @@ configure: setup
 	$(call configure,$(PRESET),$(BUILD),$(CMAKE_ARGS))
 
 build: configure
-	@cmake --build $(BUILD) -j $(JOBS)
+	@cmake --build $(BUILD) -j $(JOBS) --target library commands
 
 # A small GPT learns C++ from the headers on this machine, then writes some. RANKS=N, TRAIN_ARGS="--train.steps 100".
 RANKS ?= 2
 train: configure
-	@cmake --build $(BUILD) -j $(JOBS) --target lockstep lockstep-torch
+	@cmake --build $(BUILD) -j $(JOBS) --target commands
 	@rm -rf $(BUILD)/train
 	$(BUILD)/bin/lockstep train -n $(RANKS) --config examples/train.toml --checkpoint.dir $(BUILD)/train \
 	  --metrics.file $(BUILD)/train/metrics.jsonl $(TRAIN_ARGS)
 	$(BUILD)/bin/lockstep sample --checkpoint $(BUILD)/train --prompt "namespace std {" --tokens 600
 
-test: build
+test: tests
 	@$(ctest) $(BUILD)
+
+# What `make test` runs, and what docs/performance.md measures.
+tests: configure
+	@cmake --build $(BUILD) -j $(JOBS)
+
+bench: configure
+	@cmake --build $(BUILD) -j $(JOBS) --target benchmarks
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
@@ -76,13 +83,12 @@ check-gpu:
 	@$(MAKE) test PRESET=cuda
 
 # What `make test` takes samples of.
-check-wide: build
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/pipeline_equivalence_test
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/layout_equivalence_test
+check-wide: tests
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/equivalence_tests
 	LOCKSTEP_TEST_ALL=1 $(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/init_tests --gtest_filter='InitAgain.*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/offload_checkpoint_test --gtest_filter='LoadUsed*'
+	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='Units.ThousandsOfThem'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/comm_tests --gtest_filter='ThreadWorlds.*'
 	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'

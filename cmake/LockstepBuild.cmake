@@ -14,6 +14,13 @@ if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND NOT ccache_failed)
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CCACHE})
 endif()
 
+# Sources of a target are compiled some at a time, as one: most of the time that a source takes is torch's templates, which every
+# compilation instantiates again. -DCMAKE_UNITY_BUILD=OFF compiles each by itself: slower in all, quicker after a change of one.
+if(NOT DEFINED CMAKE_UNITY_BUILD)
+  set(CMAKE_UNITY_BUILD ON)
+endif()
+set(CMAKE_UNITY_BUILD_BATCH_SIZE 32)
+
 find_package(Threads REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(fmt REQUIRED)
@@ -38,8 +45,17 @@ add_library(lockstep_flags INTERFACE)
 target_compile_options(lockstep_flags INTERFACE -Wall -Wextra -Winvalid-pch)
 # Torch's macros put __FILE__ into what is installed; where it was built is nobody's business.
 target_compile_options(lockstep_flags INTERFACE -fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=)
+if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+  target_compile_options(lockstep_flags INTERFACE -Wno-subobject-linkage)  # it takes the sources for headers
+  # Collecting garbage less often saves a seventh of the time for a fifth more memory.
+  target_compile_options(lockstep_flags INTERFACE "SHELL:--param ggc-min-expand=400" "SHELL:--param ggc-min-heapsize=1000000")
+endif()
 if(LOCKSTEP_WERROR)
   target_compile_options(lockstep_flags INTERFACE -Werror)
+endif()
+find_program(MOLD mold)
+if(MOLD AND CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 12.1)
+  target_link_options(lockstep_flags INTERFACE -fuse-ld=mold)  # a tenth of the time
 endif()
 if(LOCKSTEP_SANITIZE)
   target_compile_options(lockstep_flags INTERFACE -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer)

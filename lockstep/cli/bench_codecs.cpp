@@ -119,7 +119,7 @@ Json measure(Codec codec, const Sample& sample) {
           {"lossy", codec::is_lossy(codec)}};
 }
 
-void print_table(const Json& rows) {
+void print_codecs(const Json& rows) {
   std::cout << format("{:<13} {:<11} {:>6} {:>12} {:>12} {:>10} {:>10}  {}\n", "codec", "values",
                       "ratio", "encode GB/s", "decode GB/s", "max error", "rms error", "lossy");
   for (const auto& row : rows) {
@@ -159,7 +159,7 @@ int bench_codecs(const std::vector<std::string>& arguments) {
   if (json) {
     std::cout << rows.dump(2) << "\n";
   } else {
-    print_table(rows);
+    print_codecs(rows);
   }
   return 0;
 }

@@ -11,7 +11,7 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-constexpr const char* kHelp =
+constexpr const char* kCheckpointHelp =
     "Looks at checkpoints, checks and compares them, and converts them from and to the form of\n"
     "Hugging Face.\n"
     "Usage: lockstep checkpoint inspect DIR [--json]\n"
@@ -38,7 +38,7 @@ constexpr Verb kVerbs[] = {{"inspect", checkpoint_inspect},
 int checkpoint(const Words& arguments) {
   const std::string name = arguments.empty() ? "" : arguments[0];
   if (arguments.empty() || name == "--help" || name == "-h") {
-    (arguments.empty() ? std::cerr : std::cout) << kHelp;
+    (arguments.empty() ? std::cerr : std::cout) << kCheckpointHelp;
     return arguments.empty() ? 2 : 0;
   }
   Words known;

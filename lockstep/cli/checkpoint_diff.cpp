@@ -21,9 +21,9 @@ namespace {
 using Words = std::vector<std::string>;
 using formats::Manifest;
 using formats::TensorRecord;
-using Json = nlohmann::json;
+using SortedJson = nlohmann::json;
 
-constexpr const char* kHelp =
+constexpr const char* kDiffHelp =
     "Compares two checkpoints, of any layouts: step, state, configuration, tensors and values.\n"
     "Usage: lockstep checkpoint diff A B [--tolerance X] [--model]\n"
     "A and B are checkpoints, or folders of them: the newest. The exit status is 0 if step and\n"
@@ -37,7 +37,7 @@ struct DiffOptions {
 // Values by key: "parallel.tp".
 std::map<std::string, std::string> flat(const std::string& json) {
   std::map<std::string, std::string> values;
-  const Json flattened = Json::parse(json).flatten();
+  const SortedJson flattened = SortedJson::parse(json).flatten();
   for (const auto& [pointer, value] : flattened.items()) {
     std::string key = pointer.empty() ? pointer : pointer.substr(1);
     std::replace(key.begin(), key.end(), '/', '.');
@@ -174,7 +174,7 @@ int checkpoint_diff(const Words& arguments) {
                  "equals NaN");
   app.add_flag("--model", options.model,
                "The model only: leave out the optimizer's tensors; the step does not decide");
-  if (const auto status = parse(app, "checkpoint diff", kHelp, arguments)) return *status;
+  if (const auto status = parse(app, "checkpoint diff", kDiffHelp, arguments)) return *status;
   if (!tolerance.empty()) {
     options.tolerance = config::parse_number(tolerance);
     if (!options.tolerance || *options.tolerance < 0) {

@@ -21,12 +21,6 @@ std::optional<T> number_of(const std::string& text) {
   return value;
 }
 
-std::string join(const std::vector<std::string>& words, const char* between) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
-  return text;
-}
-
 // The name that a user writes; positional arguments have only that of the usage line.
 std::string name_of(const CLI::Option& option) { return option.get_name(false, false); }
 

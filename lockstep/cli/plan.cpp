@@ -21,7 +21,7 @@ namespace {
 using config::TrainConfig;
 using Words = std::vector<std::string>;
 
-constexpr const char* kHelp =
+constexpr const char* kPlanHelp =
     "Says what a training run will take. Starts nothing, and needs no data.\n"
     "Usage: lockstep plan memory [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
     "       lockstep plan inventory [--list] [-n N] [--config FILE] [--section.key VALUE ...]\n"
@@ -64,7 +64,7 @@ struct Request {
 std::optional<Request> read_request(const Words& arguments) {
   const auto parsed = config::parse_train_arguments(arguments);
   if (parsed.help) {
-    std::cout << kHelp;
+    std::cout << kPlanHelp;
     return std::nullopt;
   }
   TrainConfig config = parsed.config;
@@ -118,7 +118,7 @@ int plan_inventory(Words arguments) {
 
 int plan(const Words& arguments) {
   if (arguments.empty() || arguments[0] == "--help" || arguments[0] == "-h") {
-    (arguments.empty() ? std::cerr : std::cout) << kHelp;
+    (arguments.empty() ? std::cerr : std::cout) << kPlanHelp;
     return arguments.empty() ? 2 : 0;
   }
   const Words rest(arguments.begin() + 1, arguments.end());

@@ -69,7 +69,7 @@ class TemporaryFile {
   std::error_code ignored_;
 };
 
-void print_table(const nlohmann::ordered_json& results) {
+void print_collectives(const nlohmann::ordered_json& results) {
   std::cout << format("{:<8} {:<13} {:<15} {:<10} {:>12} {:>6} {:>12} {:>12} {:>10} {:>10} {:>8}\n",
                       "backend", "strategy", "op", "memory", "bytes", "ranks", "p50 us", "p99 us",
                       "alg GB/s", "bus GB/s", "to best");
@@ -207,7 +207,7 @@ int bench_collectives(const Words& arguments) {
   if (json) {
     std::cout << results.dump(2) << "\n";
   } else {
-    print_table(results);
+    print_collectives(results);
   }
   return 0;
 }

@@ -33,7 +33,7 @@ namespace {
 namespace fs = std::filesystem;
 using Json = formats::OrderedJson;
 
-constexpr int64_t kPiece = int64_t{1} << 20;  // elements that are converted at a time
+constexpr int64_t kWriteElements = int64_t{1} << 20;  // elements that are converted at a time
 
 // Every tensor of the model in the shape that it has, and none beside the optimizer's.
 void require_model(const formats::Manifest& manifest, const ModelSpec& model,
@@ -99,7 +99,7 @@ class Conversion {
       write_transposed(part, box, sink);
       return;
     }
-    for (const layout::Box& piece : layout::pieces(box, kPiece)) {
+    for (const layout::Box& piece : layout::pieces(box, kWriteElements)) {
       convert(part, read(part, piece), sink);
     }
   }
@@ -122,8 +122,9 @@ class Conversion {
     const std::vector<std::byte> bytes = read(part, box);
     const formats::Matrix matrix{bytes, box.ranges[0].size(), box.ranges[1].size(),
                                  size_of(stored(part))};
-    formats::transpose_in_pieces(
-        matrix, kPiece, [&](std::span<const std::byte> piece) { convert(part, piece, sink); });
+    formats::transpose_in_pieces(matrix, kWriteElements, [&](std::span<const std::byte> piece) {
+      convert(part, piece, sink);
+    });
   }
 
   void convert(const HfPart& part, std::span<const std::byte> bytes,

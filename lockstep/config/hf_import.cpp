@@ -30,7 +30,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kPiece = int64_t{1} << 20;  // elements that are converted at a time
+constexpr int64_t kReadElements = int64_t{1} << 20;  // elements that are converted at a time
 
 ModelSpec model_in(const std::string& folder) {
   std::error_code error;
@@ -106,11 +106,11 @@ class Weights {
       if (part.transposed) {
         const formats::Matrix matrix{tensor.bytes, tensor.shape[0], tensor.shape[1],
                                      size_of(stored)};
-        formats::transpose_in_pieces(matrix, kPiece,
+        formats::transpose_in_pieces(matrix, kReadElements,
                                      [&](std::span<const std::byte> piece) { put(stored, piece); });
         continue;
       }
-      const size_t most = static_cast<size_t>(kPiece) * size_of(stored);
+      const size_t most = static_cast<size_t>(kReadElements) * size_of(stored);
       for (size_t begin = 0; begin < tensor.bytes.size(); begin += most) {
         put(stored, tensor.bytes.subspan(begin, std::min(most, tensor.bytes.size() - begin)));
       }

@@ -5,6 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 
 namespace lockstep::config {
 namespace {
@@ -14,18 +15,15 @@ constexpr double kStd = 0.02;
 constexpr int64_t kMostLayers = 1 << 16, kMostHidden = 1 << 20, kMostFfn = 1 << 22;
 constexpr int64_t kMostIds = int64_t{1} << 31;
 
-template <class T>
-void require(bool holds, const char* what, T value, const std::string& rule) {
-  if (!holds) throw ConfigError(format("[model] {} is {}, must be {}", what, value, rule));
-}
+constexpr Requirement require_spec("model");
 
 void require_size(const char* what, int64_t value, int64_t least, int64_t most) {
-  require(value >= least && value <= most, what, value,
-          format("at least {} and at most {}", least, most));
+  require_spec(value >= least && value <= most, what, value,
+               format("at least {} and at most {}", least, most));
 }
 
 void require_positive(const char* what, double value) {
-  require(value > 0 && std::isfinite(value), what, value, "above 0");
+  require_spec(value > 0 && std::isfinite(value), what, value, "above 0");
 }
 
 // Collects the tensors; knows how each kind of parameter begins.
@@ -82,28 +80,28 @@ void ModelSpec::validate() const {
   require_size("ffn", ffn, 0, kMostFfn);
   require_size("vocab", vocab, 0, kMostIds);
   require_size("positions", positions, 0, kMostIds);
-  require(hidden % heads == 0, "hidden", hidden, format("divisible by {} heads", heads));
-  require(heads % num_kv_heads() == 0, "heads", heads,
-          format("divisible by {} kv_heads", num_kv_heads()));
-  require(dropout >= 0 && dropout < 1, "dropout", dropout, "at least 0 and below 1");
+  require_spec(hidden % heads == 0, "hidden", hidden, format("divisible by {} heads", heads));
+  require_spec(heads % num_kv_heads() == 0, "heads", heads,
+               format("divisible by {} kv_heads", num_kv_heads()));
+  require_spec(dropout >= 0 && dropout < 1, "dropout", dropout, "at least 0 and below 1");
   require_positive("norm_epsilon", norm_epsilon);
   require_positive("rope_theta", rope_theta);
   if (kind == ModelKind::gpt) {
-    require(num_kv_heads() == heads, "kv_heads", kv_heads,
-            format("{}, the number of heads: gpt has as many of both", heads));
+    require_spec(num_kv_heads() == heads, "kv_heads", kv_heads,
+                 format("{}, the number of heads: gpt has as many of both", heads));
     if (rope_scaling)
       throw ConfigError("[model] rope_scaling is set, but gpt has no rotary positions");
     return;
   }
-  require(head_dim() % 2 == 0, "hidden / heads", head_dim(),
-          format("even for rotary positions (hidden {}, {} heads)", hidden, heads));
+  require_spec(head_dim() % 2 == 0, "hidden / heads", head_dim(),
+               format("even for rotary positions (hidden {}, {} heads)", hidden, heads));
   if (!rope_scaling) return;
   require_positive("rope_scaling factor", rope_scaling->factor);
   require_positive("rope_scaling low_freq_factor", rope_scaling->low_freq_factor);
-  require(rope_scaling->high_freq_factor > rope_scaling->low_freq_factor &&
-              std::isfinite(rope_scaling->high_freq_factor),
-          "rope_scaling high_freq_factor", rope_scaling->high_freq_factor,
-          format("above low_freq_factor {}", rope_scaling->low_freq_factor));
+  require_spec(rope_scaling->high_freq_factor > rope_scaling->low_freq_factor &&
+                   std::isfinite(rope_scaling->high_freq_factor),
+               "rope_scaling high_freq_factor", rope_scaling->high_freq_factor,
+               format("above low_freq_factor {}", rope_scaling->low_freq_factor));
   require_size("rope_scaling original_positions", rope_scaling->original_positions, 1, kMostIds);
 }
 

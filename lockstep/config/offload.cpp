@@ -5,13 +5,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 
 namespace lockstep::config {
 namespace {
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError(message);
-}
 
 // With all switches off: a key that says something would be overlooked.
 void require_nothing_set(const TrainConfig& config) {

@@ -6,15 +6,12 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 
 namespace lockstep::config {
 namespace {
 
 using layout::PipelineSchedule;
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError(message);
-}
 
 }  // namespace
 

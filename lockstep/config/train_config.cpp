@@ -8,13 +8,10 @@
 #include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 
 namespace lockstep::config {
 namespace {
-
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError(message);
-}
 
 void validate_layout(const TrainConfig& config, int world) {
   const LayoutConfig& parallel = config.parallel;

@@ -1,6 +1,7 @@
 #include "lockstep/core/system_memory.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -57,6 +58,11 @@ uint64_t room_in_control_group() {
 }
 
 }  // namespace
+
+size_t page_size() {
+  static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
 
 uint64_t available_memory() { return std::min(room_in_machine(), room_in_control_group()); }
 

@@ -6,13 +6,13 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
 #include "lockstep/fabric/futex.h"
 
 namespace lockstep::fabric {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // The first thing on a board.
 struct Header {

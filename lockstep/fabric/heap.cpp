@@ -19,6 +19,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
 
 namespace lockstep::fabric {
 namespace {
@@ -42,13 +43,6 @@ struct Table {
 };
 
 Table& table_in(const Segment& segment) { return *reinterpret_cast<Table*>(segment.data()); }
-
-size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-size_t page_size() {
-  static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return size;
-}
 
 // A file that exceeds the limit would end the process by a signal; a memfd counts as one.
 size_t largest_file() {

@@ -11,7 +11,7 @@
 namespace lockstep::formats {
 namespace {
 
-constexpr uint64_t kPiece = 16 * kBlockBytes;  // read at a time
+constexpr uint64_t kBytesAtATime = 16 * kBlockBytes;  // read at a time
 
 struct Expected {
   std::string dtype;
@@ -63,8 +63,8 @@ Manifest verify(const std::string& path, const VerifyShare& files) {
   for (const auto& [name, record] : manifest.files) {
     if (number++ % files.shares != files.share) continue;
     CheckedFile file(path + "/" + name, record, true);
-    for (uint64_t begin = 0; begin < record.bytes; begin += kPiece) {
-      bytes.resize(std::min(kPiece, record.bytes - begin));
+    for (uint64_t begin = 0; begin < record.bytes; begin += kBytesAtATime) {
+      bytes.resize(std::min(kBytesAtATime, record.bytes - begin));
       file.read(begin, bytes);
     }
     if (name.ends_with(".safetensors") || contents.count(name) != 0) {

@@ -14,7 +14,7 @@
 namespace lockstep::formats {
 namespace {
 
-constexpr int64_t kPiece = int64_t{1} << 20;  // elements
+constexpr int64_t kElementsAtATime = int64_t{1} << 20;  // elements
 
 // A piece of the tensor in one checkpoint.
 class Side {
@@ -94,7 +94,8 @@ TensorDifference compare(CheckpointReader& a, CheckpointReader& b, const std::st
                              layout::describe(right.shape()), b.path()));
   }
   TensorDifference total{.elements = layout::numel_of(left.shape())};
-  for (const layout::Box& piece : layout::pieces(layout::Box::whole(left.shape()), kPiece)) {
+  for (const layout::Box& piece :
+       layout::pieces(layout::Box::whole(left.shape()), kElementsAtATime)) {
     left.read(piece);
     right.read(piece);
     total.nan_a += count_nan(left.numbers());

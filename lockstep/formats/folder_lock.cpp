@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kMostText = 4096;
+constexpr size_t kMostRecord = 4096;
 constexpr std::chrono::seconds kBeat{5};
 // A process that was killed holds its lock until the system has cleared it away, and a command that
 // only looks holds it for a moment.
@@ -32,7 +32,7 @@ constexpr milliseconds kPatience{600}, kPause{20};
 // The first bytes of a small file of the system, without the line feed at its end.
 std::string short_text(const std::string& path) {
   const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  std::string text(kMostText, '\0');
+  std::string text(kMostRecord, '\0');
   const ssize_t count = fd.valid() ? read(fd.get(), text.data(), text.size()) : 0;
   text.resize(count > 0 ? static_cast<size_t>(count) : 0);
   while (text.ends_with('\n')) text.pop_back();
@@ -81,7 +81,7 @@ std::string word(std::string text) {
 }
 
 std::string text_of(const Fd& fd) {
-  std::string text(kMostText, '\0');
+  std::string text(kMostRecord, '\0');
   const ssize_t count = pread(fd.get(), text.data(), text.size(), 0);
   text.resize(count > 0 ? static_cast<size_t>(count) : 0);
   return text;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMaxDepth = 32;
 
-[[noreturn]] void fail(const std::string& origin, const std::string& rule) {
+[[noreturn]] void fail_json(const std::string& origin, const std::string& rule) {
   throw CheckpointError(format("{}: {}", origin, rule));
 }
 
@@ -58,7 +58,7 @@ AnyJson parse(std::string_view text, const Fails& fails) {
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& origin) {
-  return parse<Json>(text, [&](const std::string& rule) { fail(origin, rule); });
+  return parse<Json>(text, [&](const std::string& rule) { fail_json(origin, rule); });
 }
 
 OrderedJson parse_user_json(std::string_view text, const std::string& origin) {
@@ -79,37 +79,37 @@ Json parse_json_line(std::string_view text) {
 }
 
 const Json& member(const Json& object, const char* key, const std::string& origin) {
-  if (!object.is_object()) fail(origin, "must be an object");
+  if (!object.is_object()) fail_json(origin, "must be an object");
   const auto found = object.find(key);
-  if (found == object.end()) fail(origin, format("has no {}", key));
+  if (found == object.end()) fail_json(origin, format("has no {}", key));
   return *found;
 }
 
 std::string string_member(const Json& object, const char* key, const std::string& origin) {
   const auto& value = member(object, key, origin);
-  if (!value.is_string()) fail(origin, format("{} must be a string", key));
+  if (!value.is_string()) fail_json(origin, format("{} must be a string", key));
   return value.get<std::string>();
 }
 
 const Json& object_member(const Json& object, const char* key, const std::string& origin) {
   const auto& value = member(object, key, origin);
-  if (!value.is_object()) fail(origin, format("{} must be an object", key));
+  if (!value.is_object()) fail_json(origin, format("{} must be an object", key));
   return value;
 }
 
 int64_t integer(const Json& value, const std::string& origin) {
   if (!value.is_number_unsigned() || value.get<uint64_t>() > uint64_t{INT64_MAX}) {
-    fail(origin, format("{} must be a whole number, at least 0 and below 2^63", value.dump()));
+    fail_json(origin, format("{} must be a whole number, at least 0 and below 2^63", value.dump()));
   }
   return value.get<int64_t>();
 }
 
 void require_only(const Json& object, std::initializer_list<std::string_view> keys,
                   const std::string& origin) {
-  if (!object.is_object()) fail(origin, "must be an object");
+  if (!object.is_object()) fail_json(origin, "must be an object");
   for (const auto& [key, value] : object.items()) {
     if (std::find(keys.begin(), keys.end(), key) == keys.end()) {
-      fail(origin, format("has an unknown member {}", key));
+      fail_json(origin, format("has an unknown member {}", key));
     }
   }
 }

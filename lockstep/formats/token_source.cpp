@@ -9,7 +9,8 @@
 namespace lockstep::formats {
 namespace {
 
-constexpr int64_t kPiece = int64_t{1} << 18;  // bytes that are read at a time: they stay in a cache
+constexpr int64_t kReadBytes = int64_t{1}
+                               << 18;  // bytes that are read at a time: they stay in a cache
 
 }  // namespace
 
@@ -36,7 +37,7 @@ void TokenSource::for_each(int64_t begin, int64_t end, Use use) const {
   }
   std::vector<std::byte> bytes;
   while (begin < end) {
-    const int64_t count = std::min(end - begin, kPiece / width);
+    const int64_t count = std::min(end - begin, kReadBytes / width);
     bytes.resize(static_cast<size_t>(count * width));
     file_.read(begin_ + static_cast<uint64_t>(begin * width), bytes);
     use(TokenSpan(bytes, type_));

@@ -1,12 +1,11 @@
 #include "lockstep/layout/offload_plan.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
 
 namespace lockstep::layout {
 namespace {
@@ -267,7 +266,7 @@ std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
 }
 
 OffloadMachine offload_machine(const OffloadOptions& options, bool cuda) {
-  const int64_t page = sysconf(_SC_PAGESIZE);
+  const auto page = static_cast<int64_t>(page_size());
   return {.cuda = cuda,
           .device_grain = cuda ? kCudaBlock : page,
           .host_grain = page,

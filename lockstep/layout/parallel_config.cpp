@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/layout/enum_names.h"
 
 namespace lockstep::layout {
@@ -20,29 +21,30 @@ constexpr std::array<Name, 12> kSchedule = {"round-robin", "sequential", "gpipe"
                                             "zb-1p",       "zb-v",       "dualpipe-v", "file"};
 constexpr std::array<Name, 3> kRecompute = {"none", "selective", "full"};
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError("[parallel_config] " + message);
-}
+constexpr Requirement require_config("parallel_config");
 
 void validate_layers(const ParallelConfig& config) {
   const auto& split = config.layer_split;
   const int pp = config.dims.pp;
-  require(config.num_layers >= 1, format("{} layers, must be at least 1", config.num_layers));
+  require_config(config.num_layers >= 1,
+                 format("{} layers, must be at least 1", config.num_layers));
   if (split.empty()) {
-    require(config.num_layers % pp == 0,
-            format("{} layers must be divisible by pp {}, or a layer split must say which stage "
-                   "has how many",
-                   config.num_layers, pp));
+    require_config(
+        config.num_layers % pp == 0,
+        format("{} layers must be divisible by pp {}, or a layer split must say which stage "
+               "has how many",
+               config.num_layers, pp));
     return;
   }
   const auto text = format("layer split ({})", join(split));
-  require(static_cast<int>(split.size()) == pp,
-          format("{} has {} entries, must have one for each of pp {}", text, split.size(), pp));
-  require(std::all_of(split.begin(), split.end(), [](int layers) { return layers >= 1; }),
-          text + ": every stage must have at least 1 layer");
+  require_config(
+      static_cast<int>(split.size()) == pp,
+      format("{} has {} entries, must have one for each of pp {}", text, split.size(), pp));
+  require_config(std::all_of(split.begin(), split.end(), [](int layers) { return layers >= 1; }),
+                 text + ": every stage must have at least 1 layer");
   const auto sum = std::accumulate(split.begin(), split.end(), int64_t{0});
-  require(sum == config.num_layers,
-          format("{} sums to {}, must sum to {} layers", text, sum, config.num_layers));
+  require_config(sum == config.num_layers,
+                 format("{} sums to {}, must sum to {} layers", text, sum, config.num_layers));
 }
 
 }  // namespace
@@ -84,11 +86,12 @@ std::vector<int> ParallelConfig::layers_per_stage() const {
 void ParallelConfig::validate(int world_size) const {
   dims.validate(world_size);
   validate_layers(*this);
-  require(micro_batch_size > 0,
-          format("micro-batch size {}, must be greater than 0", micro_batch_size));
-  require(max_memory_per_device > 0,
-          format("max memory per device {} bytes, must be greater than 0", max_memory_per_device));
-  require(
+  require_config(micro_batch_size > 0,
+                 format("micro-batch size {}, must be greater than 0", micro_batch_size));
+  require_config(
+      max_memory_per_device > 0,
+      format("max memory per device {} bytes, must be greater than 0", max_memory_per_device));
+  require_config(
       communication_timeout.count() > 0,
       format("communication timeout {} ms, must be greater than 0", communication_timeout.count()));
 }

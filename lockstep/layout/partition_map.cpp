@@ -6,19 +6,18 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 
 namespace lockstep::layout {
 namespace {
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError("[partition_map] " + message);
-}
+constexpr Requirement require_partition("partition_map");
 
 }  // namespace
 
 PartitionMap::PartitionMap(int64_t partitions, int world) : partitions_(partitions), world_(world) {
-  require(partitions >= 0, format("{} partitions, must be at least 0", partitions));
-  require(world >= 1, format("world size {}, must be at least 1", world));
+  require_partition(partitions >= 0, format("{} partitions, must be at least 0", partitions));
+  require_partition(world >= 1, format("world size {}, must be at least 1", world));
 }
 
 int PartitionMap::owner(int64_t partition) const {
@@ -38,8 +37,9 @@ int64_t PartitionMap::local_index(int64_t partition) const {
 
 int64_t PartitionMap::global_index(int rank, int64_t local) const {
   const int64_t count = owned_count(rank);
-  require(local >= 0 && local < count,
-          format("rank {}: local index {}, must be at least 0 and below {}", rank, local, count));
+  require_partition(
+      local >= 0 && local < count,
+      format("rank {}: local index {}, must be at least 0 and below {}", rank, local, count));
   return local * world_ + rank;
 }
 
@@ -62,13 +62,15 @@ std::vector<int> PartitionMap::group_of(std::span<const int64_t> partitions) con
 }
 
 void PartitionMap::check_rank(int rank) const {
-  require(rank >= 0 && rank < world_,
-          format("rank {}, must be at least 0 and below the world size {}", rank, world_));
+  require_partition(
+      rank >= 0 && rank < world_,
+      format("rank {}, must be at least 0 and below the world size {}", rank, world_));
 }
 
 void PartitionMap::check_partition(int64_t partition) const {
-  require(partition >= 0 && partition < partitions_,
-          format("partition {}, must be at least 0 and below {}", partition, partitions_));
+  require_partition(
+      partition >= 0 && partition < partitions_,
+      format("partition {}, must be at least 0 and below {}", partition, partitions_));
 }
 
 }  // namespace lockstep::layout

@@ -13,14 +13,13 @@
 
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
+#include "lockstep/core/system_memory.h"
 #include "lockstep/memory/arena.h"
 
 namespace lockstep::memory {
 namespace {
 
 constexpr size_t kCudaBlock = 512;  // of which torch's allocator makes everything
-
-size_t page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 size_t machine_memory() { return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_size(); }
 

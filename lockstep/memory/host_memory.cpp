@@ -1,7 +1,6 @@
 #include "lockstep/memory/host_memory.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +11,7 @@
 
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
+#include "lockstep/core/system_memory.h"
 #include "lockstep/memory/pinning.h"
 
 namespace lockstep::memory {
@@ -19,8 +19,6 @@ namespace {
 
 constexpr size_t kLarge = size_t{64} << 20;
 constexpr size_t kMostThreads = 8;
-
-size_t page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 // The kernel zeroes pages when they are first written to, which takes longer than anything else.
 void touch(std::span<std::byte> pages) {

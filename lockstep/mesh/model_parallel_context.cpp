@@ -9,6 +9,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/layout/enum_names.h"
 #include "lockstep/layout/shard_math.h"
 
@@ -17,9 +18,7 @@ namespace {
 
 constexpr std::array<std::string_view, 3> kStrategies = {"pipeline", "tensor", "hybrid"};
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw ConfigError("[model_parallel] " + message);
-}
+constexpr Requirement require_context("model_parallel");
 
 // Asked of all ranks, so that all of them refuse the same configurations.
 int most_on_a_host(const comm::Group& group) {
@@ -62,30 +61,33 @@ std::vector<Axis> ModelParallelConfig::mesh_axes() const {
 }
 
 void ModelParallelConfig::validate(int group_size, std::optional<int> ranks_per_host) const {
-  require(num_devices >= 1, format("{} devices, must be at least 1", num_devices));
-  require(num_devices == group_size,
-          format("{} devices, must equal group size {}", num_devices, group_size));
+  require_context(num_devices >= 1, format("{} devices, must be at least 1", num_devices));
+  require_context(num_devices == group_size,
+                  format("{} devices, must equal group size {}", num_devices, group_size));
   const auto ids = format("device ids ({})", join(device_ids));
   const int needed = ranks_per_host.value_or(num_devices);
-  require(static_cast<int>(device_ids.size()) >= needed,
-          format("{} are {}, but a host has {} ranks of the group: name a device for each of them",
-                 ids, device_ids.size(), needed));
-  require(static_cast<int>(device_ids.size()) <= num_devices,
-          format("{} are {}, more than the {} devices", ids, device_ids.size(), num_devices));
-  require(std::all_of(device_ids.begin(), device_ids.end(), [](int id) { return id >= 0; }),
-          ids + " must be at least 0");
-  require(std::set(device_ids.begin(), device_ids.end()).size() == device_ids.size(),
-          ids + " must differ from each other");
+  require_context(
+      static_cast<int>(device_ids.size()) >= needed,
+      format("{} are {}, but a host has {} ranks of the group: name a device for each of them", ids,
+             device_ids.size(), needed));
+  require_context(
+      static_cast<int>(device_ids.size()) <= num_devices,
+      format("{} are {}, more than the {} devices", ids, device_ids.size(), num_devices));
+  require_context(std::all_of(device_ids.begin(), device_ids.end(), [](int id) { return id >= 0; }),
+                  ids + " must be at least 0");
+  require_context(std::set(device_ids.begin(), device_ids.end()).size() == device_ids.size(),
+                  ids + " must differ from each other");
   if (pipeline_depth) {
-    require(*pipeline_depth >= 1, format("pipeline depth {}, must be at least 1", *pipeline_depth));
-    require(strategy != Strategy::tensor || *pipeline_depth == 1,
-            format("pipeline depth {} with the tensor strategy, must be 1; hybrid has both",
-                   *pipeline_depth));
-    require(
+    require_context(*pipeline_depth >= 1,
+                    format("pipeline depth {}, must be at least 1", *pipeline_depth));
+    require_context(strategy != Strategy::tensor || *pipeline_depth == 1,
+                    format("pipeline depth {} with the tensor strategy, must be 1; hybrid has both",
+                           *pipeline_depth));
+    require_context(
         num_devices % *pipeline_depth == 0,
         format("{} devices must be divisible by pipeline depth {}", num_devices, *pipeline_depth));
   }
-  require(!backend || !backend->empty(), "the backend's name is empty");
+  require_context(!backend || !backend->empty(), "the backend's name is empty");
 }
 
 ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Group group)
@@ -93,9 +95,9 @@ ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Gro
   config_.validate(group_.size(), most_on_a_host(group_));
   // A group of one communicates with nobody, so any backend will do.
   const auto wanted = config_.backend.value_or("auto");
-  require(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
-          format("rank {}: backend {} is configured, the group uses {}", group_.rank(), wanted,
-                 group_.backend()));
+  require_context(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
+                  format("rank {}: backend {} is configured, the group uses {}", group_.rank(),
+                         wanted, group_.backend()));
   mesh_ = Mesh(group_, config_.mesh_axes());
 }
 

@@ -53,7 +53,7 @@ struct Gelu : torch::autograd::Function<Gelu> {
 
 // Calls body(first element of gate_up, first element of the half as wide, elements) for each row.
 template <class Body>
-void for_rows(const at::Tensor& gate_up, Body body) {
+void for_gate_rows(const at::Tensor& gate_up, Body body) {
   const int64_t width = gate_up.size(-1) / 2;
   if (gate_up.numel() == 0) return;
   const int64_t rows = gate_up.numel() / (2 * width);
@@ -77,7 +77,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
     auto sizes = gate_up.sizes().vec();
     sizes.back() /= 2;
     at::Tensor out = at::empty(sizes, gate_up.options());
-    for_rows(gate_up, [&](int64_t wide, int64_t narrow, int64_t width) {
+    for_gate_rows(gate_up, [&](int64_t wide, int64_t narrow, int64_t width) {
       const float* gate = read(gate_up) + wide;
       activation_kernels().swiglu(gate, gate + width, write(out) + narrow, width);
     });
@@ -98,7 +98,7 @@ struct SwiGlu : torch::autograd::Function<SwiGlu> {
     }
     const at::Tensor gate_up = input.contiguous(), dense = grad.contiguous();
     const at::Tensor out = at::empty_like(gate_up);
-    for_rows(gate_up, [&](int64_t wide, int64_t narrow, int64_t width) {
+    for_gate_rows(gate_up, [&](int64_t wide, int64_t narrow, int64_t width) {
       const float* gate = read(gate_up) + wide;
       float* grad_gate = write(out) + wide;
       activation_kernels().swiglu_backward(gate, gate + width, read(dense) + narrow, grad_gate,

@@ -55,7 +55,7 @@ void add_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b
 
 // Calls body(row, its values) for the rows of the last dimension, in parallel.
 template <class Body>
-void for_rows(const at::Tensor& tensor, Body body) {
+void for_score_rows(const at::Tensor& tensor, Body body) {
   const int64_t width = tensor.size(-1), rows = tensor.numel() / width;
   auto* const data = tensor.data_ptr<float>();
   at::parallel_for(0, rows, std::max<int64_t>((1 << 15) / width, 1),
@@ -88,7 +88,7 @@ struct Blocks {
     const int64_t end = begin + count;
     const at::Tensor scores = product(rows, keys.narrow(1, 0, end).transpose(1, 2));
     if (scores.is_cpu() && scores.scalar_type() == at::kFloat) {
-      for_rows(scores, [&](int64_t row, float* values) {
+      for_score_rows(scores, [&](int64_t row, float* values) {
         activation_kernels().softmax(values, begin + row % count + 1, end,
                                      static_cast<float>(scale()));
       });
@@ -106,7 +106,7 @@ struct Blocks {
     if (p.is_cpu() && p.scalar_type() == at::kFloat) {
       const int64_t end = p.size(2);
       const float* probabilities = p.data_ptr<float>();
-      for_rows(grad_p, [&](int64_t row, float* values) {
+      for_score_rows(grad_p, [&](int64_t row, float* values) {
         activation_kernels().softmax_backward(probabilities + row * end, values, end,
                                               static_cast<float>(scale()));
       });

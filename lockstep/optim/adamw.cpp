@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/optim/adamw_cuda.h"
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/memory.h"
@@ -14,9 +15,7 @@
 namespace lockstep::optim {
 namespace {
 
-void require(bool holds, const char* what, double value, const char* rule) {
-  if (!holds) throw ConfigError(format("[AdamW] {} is {}, must be {}", what, value, rule));
-}
+constexpr Requirement require_adamw("AdamW");
 
 detail::AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
   return detail::adamw_factors(
@@ -36,9 +35,9 @@ detail::AdamWFactors detail::adamw_factors(const AdamWOptions& options, const Ad
 }
 
 void detail::validate(const AdamWOptions& options) {
-  require(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
-  require(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
-  require(options.eps >= 0, "eps", options.eps, "at least 0");
+  require_adamw(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
+  require_adamw(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
+  require_adamw(options.eps >= 0, "eps", options.eps, "at least 0");
 }
 
 AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)

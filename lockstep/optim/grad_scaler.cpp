@@ -9,15 +9,14 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/optim/gradients.h"
 #include "lockstep/optim/named_state.h"
 
 namespace lockstep::optim {
 namespace {
 
-void require(bool holds, const char* what, double value, const char* rule) {
-  if (!holds) throw ConfigError(format("[GradScaler] {} is {}, must be {}", what, value, rule));
-}
+constexpr Requirement require_scaler("GradScaler");
 
 }  // namespace
 
@@ -26,12 +25,12 @@ GradScaler::GradScaler(comm::Group group, GradScalerOptions options)
       options_(options),
       scale_(at::full({}, options.init_scale, at::kDouble)),
       growth_tracker_(at::zeros({}, at::kLong)) {
-  require(options.init_scale > 0, "init_scale", options.init_scale, "above 0");
-  require(options.growth_factor > 1, "growth_factor", options.growth_factor, "above 1");
-  require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor",
-          options.backoff_factor, "between 0 and 1");
-  require(options.growth_interval >= 1, "growth_interval",
-          static_cast<double>(options.growth_interval), "at least 1");
+  require_scaler(options.init_scale > 0, "init_scale", options.init_scale, "above 0");
+  require_scaler(options.growth_factor > 1, "growth_factor", options.growth_factor, "above 1");
+  require_scaler(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor",
+                 options.backoff_factor, "between 0 and 1");
+  require_scaler(options.growth_interval >= 1, "growth_interval",
+                 static_cast<double>(options.growth_interval), "at least 1");
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const { return loss * scale(); }

@@ -8,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/layout/enum_names.h"
 
 namespace lockstep::optim {
@@ -15,10 +16,7 @@ namespace {
 
 constexpr std::array<std::string_view, 4> kNames = {"constant", "linear", "cosine", "wsd"};
 
-template <class T>
-void require(bool holds, const char* what, T value, const std::string& rule) {
-  if (!holds) throw ConfigError(format("[schedule] {} is {}, must be {}", what, value, rule));
-}
+constexpr Requirement require_schedule("schedule");
 
 }  // namespace
 
@@ -30,18 +28,19 @@ ScheduleKind parse_schedule(std::string_view name) {
 
 LrSchedule::LrSchedule(ScheduleKind kind, ScheduleOptions options)
     : kind_(kind), options_(options) {
-  require(options.lr >= 0, "lr", options.lr, "at least 0");
-  require(options.warmup_steps >= 0, "warmup_steps", options.warmup_steps, "at least 0");
+  require_schedule(options.lr >= 0, "lr", options.lr, "at least 0");
+  require_schedule(options.warmup_steps >= 0, "warmup_steps", options.warmup_steps, "at least 0");
   if (kind == ScheduleKind::constant) return;
-  require(options.min_ratio >= 0 && options.min_ratio <= 1, "min_ratio", options.min_ratio,
-          "in [0, 1]");
-  require(options.total_steps > options.warmup_steps, "total_steps", options.total_steps,
-          format("above {} warm-up steps", options.warmup_steps));
+  require_schedule(options.min_ratio >= 0 && options.min_ratio <= 1, "min_ratio", options.min_ratio,
+                   "in [0, 1]");
+  require_schedule(options.total_steps > options.warmup_steps, "total_steps", options.total_steps,
+                   format("above {} warm-up steps", options.warmup_steps));
   const int64_t room = options.total_steps - options.warmup_steps;
-  require(options.decay_steps >= (kind == ScheduleKind::wsd ? 1 : 0) && options.decay_steps <= room,
-          "decay_steps", options.decay_steps,
-          format("at least {} and at most {}, the steps after the warm-up",
-                 kind == ScheduleKind::wsd ? 1 : 0, room));
+  require_schedule(
+      options.decay_steps >= (kind == ScheduleKind::wsd ? 1 : 0) && options.decay_steps <= room,
+      "decay_steps", options.decay_steps,
+      format("at least {} and at most {}, the steps after the warm-up",
+             kind == ScheduleKind::wsd ? 1 : 0, room));
   if (options.decay_steps == 0) options_.decay_steps = room;
 }
 

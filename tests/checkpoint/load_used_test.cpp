@@ -69,16 +69,16 @@ std::vector<Form> forms() {
   return all;
 }
 
-constexpr int64_t kWidth = 104;
+constexpr int64_t kUsedWidth = 104;
 
-at::Tensor numbers() { return at::arange(6 * kWidth, at::kFloat).view({6, kWidth}); }
+at::Tensor numbers() { return at::arange(6 * kUsedWidth, at::kFloat).view({6, kUsedWidth}); }
 
 // Trains, saves and loads one of two checkpoints in turn, with a random pause of each rank before
 // whatever it does; evaluates after each.
 void load_in_turn(const Form& form) {
   const TempDir folder;
   comm::run_threads(form.ranks, [&](const comm::Group& group) {
-    Tower model(4, kWidth);
+    Tower model(4, kUsedWidth);
     fill_parameters(*model, 3);
     auto sharded = parallel::fully_shard(*model, group, form.options);
     std::unique_ptr<optim::Optimizer> optimizer;

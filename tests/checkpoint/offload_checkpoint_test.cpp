@@ -19,7 +19,7 @@ using layout::UpdateSite;
 constexpr int kSaved = 5, kEnd = 10;
 constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
 
-OffloadOptions everything(UpdateSite site) {
+OffloadOptions all_offloaded(UpdateSite site) {
   return {.param_budget = 64 * kKiB,
           .host_budget = 64 * kMiB,
           .device_limit = 320 * kKiB,
@@ -94,8 +94,8 @@ void expect_tail(const Curve& whole, const Curve& tail, const std::string& what)
 }
 
 TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
-  const std::optional<OffloadOptions> forms[] = {std::nullopt, everything(UpdateSite::device),
-                                                 everything(UpdateSite::cpu)};
+  const std::optional<OffloadOptions> forms[] = {std::nullopt, all_offloaded(UpdateSite::device),
+                                                 all_offloaded(UpdateSite::cpu)};
   for (const int ranks : {1, 2}) {
     const TempDir folder;
     comm::run_threads(ranks, [&](const comm::Group& group) {
@@ -121,7 +121,7 @@ TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
 // What saved must not notice that it did.
 TEST(OffloadCheckpoint, SavingChangesNothing) {
   const TempDir folder;
-  const Part plain{.offload = everything(UpdateSite::device)};
+  const Part plain{.offload = all_offloaded(UpdateSite::device)};
   Part saving = plain;
   saving.save = folder.path();
   comm::run_threads(2, [&](const comm::Group& group) {
@@ -137,12 +137,12 @@ TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
   std::string saved;
   comm::run_threads(2, [&](const comm::Group& group) {
     const Curve curve = train(
-        group, {.offload = everything(UpdateSite::device), .end = kSaved, .save = folder.path()});
+        group, {.offload = all_offloaded(UpdateSite::device), .end = kSaved, .save = folder.path()});
     if (group.rank() == 0) saved = curve.saved;
   });
   const Curve plain = train({}, {.begin = kSaved, .load = saved});
   for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
-    const Curve moved = train({}, {.offload = everything(site), .begin = kSaved, .load = saved});
+    const Curve moved = train({}, {.offload = all_offloaded(site), .begin = kSaved, .load = saved});
     EXPECT_EQ(plain.losses, moved.losses);
     EXPECT_EQ(plain.norms, moved.norms);
     ASSERT_EQ(plain.weights.size(), moved.weights.size());
@@ -163,7 +163,7 @@ TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
       auto sharded = parallel::fully_shard(*model, comm::Group{},
                                            {.units = parallel::ByType{{"Layer"}},
                                             .use_orig_params = false,
-                                            .offload = everything(UpdateSite::device)});
+                                            .offload = all_offloaded(UpdateSite::device)});
       parallel::OffloadedAdamW optimizer(sharded, {.lr = 3e-3});
       for (int step = 0; step < steps; ++step) {
         model->forward(at::ones({2, 40})).square().mean().backward();

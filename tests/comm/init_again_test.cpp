@@ -21,7 +21,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-const std::string kProgram = std::string(LOCKSTEP_TEST_BIN) + "/init_rank";
+const std::string kRankProgram = std::string(LOCKSTEP_TEST_BIN) + "/init_rank";
 
 // Rank 0 listens again at the port of its last incarnation, which a faster rank may still find.
 std::vector<std::string> at_an_address(const std::string& ranks) {
@@ -62,7 +62,7 @@ milliseconds limit() { return milliseconds{tests_all() ? 1'200'000 : 60'000}; }
 
 void expect_cycles(std::vector<std::string> argv, const std::string& backend) {
   const std::string count = std::to_string(cycles());
-  argv.insert(argv.end(), {kProgram, "--cycles", count, backend});
+  argv.insert(argv.end(), {kRankProgram, "--cycles", count, backend});
   const Result result = Subprocess(argv).wait(limit());
   EXPECT_EQ(result.code, 0) << backend << ": " << result.err;
   EXPECT_THAT(result.out, HasSubstr(count + " cycles are right")) << backend;
@@ -93,7 +93,7 @@ TEST(InitAgain, UnderTorchrun) { expect_cycles(torchrun("3"), "gloo"); }
 // Two programs one after the other in the script of a rank.
 void expect_second_is_right(std::vector<std::string> argv, const std::string& first,
                             const std::string& backend) {
-  argv.insert(argv.end(), {"sh", "-c", first + "; exec " + kProgram + " " + backend});
+  argv.insert(argv.end(), {"sh", "-c", first + "; exec " + kRankProgram + " " + backend});
   const Result result = Subprocess(argv).wait(milliseconds{60'000});
   EXPECT_EQ(result.code, 0) << result.err;
   for (const std::string rank : {"0", "1"})
@@ -104,12 +104,12 @@ void expect_second_is_right(std::vector<std::string> argv, const std::string& fi
 
 TEST(InitAgain, ByTheNextProgramOfARank) {
   const std::vector<std::string> ours{LOCKSTEP_COMMAND, "run", "-n", "2"};
-  expect_second_is_right(ours, kProgram + " shm >/dev/null", "shm");
+  expect_second_is_right(ours, kRankProgram + " shm >/dev/null", "shm");
   // The first ends badly, on one rank without a word.
-  expect_second_is_right(ours, kProgram + " --vanish gloo 2>/dev/null", "gloo");
-  expect_second_is_right(at_an_address("2"), kProgram + " gloo >/dev/null", "gloo");
+  expect_second_is_right(ours, kRankProgram + " --vanish gloo 2>/dev/null", "gloo");
+  expect_second_is_right(at_an_address("2"), kRankProgram + " gloo >/dev/null", "gloo");
 #ifdef LOCKSTEP_TORCHRUN_PYTHON
-  if (tests_all()) expect_second_is_right(torchrun("2"), kProgram + " shm >/dev/null", "shm");
+  if (tests_all()) expect_second_is_right(torchrun("2"), kRankProgram + " shm >/dev/null", "shm");
 #endif
 }
 
@@ -177,7 +177,7 @@ class Scanner {
 
 TEST(InitAgain, GlooWhileStrangersConnectToItsPorts) {
   const std::string count = tests_all() ? "100" : "10";
-  Subprocess ranks({LOCKSTEP_COMMAND, "run", "-n", "3", kProgram, "--cycles", count, "gloo"});
+  Subprocess ranks({LOCKSTEP_COMMAND, "run", "-n", "3", kRankProgram, "--cycles", count, "gloo"});
   const Scanner scanner(ranks);
   const Result result = ranks.wait(limit());
   EXPECT_EQ(result.code, 0) << result.err;

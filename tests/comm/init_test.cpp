@@ -14,7 +14,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-const std::string kProgram = std::string(LOCKSTEP_TEST_BIN) + "/init_rank";
+const std::string kInitRank = std::string(LOCKSTEP_TEST_BIN) + "/init_rank";
 
 Result run(const std::vector<std::string>& argv, const std::vector<std::string>& variables = {}) {
   Subprocess process(argv, variables);
@@ -22,14 +22,14 @@ Result run(const std::vector<std::string>& argv, const std::vector<std::string>&
 }
 
 TEST(Init, NobodyMeansAGroupOfOne) {
-  const Result result = run({kProgram});
+  const Result result = run({kInitRank});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 0 of 1, local 0 of 1, backend none, sum 1"));
 }
 
 TEST(Init, OurLauncherAndEveryBackend) {
   for (const std::string backend : {"auto", "shm", "gloo"}) {
-    const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "3", kProgram, backend});
+    const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "3", kInitRank, backend});
     EXPECT_EQ(result.code, 0) << result.err;
     for (int rank = 0; rank < 3; ++rank) {
       const std::string r = std::to_string(rank);
@@ -43,7 +43,7 @@ TEST(Init, AutoOverTwoHostsIsGlooAndLocalRanksAreReal) {
   // Ranks 0 and 2 say that they are on one host, 1 and 3 on another.
   const Result result =
       run({LOCKSTEP_COMMAND, "run", "-n", "4", "sh", "-c",
-           "LOCKSTEP_HOST=host$((RANK % 2)) GLOO_SOCKET_IFNAME=lo exec " + kProgram});
+           "LOCKSTEP_HOST=host$((RANK % 2)) GLOO_SOCKET_IFNAME=lo exec " + kInitRank});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 2 of 4, local 1 of 2, backend gloo, sum 10"));
   EXPECT_THAT(result.out, HasSubstr("rank 3 of 4, local 1 of 2, backend gloo, sum 10"));
@@ -52,7 +52,7 @@ TEST(Init, AutoOverTwoHostsIsGlooAndLocalRanksAreReal) {
 
 TEST(Init, ShmOverTwoHostsIsRefused) {
   const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c",
-                             "LOCKSTEP_HOST=host$RANK exec " + kProgram + " shm"});
+                             "LOCKSTEP_HOST=host$RANK exec " + kInitRank + " shm"});
   EXPECT_EQ(result.code, 2);
   EXPECT_THAT(
       result.err,
@@ -63,7 +63,7 @@ TEST(Init, ShmOverTwoHostsIsRefused) {
 TEST(Init, Mpirun) {
   for (const std::string backend : {"auto", "mpi", "gloo", "shm"}) {
     const Result result = run(
-        {LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", kProgram, backend});
+        {LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", kInitRank, backend});
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("rank 1 of 3, local 1 of 3, backend " +
                                       (backend == "auto" ? "shm" : backend) + ", sum 6"));
@@ -71,7 +71,7 @@ TEST(Init, Mpirun) {
 }
 
 TEST(Init, MpiWithoutAnMpiLauncherSaysSo) {
-  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", kProgram, "mpi"});
+  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", kInitRank, "mpi"});
   EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("start the program with mpirun or srun"));
 }
@@ -83,7 +83,7 @@ TEST(Init, Torchrun) {
     // Debian's torch 1.13 cannot read its own default of these two options under Python 3.11.
     const Result result = run({LOCKSTEP_TORCHRUN_PYTHON, "-m", "torch.distributed.run",
                                "--standalone", "--nproc_per_node", "2", "--redirects", "1", "--tee",
-                               "1", "--no_python", kProgram, backend});
+                               "1", "--no_python", kInitRank, backend});
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, backend " + backend + ", sum 3"));
   }
@@ -104,7 +104,7 @@ TEST(Init, PythonProgramsUnderOurLauncher) {
 // Two processes with the given variables each.
 std::pair<Result, Result> run_pair(const std::vector<std::string>& first,
                                    const std::vector<std::string>& second) {
-  Subprocess a({kProgram}, first), b({kProgram}, second);
+  Subprocess a({kInitRank}, first), b({kInitRank}, second);
   Result result_b = b.wait(milliseconds{60'000});
   return {a.wait(milliseconds{60'000}), result_b};
 }
@@ -147,11 +147,11 @@ TEST(Init, StepsOfOneSlurmJobDoNotMeet) {
                                     "SLURM_LOCALID=" + rank,
                                     port};
   };
-  Subprocess first({kProgram}, variables("0", "0"));
-  const Result other = run({kProgram}, variables("1", "1"));
+  Subprocess first({kInitRank}, variables("0", "0"));
+  const Result other = run({kInitRank}, variables("1", "1"));
   EXPECT_EQ(other.code, 2);
   EXPECT_THAT(other.err, HasSubstr("the rendezvous of another job"));
-  EXPECT_EQ(run({kProgram}, variables("0", "1")).code, 0);
+  EXPECT_EQ(run({kInitRank}, variables("0", "1")).code, 0);
   const Result result = first.wait(milliseconds{60'000});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("the job has no secret"));
@@ -163,10 +163,11 @@ TEST(Init, ASecretInAFileClosesTheJob) {
   const std::string path = dir.path() + "/secret";
   write_file(path, "of this job");
   const std::string port = "MASTER_PORT=" + some_port(), file = "LOCKSTEP_TOKEN_FILE=" + path;
-  Subprocess first({kProgram}, {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file});
-  const Result without = run({kProgram}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port});
+  Subprocess first({kInitRank}, {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file});
+  const Result without =
+      run({kInitRank}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port});
   EXPECT_THAT(without.err, HasSubstr("wrong token"));
-  EXPECT_EQ(run({kProgram}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file}).code,
+  EXPECT_EQ(run({kInitRank}, {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", port, file}).code,
             0);
   const Result result = first.wait(milliseconds{60'000});
   EXPECT_EQ(result.code, 0) << result.err;
@@ -177,33 +178,34 @@ TEST(Init, RanksThatWantDifferentThingsSaySo) {
   const auto run_two = [](const std::string& command) {
     return run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c", command});
   };
-  Result result = run_two("LOCKSTEP_CHECK=$RANK exec " + kProgram);
+  Result result = run_two("LOCKSTEP_CHECK=$RANK exec " + kInitRank);
   EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("[init] the ranks differ: operations are compared on rank 1"));
   EXPECT_THAT(result.err, HasSubstr("operations are not compared on rank 0"));
-  result = run_two("[ $RANK = 0 ] && strategy=ring; exec " + kProgram + " shm 3 ${strategy:-tree}");
+  result =
+      run_two("[ $RANK = 0 ] && strategy=ring; exec " + kInitRank + " shm 3 ${strategy:-tree}");
   EXPECT_EQ(result.code, 2);
   EXPECT_THAT(result.err, HasSubstr("[init] the ranks differ: strategy ring on rank 0"));
   EXPECT_THAT(result.err, HasSubstr("strategy tree on rank 1"));
 }
 
 TEST(Init, AMissingRankIsNamedAtTheDeadline) {
-  const Result result = run({kProgram}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
-                                         "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});
+  const Result result = run({kInitRank}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
+                                          "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});
   EXPECT_EQ(result.code, 1);
   EXPECT_THAT(result.err, HasSubstr("[init] 1 of 3 ranks came; missing: 1, 2"));
 }
 
 TEST(Init, BadInput) {
   EXPECT_THAT(
-      run({kProgram, "carrier-pigeon"}).err,
+      run({kInitRank, "carrier-pigeon"}).err,
       HasSubstr("backend 'carrier-pigeon' is not known; there are auto, thread, shm, mpi, gloo"));
-  EXPECT_THAT(run({kProgram}, {"RANK=3", "WORLD_SIZE=2"}).err,
+  EXPECT_THAT(run({kInitRank}, {"RANK=3", "WORLD_SIZE=2"}).err,
               HasSubstr("RANK=3 and WORLD_SIZE=2"));
-  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2"}).err,
+  EXPECT_THAT(run({kInitRank}, {"RANK=0", "WORLD_SIZE=2"}).err,
               HasSubstr("set MASTER_ADDR and MASTER_PORT"));
-  EXPECT_THAT(run({kProgram, "thread"}).err, HasSubstr("use run_threads"));
-  EXPECT_THAT(run({kProgram}, {"RANK=0", "WORLD_SIZE=2", "LOCKSTEP_TIMEOUT=soon"}).err,
+  EXPECT_THAT(run({kInitRank, "thread"}).err, HasSubstr("use run_threads"));
+  EXPECT_THAT(run({kInitRank}, {"RANK=0", "WORLD_SIZE=2", "LOCKSTEP_TIMEOUT=soon"}).err,
               HasSubstr("LOCKSTEP_TIMEOUT=soon must be a number"));
 }
 

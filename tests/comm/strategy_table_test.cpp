@@ -48,22 +48,22 @@ TEST(StrategyTable, ReadsWhatItWrites) {
 }
 
 TEST(StrategyTable, AFileKeepsTheTablesOfOtherLayouts) {
-  const test::TempDir folder;
+  const lockstep::test::TempDir folder;
   const std::string path = folder.path() + "/deep/collectives.json";
   Table other;
   other.add(OpKind::all_gather, 8, CommStrategy::ring);
-  test::write_file(folder.path() + "/file", "");
+  lockstep::test::write_file(folder.path() + "/file", "");
   save_table(path, "gloo 2+2", example());
   save_table(path, "shm 4", other);
   save_table(path, "gloo 2+2", other);
-  const std::string text = test::read_file(path);
+  const std::string text = lockstep::test::read_file(path);
   EXPECT_THAT(text, testing::HasSubstr("gloo 2+2"));
   EXPECT_THAT(text, testing::HasSubstr("shm 4"));
   EXPECT_THAT(text, testing::Not(testing::HasSubstr("tree")));
   // What cannot be read is replaced.
-  test::write_file(path, "{\"format\": 1, \"tables\": {}");
+  lockstep::test::write_file(path, "{\"format\": 1, \"tables\": {}");
   save_table(path, "shm 2", other);
-  EXPECT_THAT(test::read_file(path), testing::Not(testing::HasSubstr("shm 4")));
+  EXPECT_THAT(lockstep::test::read_file(path), testing::Not(testing::HasSubstr("shm 4")));
 }
 
 }  // namespace

@@ -12,12 +12,12 @@
 namespace lockstep::comm {
 namespace {
 
-struct Case {
+struct RankCase {
   std::string backend;
   int ranks;
 };
 
-class ThreadRanks : public ::testing::TestWithParam<Case> {};
+class ThreadRanks : public ::testing::TestWithParam<RankCase> {};
 
 TEST_P(ThreadRanks, Conform) {
   const auto& [backend, ranks] = GetParam();
@@ -47,15 +47,15 @@ TEST(ThreadWorlds, StartAgainAndAgain) {
   }
 }
 
-std::vector<Case> cases() {
-  std::vector<Case> all;
+std::vector<RankCase> rank_cases() {
+  std::vector<RankCase> all;
   for (const char* backend : {"thread", "shm", "gloo"}) {
     for (const int ranks : {1, 2, 3, 4, 8}) all.push_back({backend, ranks});
   }
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(, ThreadRanks, ::testing::ValuesIn(cases()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(, ThreadRanks, ::testing::ValuesIn(rank_cases()), [](const auto& info) {
   return info.param.backend + std::to_string(info.param.ranks);
 });
 

@@ -23,7 +23,7 @@ json gpt2() {
     "layer_norm_epsilon": 1e-05, "resid_pdrop": 0.1, "attn_pdrop": 0.1})");
 }
 
-json llama() {
+json llama_json() {
   return json::parse(R"({"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
@@ -72,14 +72,14 @@ TEST(HfModel, ReadsLlamaOfBothVersions) {
                            .tied = true,
                            .rope_theta = 500000,
                            .rope_scaling = RopeScaling{32, 1, 4, 8192}};
-  EXPECT_EQ(read(llama()), expected);
-  json newer = llama();
+  EXPECT_EQ(read(llama_json()), expected);
+  json newer = llama_json();
   newer["rope_parameters"] = newer["rope_scaling"];
   newer["rope_parameters"]["rope_theta"] = 500000.0;
   newer.erase("rope_scaling");
   newer.erase("rope_theta");
   EXPECT_EQ(read(newer), expected);
-  json plain = llama();
+  json plain = llama_json();
   plain["rope_scaling"] = nullptr;
   plain.erase("tie_word_embeddings");
   plain.erase("num_key_value_heads");
@@ -102,20 +102,20 @@ TEST(HfModel, RefusesWhatIsNotThere) {
                  "n_layer is 9223372036854775808, must be a whole number");
   expect_refused(gpt2(), "n_layer", nullptr, "n_layer is missing");
   expect_refused(gpt2(), "n_head", 5, "[model] hidden is 768, must be divisible by 5 heads");
-  expect_refused(llama(), "hidden_act", "gelu", "hidden_act is \"gelu\", must be silu");
-  expect_refused(llama(), "attention_bias", true,
+  expect_refused(llama_json(), "hidden_act", "gelu", "hidden_act is \"gelu\", must be silu");
+  expect_refused(llama_json(), "attention_bias", true,
                  "attention_bias is true, must be false: our llama has no biases");
-  expect_refused(llama(), "mlp_bias", true,
+  expect_refused(llama_json(), "mlp_bias", true,
                  "mlp_bias is true, must be false: our llama has no biases");
-  expect_refused(llama(), "head_dim", 128,
+  expect_refused(llama_json(), "head_dim", 128,
                  "head_dim is 128, must be hidden_size 2048 / num_attention_heads 32");
-  expect_refused(llama(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}},
+  expect_refused(llama_json(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}},
                  "rope_scaling: type is \"linear\", must be default or llama3");
-  expect_refused(llama(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 2.0}},
+  expect_refused(llama_json(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 2.0}},
                  "rope_scaling: low_freq_factor is missing");
-  expect_refused(llama(), "rope_parameters", {{"rope_type", "yarn"}},
+  expect_refused(llama_json(), "rope_parameters", {{"rope_type", "yarn"}},
                  "rope_parameters: rope_type is \"yarn\", must be default or llama3");
-  expect_refused(llama(), "quantization_config", {{"bits", 4}},
+  expect_refused(llama_json(), "quantization_config", {{"bits", 4}},
                  "quantization_config is {\"bits\":4}, must be absent: quantized weights cannot be "
                  "read");
   EXPECT_THROW(model_spec_from_hf("{", "config.json"), ConfigError);
@@ -123,12 +123,12 @@ TEST(HfModel, RefusesWhatIsNotThere) {
 }
 
 TEST(HfModel, ConfigGoesBothWays) {
-  for (const json& config : {gpt2(), llama()}) {
+  for (const json& config : {gpt2(), llama_json()}) {
     const ModelSpec spec = read(config);
     EXPECT_EQ(model_spec_from_hf(hf_config_json(spec), "x"), spec);
   }
-  const json written = json::parse(hf_config_json(read(llama())));
-  EXPECT_EQ(written["rope_scaling"], llama()["rope_scaling"]);
+  const json written = json::parse(hf_config_json(read(llama_json())));
+  EXPECT_EQ(written["rope_scaling"], llama_json()["rope_scaling"]);
   EXPECT_EQ(written["rope_parameters"]["rope_theta"], 500000.0);
   EXPECT_EQ(written["architectures"], json::array({"LlamaForCausalLM"}));
 }
@@ -152,7 +152,7 @@ void expect_tiles(const ModelSpec& spec) {
 
 TEST(HfModel, PartsTileTheModel) {
   expect_tiles(read(gpt2()));
-  expect_tiles(read(llama()));
+  expect_tiles(read(llama_json()));
   expect_tiles(ModelSpec{.tied = false}.resolved(16, 32));
 }
 

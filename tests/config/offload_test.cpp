@@ -23,7 +23,7 @@ using testing::ThrowsMessage;
 
 constexpr int64_t kGB = int64_t{1} << 30;
 
-TrainConfig valid() {
+TrainConfig offloading() {
   TrainConfig config;
   config.data.path = "data.txt";
   config.offload.params = config.offload.grads = config.offload.optimizer = true;
@@ -33,13 +33,13 @@ TrainConfig valid() {
 using Change = std::function<void(TrainConfig&)>;
 
 void expect_valid(const Change& change) {
-  TrainConfig config = valid();
+  TrainConfig config = offloading();
   change(config);
   EXPECT_NO_THROW(config.validate(1));
 }
 
 void expect_refused(const Change& change, const std::string& message) {
-  TrainConfig config = valid();
+  TrainConfig config = offloading();
   change(config);
   EXPECT_THAT([&] { config.validate(1); }, ThrowsMessage<ConfigError>(StrEq(message)));
 }
@@ -176,7 +176,7 @@ TEST(OffloadConfig, UpdatesAreAdamWs) {
         c.offload.optimizer = false;
       },
       "offload.clip_mode is none, but offload.optimizer is false: it is for offloaded state");
-  TrainConfig config = valid();
+  TrainConfig config = offloading();
   config.optim.clip = 0;
   config.offload.clip_mode = ClipMode::none;
   config.parallel.tp = 2;
@@ -239,7 +239,7 @@ TEST(OffloadConfig, ParametersThatStayGatheredDoNotLeave) {
 
 TEST(OffloadConfig, TheDiskMustBeAFolderThatCanBeWritten) {
   const test::TempDir folder;
-  TrainConfig config = valid();
+  TrainConfig config = offloading();
   config.data.path = folder.path() + "/data.txt";
   test::write_file(config.data.path, std::string(20000, 'a'));
   config.checkpoint.dir = "";

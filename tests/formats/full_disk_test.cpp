@@ -26,13 +26,13 @@ using layout::Box;
 using test::in_a_process;
 using test_support::save_numbers;
 
-constexpr rlim_t kSpace = rlim_t{1} << 20;
+constexpr rlim_t kDiskSpace = rlim_t{1} << 20;
 
 std::vector<std::vector<ShardSlice>> tensor_of(int64_t kilobytes) {
   return {{{"w", "I32", {kilobytes, 256}, Box::whole({kilobytes, 256})}}};
 }
 
-// Saves what fits, then what does not, in a folder with room for kSpace.
+// Saves what fits, then what does not, in a folder with room for kDiskSpace.
 std::string save_too_much(const std::string& dir, int expected) {
   save_numbers(dir, 1, tensor_of(200));
   try {
@@ -56,14 +56,14 @@ std::string save_too_much(const std::string& dir, int expected) {
 TEST(FullDisk, LimitOfFileSize) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {
-              const rlimit limit{kSpace, kSpace};
+              const rlimit limit{kDiskSpace, kDiskSpace};
               if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
               return save_too_much(temp.path() + "/checkpoints", EFBIG);
             }),
             "");
 }
 
-// A file system of kSpace, where this process may mount one; a limit of its files' size elsewhere.
+// A file system of kDiskSpace, where this process may mount one; a limit of its files' size elsewhere.
 TEST(FullDisk, SmallFileSystem) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {
@@ -73,7 +73,7 @@ TEST(FullDisk, SmallFileSystem) {
                 return save_too_much(temp.path() + "/checkpoints", ENOSPC);
               }
               std::puts("no file system could be mounted");
-              const rlimit limit{kSpace, kSpace};
+              const rlimit limit{kDiskSpace, kDiskSpace};
               if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
               return save_too_much(temp.path() + "/checkpoints", EFBIG);
             }),

@@ -21,35 +21,35 @@ const std::string kHeader = R"({"__metadata__":{"format":"pt","DCP_VERSION":"1.0
                             R"("b":{"dtype":"BF16","shape":[1,3],"data_offsets":[28,34]}})";
 constexpr size_t kData = 34;
 
-const char* const kPieces[] = {"{",
-                               "}",
-                               "[",
-                               "]",
-                               ",",
-                               ":",
-                               "\"",
-                               "\\u0000",
-                               "null",
-                               "1e400",
-                               "-1",
-                               "18446744073709551615",
-                               "9223372036854775807",
-                               "0",
-                               "28",
-                               "\"shape\":[1],",
-                               "\"w\":",
-                               "F4",
-                               "F64",
-                               "\xff",
-                               " ",
-                               "[[[[[[[["};
+const char* const kHeaderPieces[] = {"{",
+                                     "}",
+                                     "[",
+                                     "]",
+                                     ",",
+                                     ":",
+                                     "\"",
+                                     "\\u0000",
+                                     "null",
+                                     "1e400",
+                                     "-1",
+                                     "18446744073709551615",
+                                     "9223372036854775807",
+                                     "0",
+                                     "28",
+                                     "\"shape\":[1],",
+                                     "\"w\":",
+                                     "F4",
+                                     "F64",
+                                     "\xff",
+                                     " ",
+                                     "[[[[[[[["};
 
 TEST(SafetensorsMutations, ValidOrRefused) {
   std::mt19937 random(1);
   int valid = 0;
   const int mutants = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1'000'000 : 30'000;
   for (int i = 0; i < mutants; ++i) {
-    const auto header = test_support::mutate(kHeader, random, kPieces);
+    const auto header = test_support::mutate(kHeader, random, kHeaderPieces);
     uint64_t size = header.size();
     if (random() % 16 == 0) size ^= uint64_t{1} << (random() % 64);
     std::string file(8, '\0');

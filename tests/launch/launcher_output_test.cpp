@@ -19,13 +19,13 @@ using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 using ::testing::Not;
 
-Result run(int ranks, const std::string& script, const std::vector<std::string>& options = {},
-           const std::string& in = {}) {
+Result run_with_input(int ranks, const std::string& script,
+                      const std::vector<std::string>& options = {}, const std::string& in = {}) {
   return Subprocess(run_script(ranks, script, options), {}, in).wait();
 }
 
 TEST(LauncherOutput, LinesCarryTheirRankAndKeepTheirStream) {
-  const Result result = run(2, "echo out; echo err >&2; echo; printf 'no end'");
+  const Result result = run_with_input(2, "echo out; echo err >&2; echo; printf 'no end'");
   EXPECT_EQ(result.code, 0);
   for (const std::string name : {"[rank0]: ", "[rank1]: "}) {
     EXPECT_THAT(result.out, AllOf(HasSubstr(name + "out\n"), HasSubstr(name + "\n"),
@@ -71,10 +71,10 @@ TEST(LauncherOutput, AHalfWrittenLineIsFinishedBeforeTheOtherStreamsTurn) {
 TEST(LauncherOutput, NothingIsLostOrChanged) {
   // 2 MB in one line, then bytes that are not text.
   const Result result =
-      run(1, "head -c 2000000 /dev/zero | tr '\\0' x; echo; printf 'a\\0b\\377\\rc\\n'");
+      run_with_input(1, "head -c 2000000 /dev/zero | tr '\\0' x; echo; printf 'a\\0b\\377\\rc\\n'");
   EXPECT_EQ(result.out, "[rank0]: " + std::string(2'000'000, 'x') +
                             "\n[rank0]: " + std::string("a\0b\xff\rc\n", 7));
-  const Result many = run(2, "seq 1 50000; kill -9 $$");
+  const Result many = run_with_input(2, "seq 1 50000; kill -9 $$");
   size_t lines = 0;
   for (const char c : many.out) lines += c == '\n';
   EXPECT_GE(lines, 50'000u);  // all of the rank that died first
@@ -84,8 +84,8 @@ TEST(LauncherOutput, NothingIsLostOrChanged) {
 TEST(LauncherOutput, FilesKeepTheBytesAsTheyAre) {
   const TempDir dir;
   const std::string logs = dir.path() + "/new/logs";
-  const Result result = run(2, "printf 'out %s' $RANK; printf 'err\\0%s\\n' $RANK >&2; exit $RANK",
-                            {"--log-dir", logs});
+  const Result result = run_with_input(
+      2, "printf 'out %s' $RANK; printf 'err\\0%s\\n' $RANK >&2; exit $RANK", {"--log-dir", logs});
   EXPECT_EQ(result.code, 1);
   for (const std::string rank : {"0", "1"}) {
     EXPECT_EQ(read_file(logs + "/attempt_0/rank" + rank + "/stdout.log"), "out " + rank);
@@ -102,7 +102,7 @@ TEST(LauncherOutput, AFullDiskDoesNotEndTheJob) {
   const std::string folder = dir.path() + "/attempt_0/rank0";
   std::filesystem::create_directories(folder);
   std::filesystem::create_symlink("/dev/full", folder + "/stdout.log");
-  const Result result = run(1, "echo one; echo two", {"--log-dir", dir.path()});
+  const Result result = run_with_input(1, "echo one; echo two", {"--log-dir", dir.path()});
   EXPECT_EQ(result.code, 0);
   EXPECT_THAT(result.out, AllOf(HasSubstr("one\n"), HasSubstr("two\n")));
   EXPECT_THAT(result.err, HasSubstr("No space left"));
@@ -143,7 +143,7 @@ TEST(LauncherOutput, AReaderThatIsStuckDoesNotStopTheEnd) {
 }
 
 TEST(LauncherOutput, OnlyRankZeroReadsStandardInput) {
-  const Result result = run(2, "cat", {}, "line one\nline two\n");
+  const Result result = run_with_input(2, "cat", {}, "line one\nline two\n");
   EXPECT_EQ(result.out, "[rank0]: line one\n[rank0]: line two\n");
 }
 

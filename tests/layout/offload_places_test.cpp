@@ -20,8 +20,9 @@ using testing::Not;
 using testing::ThrowsMessage;
 
 constexpr int64_t kMB = int64_t{1} << 20;
-constexpr OffloadStrategy kStrategies[] = {OffloadStrategy::conservative, OffloadStrategy::balanced,
-                                           OffloadStrategy::aggressive, OffloadStrategy::extreme};
+constexpr OffloadStrategy kPlaceStrategies[] = {
+    OffloadStrategy::conservative, OffloadStrategy::balanced, OffloadStrategy::aggressive,
+    OffloadStrategy::extreme};
 
 // One unit of 10 MB of parameters, as much of gradients, and twice that of state in two slices.
 std::vector<OffloadUnit> units_of(int count) {
@@ -77,7 +78,7 @@ TEST(OffloadPlaces, NoUnits) {
 TEST(OffloadPlaces, NothingMovesBelowTheThreshold) {
   // 4 x 40 MB + 20 MB = 180 MB.
   const auto units = units_of(4);
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : kPlaceStrategies) {
     const auto limit = static_cast<int64_t>(180 * kMB / threshold(strategy));
     const auto below = place(units, 20 * kMB, options_of(limit + 4, strategy));
     EXPECT_THAT(params_of(below), Each(Tier::device));
@@ -247,7 +248,7 @@ Case random_case(std::mt19937& random) {
   options.host_limit = 1 + below(30000);
   options.host_budget = 1 + below(options.host_limit);
   if (below(2) == 0) options.disk = "/fast";
-  options.strategy = kStrategies[below(4)];
+  options.strategy = kPlaceStrategies[below(4)];
   return made;
 }
 
@@ -376,7 +377,7 @@ TEST(OffloadPlaces, AStrongerStrategyLeavesNoMoreOnTheDevice) {
     Case made = random_case(random);
     made.options.host_budget = made.options.host_limit = int64_t{1} << 40;
     int64_t before = int64_t{1} << 62;
-    for (const auto strategy : kStrategies) {
+    for (const auto strategy : kPlaceStrategies) {
       made.options.strategy = strategy;
       try {
         const auto places = place(made.units, made.working, made.options);

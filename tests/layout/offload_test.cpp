@@ -7,20 +7,19 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/refused.h"
 
 namespace lockstep::layout {
 namespace {
 
 using codec::Codec;
+using test::refused;
 using testing::HasSubstr;
-using testing::StrEq;
 using testing::ThrowsMessage;
 
 constexpr int64_t kGB = int64_t{1} << 30;
 constexpr OffloadStrategy kStrategies[] = {OffloadStrategy::conservative, OffloadStrategy::balanced,
                                            OffloadStrategy::aggressive, OffloadStrategy::extreme};
-
-auto refused(const std::string& message) { return ThrowsMessage<ConfigError>(StrEq(message)); }
 
 TEST(Offload, Defaults) {
   const OffloadOptions options;

@@ -6,17 +6,16 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/refused.h"
 
 namespace lockstep::layout {
 namespace {
 
+using test::refused;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::StrEq;
 using testing::ThrowsMessage;
-
-auto refused(const std::string& message) { return ThrowsMessage<ConfigError>(StrEq(message)); }
 
 void expect_refused(const ParallelConfig& config, int world_size, const std::string& message) {
   EXPECT_THAT([&] { config.validate(world_size); }, refused(message));

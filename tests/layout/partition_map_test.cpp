@@ -6,16 +6,14 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/refused.h"
 
 namespace lockstep::layout {
 namespace {
 
+using test::refused;
 using testing::ElementsAre;
 using testing::IsEmpty;
-using testing::StrEq;
-using testing::ThrowsMessage;
-
-auto refused(const std::string& message) { return ThrowsMessage<ConfigError>(StrEq(message)); }
 
 TEST(PartitionMap, DealsOutOneAfterTheOther) {
   const PartitionMap map(7, 3);

@@ -19,10 +19,10 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const auto kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+const auto kDevicePage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 DeviceMemory device_of(size_t pages) {
-  return {c10::Device(c10::kCPU), Budget("offload.device_budget", pages * kPage)};
+  return {c10::Device(c10::kCPU), Budget("offload.device_budget", pages * kDevicePage)};
 }
 
 volatile char& byte_of(const std::shared_ptr<void>& memory, size_t at) {
@@ -31,67 +31,67 @@ volatile char& byte_of(const std::shared_ptr<void>& memory, size_t at) {
 
 TEST(DeviceMemoryDeathTest, ReleasedMemoryFaults) {
   const DeviceMemory device = device_of(8);
-  std::shared_ptr<void> memory = device.take(2 * kPage, "x"), next = device.take(1, "y");
+  std::shared_ptr<void> memory = device.take(2 * kDevicePage, "x"), next = device.take(1, "y");
   auto* const bytes = static_cast<volatile char*>(memory.get());
-  std::memset(memory.get(), 1, 2 * kPage);
+  std::memset(memory.get(), 1, 2 * kDevicePage);
   memory.reset();
   byte_of(next, 0) = 1;  // its neighbour is untouched
   EXPECT_EXIT(bytes[0] = 1, testing::KilledBySignal(SIGSEGV), "");
-  EXPECT_EXIT(bytes[2 * kPage - 1] = 1, testing::KilledBySignal(SIGSEGV), "");
+  EXPECT_EXIT(bytes[2 * kDevicePage - 1] = 1, testing::KilledBySignal(SIGSEGV), "");
   EXPECT_EXIT(static_cast<void>(bytes[0]), testing::KilledBySignal(SIGSEGV), "");
 }
 
 TEST(DeviceMemoryDeathTest, WhatWasNeverTakenFaults) {
   const DeviceMemory device = device_of(8);
-  const std::shared_ptr<void> memory = device.take(kPage + 1, "x");
-  byte_of(memory, 2 * kPage - 1) = 1;
-  EXPECT_EXIT({ byte_of(memory, 2 * kPage) = 1; }, testing::KilledBySignal(SIGSEGV), "");
+  const std::shared_ptr<void> memory = device.take(kDevicePage + 1, "x");
+  byte_of(memory, 2 * kDevicePage - 1) = 1;
+  EXPECT_EXIT({ byte_of(memory, 2 * kDevicePage) = 1; }, testing::KilledBySignal(SIGSEGV), "");
 }
 
 TEST(DeviceMemory, CountsWholePages) {
   const DeviceMemory device = device_of(4);
-  EXPECT_EQ(device.rounded(0), kPage);
-  EXPECT_EQ(device.rounded(1), kPage);
-  EXPECT_EQ(device.rounded(kPage), kPage);
-  EXPECT_EQ(device.rounded(kPage + 1), 2 * kPage);
-  const std::shared_ptr<void> a = device.take(1, "a"), b = device.take(kPage + 1, "b");
-  EXPECT_EQ(device.budget().used(), 3 * kPage);
-  EXPECT_EQ(reinterpret_cast<uintptr_t>(a.get()) % kPage, 0U);
+  EXPECT_EQ(device.rounded(0), kDevicePage);
+  EXPECT_EQ(device.rounded(1), kDevicePage);
+  EXPECT_EQ(device.rounded(kDevicePage), kDevicePage);
+  EXPECT_EQ(device.rounded(kDevicePage + 1), 2 * kDevicePage);
+  const std::shared_ptr<void> a = device.take(1, "a"), b = device.take(kDevicePage + 1, "b");
+  EXPECT_EQ(device.budget().used(), 3 * kDevicePage);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(a.get()) % kDevicePage, 0U);
   EXPECT_EQ(static_cast<char*>(b.get()) - static_cast<char*>(a.get()),
-            static_cast<ptrdiff_t>(kPage));
+            static_cast<ptrdiff_t>(kDevicePage));
 }
 
 TEST(DeviceMemory, HoldsToItsLimit) {
   const DeviceMemory device = device_of(256);
-  const std::shared_ptr<void> most = device.take(200 * kPage, "blocks.0");
-  EXPECT_THAT([&] { device.take(57 * kPage, "blocks.1"); },
+  const std::shared_ptr<void> most = device.take(200 * kDevicePage, "blocks.0");
+  EXPECT_THAT([&] { device.take(57 * kDevicePage, "blocks.1"); },
               ThrowsMessage<OverBudget>(AllOf(
                   HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.1 are too many"),
-                  HasSubstr(kPage == 4096 ? "800 kB of 1 MB are taken" : " are taken"))));
-  EXPECT_EQ(device.budget().used(), 200 * kPage);
-  const std::shared_ptr<void> rest = device.take(56 * kPage, "blocks.1");
+                  HasSubstr(kDevicePage == 4096 ? "800 kB of 1 MB are taken" : " are taken"))));
+  EXPECT_EQ(device.budget().used(), 200 * kDevicePage);
+  const std::shared_ptr<void> rest = device.take(56 * kDevicePage, "blocks.1");
   EXPECT_EQ(device.budget().pressure(), 1.0);
 }
 
 TEST(DeviceMemory, ResidentIsWhatWasTouched) {
   const DeviceMemory device = device_of(64);
   EXPECT_EQ(device.resident(), 0U);
-  std::shared_ptr<void> a = device.take(20 * kPage, "a"), b = device.take(44 * kPage, "b");
+  std::shared_ptr<void> a = device.take(20 * kDevicePage, "a"), b = device.take(44 * kDevicePage, "b");
   EXPECT_EQ(device.resident(), 0U);
-  std::memset(a.get(), 1, 20 * kPage);
-  EXPECT_EQ(device.resident(), 20 * kPage);
-  for (size_t page = 0; page < 44; page += 4) byte_of(b, page * kPage) = 1;
-  EXPECT_EQ(device.resident(), 31 * kPage);
-  std::memset(b.get(), 1, 44 * kPage);
+  std::memset(a.get(), 1, 20 * kDevicePage);
+  EXPECT_EQ(device.resident(), 20 * kDevicePage);
+  for (size_t page = 0; page < 44; page += 4) byte_of(b, page * kDevicePage) = 1;
+  EXPECT_EQ(device.resident(), 31 * kDevicePage);
+  std::memset(b.get(), 1, 44 * kDevicePage);
   EXPECT_EQ(device.resident(), device.budget().limit());
   a.reset();
-  EXPECT_EQ(device.resident(), 44 * kPage);
+  EXPECT_EQ(device.resident(), 44 * kDevicePage);
   b.reset();
   EXPECT_EQ(device.resident(), 0U);
   // What takes the place finds nothing of it.
-  const std::shared_ptr<void> again = device.take(64 * kPage, "c");
+  const std::shared_ptr<void> again = device.take(64 * kDevicePage, "c");
   const auto* const bytes = static_cast<const char*>(again.get());
-  EXPECT_THAT(std::vector<char>(bytes, bytes + 64 * kPage), Each('\0'));
+  EXPECT_THAT(std::vector<char>(bytes, bytes + 64 * kDevicePage), Each('\0'));
 }
 
 // More pages than are counted at once, and no multiple of that.
@@ -100,42 +100,42 @@ TEST(DeviceMemory, ResidentCountsAllOfALargeStretch) {
   const std::shared_ptr<void> all = device.take(device.budget().limit(), "all");
   for (const size_t page :
        {size_t{0}, (size_t{1} << 16) - 1, size_t{1} << 16, (size_t{1} << 17) + 4})
-    byte_of(all, page * kPage) = 1;
-  EXPECT_EQ(device.resident(), 4 * kPage);
+    byte_of(all, page * kDevicePage) = 1;
+  EXPECT_EQ(device.resident(), 4 * kDevicePage);
 }
 
 TEST(DeviceMemory, TakesTheSamePlacesAgain) {
   const DeviceMemory device = device_of(10);
-  const void* const first = device.take(3 * kPage, "x").get();
+  const void* const first = device.take(3 * kDevicePage, "x").get();
   for (int i = 0; i < 100; ++i) {
-    const std::shared_ptr<void> a = device.take(3 * kPage, "a"), b = device.take(7 * kPage, "b");
+    const std::shared_ptr<void> a = device.take(3 * kDevicePage, "a"), b = device.take(7 * kDevicePage, "b");
     EXPECT_EQ(a.get(), first);
   }
   EXPECT_EQ(device.budget().used(), 0U);
-  EXPECT_EQ(device.budget().peak(), 10 * kPage);
+  EXPECT_EQ(device.budget().peak(), 10 * kDevicePage);
 }
 
 TEST(DeviceMemory, SaysWhereGapsAreTooSmall) {
   const DeviceMemory device = device_of(256);
   std::vector<std::shared_ptr<void>> parts;
-  for (int i = 0; i < 8; ++i) parts.push_back(device.take(32 * kPage, "part"));
+  for (int i = 0; i < 8; ++i) parts.push_back(device.take(32 * kDevicePage, "part"));
   parts[1].reset();
   parts[2].reset();
   parts[5].reset();
   EXPECT_THAT(
-      [&] { device.take(65 * kPage, "blocks.7"); },
+      [&] { device.take(65 * kDevicePage, "blocks.7"); },
       ThrowsMessage<OverBudget>(
           AllOf(HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.7 do not fit: "),
-                HasSubstr(kPage == 4096 ? "640 kB of 1 MB are taken, but the largest gap is 256 kB"
+                HasSubstr(kDevicePage == 4096 ? "640 kB of 1 MB are taken, but the largest gap is 256 kB"
                                         : "but the largest gap is "))));
-  EXPECT_EQ(device.budget().used(), 5 * 32 * kPage);
-  EXPECT_TRUE(device.budget().fits(65 * kPage));
-  EXPECT_FALSE(device.fits(64 * kPage + 1));
-  EXPECT_TRUE(device.fits(64 * kPage));
+  EXPECT_EQ(device.budget().used(), 5 * 32 * kDevicePage);
+  EXPECT_TRUE(device.budget().fits(65 * kDevicePage));
+  EXPECT_FALSE(device.fits(64 * kDevicePage + 1));
+  EXPECT_TRUE(device.fits(64 * kDevicePage));
   // The first gap that is large enough.
-  const std::shared_ptr<void> fits = device.take(64 * kPage, "blocks.7");
+  const std::shared_ptr<void> fits = device.take(64 * kDevicePage, "blocks.7");
   EXPECT_LT(fits.get(), parts[3].get());
-  const std::shared_ptr<void> small = device.take(32 * kPage, "blocks.8");
+  const std::shared_ptr<void> small = device.take(32 * kDevicePage, "blocks.8");
   EXPECT_LT(parts[4].get(), small.get());
   EXPECT_LT(small.get(), parts[6].get());
 }
@@ -144,16 +144,16 @@ TEST(DeviceMemory, MayBeUnlimited) {
   const DeviceMemory device(c10::Device(c10::kCPU), Budget("offload.device_budget", 0));
   const std::shared_ptr<void> memory = device.take(size_t{64} << 20, "x");
   byte_of(memory, (size_t{64} << 20) - 1) = 1;
-  EXPECT_EQ(device.resident(), kPage);
+  EXPECT_EQ(device.resident(), kDevicePage);
 }
 
 TEST(DeviceMemory, WhatWasTakenMayOutliveIt) {
   std::shared_ptr<void> memory;
   {
     const DeviceMemory device = device_of(4);
-    memory = device.take(4 * kPage, "x");
+    memory = device.take(4 * kDevicePage, "x");
   }
-  std::memset(memory.get(), 1, 4 * kPage);
+  std::memset(memory.get(), 1, 4 * kDevicePage);
 }
 
 TEST(DeviceMemory, ManyThreads) {
@@ -165,9 +165,9 @@ TEST(DeviceMemory, ManyThreads) {
       const char mark = static_cast<char>(t + 1);
       for (int i = 0; i < 300; ++i) {
         const std::shared_ptr<void> a = device.take(1, "a");
-        std::memset(a.get(), mark, kPage);
+        std::memset(a.get(), mark, kDevicePage);
         std::this_thread::yield();
-        if (byte_of(a, 0) != mark || byte_of(a, kPage - 1) != mark) ++wrong;
+        if (byte_of(a, 0) != mark || byte_of(a, kDevicePage - 1) != mark) ++wrong;
       }
     });
   }

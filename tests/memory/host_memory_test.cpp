@@ -25,7 +25,7 @@ using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 const auto kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-constexpr size_t kMega = size_t{1} << 20;
+constexpr size_t kMebibyte = size_t{1} << 20;
 
 // A line of /proc/self/status, in bytes. Without the heap, which must not change meanwhile.
 size_t status_of(const char* key) {
@@ -48,8 +48,8 @@ size_t pages_present(std::byte* start, size_t bytes) {
 }
 
 TEST(HostMemory, HasExactlyTheSizeAskedFor) {
-  const HostMemory host(Budget("offload.host_budget", 64 * kMega), HostKind::pageable);
-  const size_t size = 33 * kMega + 1, pages = 33 * kMega + kPage;
+  const HostMemory host(Budget("offload.host_budget", 64 * kMebibyte), HostKind::pageable);
+  const size_t size = 33 * kMebibyte + 1, pages = 33 * kMebibyte + kPage;
   host.take(1, "the first time");
   const size_t mapped = status_of("VmSize:");
   const std::shared_ptr<std::byte> memory = host.take(size, "x");
@@ -62,7 +62,7 @@ TEST(HostMemory, HasExactlyTheSizeAskedFor) {
 
 TEST(HostMemory, LargeOnesAreBroughtInByThreads) {
   const HostMemory host(Budget("offload.host_budget", 0), HostKind::pageable);
-  for (const size_t size : {64 * kMega, 64 * kMega + 1, 65 * kMega + 5 * kPage}) {
+  for (const size_t size : {64 * kMebibyte, 64 * kMebibyte + 1, 65 * kMebibyte + 5 * kPage}) {
     const std::shared_ptr<std::byte> memory = host.take(size, "x");
     EXPECT_EQ(pages_present(memory.get(), size), (size + kPage - 1) / kPage);
     memory.get()[size - 1] = std::byte{1};
@@ -70,22 +70,22 @@ TEST(HostMemory, LargeOnesAreBroughtInByThreads) {
 }
 
 TEST(HostMemory, IsGivenBack) {
-  const HostMemory host(Budget("offload.host_budget", 48 * kMega), HostKind::pageable);
+  const HostMemory host(Budget("offload.host_budget", 48 * kMebibyte), HostKind::pageable);
   host.take(1, "the first time");
   const size_t mapped = status_of("VmSize:");
-  for (int i = 0; i < 3; ++i) std::memset(host.take(48 * kMega, "x").get(), 1, 48 * kMega);
+  for (int i = 0; i < 3; ++i) std::memset(host.take(48 * kMebibyte, "x").get(), 1, 48 * kMebibyte);
   EXPECT_EQ(status_of("VmSize:"), mapped);
   EXPECT_EQ(host.budget().used(), 0U);
-  EXPECT_EQ(host.budget().peak(), 48 * kMega);
+  EXPECT_EQ(host.budget().peak(), 48 * kMebibyte);
 }
 
 TEST(HostMemory, HoldsToItsBudget) {
-  const HostMemory host(Budget("offload.host_budget", 3 * kMega), HostKind::pageable);
-  const std::shared_ptr<std::byte> memory = host.take(2 * kMega, "blocks.0");
-  EXPECT_THAT([&] { host.take(kMega + 1, "blocks.1"); },
+  const HostMemory host(Budget("offload.host_budget", 3 * kMebibyte), HostKind::pageable);
+  const std::shared_ptr<std::byte> memory = host.take(2 * kMebibyte, "blocks.0");
+  EXPECT_THAT([&] { host.take(kMebibyte + 1, "blocks.1"); },
               ThrowsMessage<OverBudget>(
                   HasSubstr("[offload.host_budget] 1 MB for blocks.1 are too many: 2 MB of 3 MB")));
-  EXPECT_NO_THROW(host.take(kMega, "blocks.1"));
+  EXPECT_NO_THROW(host.take(kMebibyte, "blocks.1"));
 }
 
 TEST(HostMemory, WhatTheSystemDoesNotHaveIsAnError) {
@@ -110,11 +110,11 @@ TEST(HostMemory, MayOutliveIt) {
 TEST(HostMemory, PinnedIsLocked) {
   EXPECT_EQ(in_a_fresh_process([]() -> std::string {
               const HostMemory host(Budget("offload.host_budget", 0), HostKind::pinned);
-              const size_t before = status_of("VmLck:"), size = 3 * kMega + kPage + 1;
+              const size_t before = status_of("VmLck:"), size = 3 * kMebibyte + kPage + 1;
               std::shared_ptr<std::byte> memory = host.take(size, "x");
-              if (status_of("VmLck:") - before != 3 * kMega + 2 * kPage)
+              if (status_of("VmLck:") - before != 3 * kMebibyte + 2 * kPage)
                 return "locked: " + std::to_string(status_of("VmLck:"));
-              if (pages_present(memory.get(), size) * kPage != 3 * kMega + 2 * kPage)
+              if (pages_present(memory.get(), size) * kPage != 3 * kMebibyte + 2 * kPage)
                 return "not all is there";
               memory.reset();
               if (status_of("VmLck:") != before) return "still locked";
@@ -125,7 +125,7 @@ TEST(HostMemory, PinnedIsLocked) {
 
 TEST(HostMemory, APinThatIsRefusedSaysWhyAndLeavesNothing) {
   EXPECT_EQ(in_a_fresh_process([]() -> std::string {
-              const rlimit limit{kMega, kMega};
+              const rlimit limit{kMebibyte, kMebibyte};
               if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "setrlimit";
               // Root may lock what it wants.
               if (geteuid() == 0 && setuid(65534) != 0) return "setuid";

@@ -18,6 +18,7 @@
 #include "tests/support/subprocess.h"
 #include "tests/support/trace_spans.h"
 
+// Its program's main() is in comm/overlap_test.cpp, and sets LOCKSTEP_TRACE.
 namespace lockstep::memory {
 namespace {
 
@@ -352,11 +353,3 @@ TEST(PacedQueue, WaitsWithoutItsCaller) {
 
 }  // namespace
 }  // namespace lockstep::memory
-
-// The trace's folder is read once, before anything else.
-int main(int argc, char** argv) {
-  const lockstep::test::TempDir folder;
-  setenv("LOCKSTEP_TRACE", folder.path().c_str(), 1);
-  ::testing::InitGoogleTest(&argc, argv);
-  return RUN_ALL_TESTS();
-}

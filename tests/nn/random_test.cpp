@@ -22,7 +22,7 @@ using layout::Shape;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const RandomKey kKey = random_key(5, "test", "tensor", {.step = 3, .micro_batch = 1});
+const RandomKey kRandomKey = random_key(5, "test", "tensor", {.step = 3, .micro_batch = 1});
 
 const std::vector<Distribution> kDistributions = {
     Distribution::uniform(0, 1), Distribution::uniform(-3, 0.5), Distribution::normal(0, 1),
@@ -31,13 +31,13 @@ const std::vector<Distribution> kDistributions = {
 at::Tensor filled(const Shape& shape, const Distribution& distribution,
                   at::ScalarType dtype = at::kFloat) {
   auto tensor = at::full(shape, -100, dtype);
-  fill(tensor, kKey, distribution);
+  fill(tensor, kRandomKey, distribution);
   return tensor;
 }
 
 // The definition, element by element.
 float expected(const Distribution& distribution, uint64_t index) {
-  for (RandomKey key = kKey;; key.tensor += 0x9E3779B97F4A7C15) {
+  for (RandomKey key = kRandomKey;; key.tensor += 0x9E3779B97F4A7C15) {
     const float x =
         distribution.kind == Distribution::Kind::normal ? normal(key, index) : uniform(key, index);
     const float value = std::fma(x, distribution.scale, distribution.offset);
@@ -85,7 +85,7 @@ TEST(Fill, SlicesAreTheElementsOfTheWhole) {
     const auto part =
         dims == 0 ? filled(shape, distribution) : cut(filled(shape, distribution), box);
     auto slice = at::full(part.sizes(), -100, at::kFloat);
-    fill(slice, kKey, distribution, Slice{shape, box});
+    fill(slice, kRandomKey, distribution, Slice{shape, box});
     ASSERT_TRUE(at::equal(slice, part)) << layout::describe(shape) << " " << box.describe();
   }
 }
@@ -94,11 +94,11 @@ TEST(Fill, ReachesElementsBeyondFourBillionBlocks) {
   const Shape shape = {int64_t{1} << 20, int64_t{1} << 20};
   const Box box = {{{(int64_t{1} << 20) - 3, int64_t{1} << 20}, {77, 200}}};
   auto slice = at::empty({3, 123});
-  fill(slice, kKey, Distribution::normal(0, 1), Slice{shape, box});
+  fill(slice, kRandomKey, Distribution::normal(0, 1), Slice{shape, box});
   for (int64_t row = 0; row < 3; ++row) {
     for (int64_t column = 0; column < 123; ++column) {
       const int64_t index = (box.ranges[0].begin + row) * shape[1] + 77 + column;
-      ASSERT_EQ(slice[row][column].item<float>(), normal(kKey, static_cast<uint64_t>(index)));
+      ASSERT_EQ(slice[row][column].item<float>(), normal(kRandomKey, static_cast<uint64_t>(index)));
     }
   }
 }
@@ -106,9 +106,9 @@ TEST(Fill, ReachesElementsBeyondFourBillionBlocks) {
 TEST(Fill, CarriesIntoTheUpperWordOfTheCounter) {
   const int64_t carry = int64_t{1} << 34;  // element 0 of block 2^32
   auto slice = at::empty({400});
-  fill(slice, kKey, Distribution::normal(0, 1), Slice{{2 * carry}, {{{carry - 200, carry + 200}}}});
+  fill(slice, kRandomKey, Distribution::normal(0, 1), Slice{{2 * carry}, {{{carry - 200, carry + 200}}}});
   for (int64_t i = 0; i < 400; ++i) {
-    ASSERT_EQ(slice[i].item<float>(), normal(kKey, static_cast<uint64_t>(carry - 200 + i)));
+    ASSERT_EQ(slice[i].item<float>(), normal(kRandomKey, static_cast<uint64_t>(carry - 200 + i)));
   }
 }
 
@@ -128,14 +128,14 @@ TEST(Fill, BitsDoNotDependOnTheInstructionSet) {
   constexpr int64_t kCount = 4099;
   for (const auto& distribution : kDistributions) {
     std::vector<float> chosen(kCount), baseline(kCount);
-    cpu_kernels().draw(kKey, 3, kCount, distribution, chosen.data());
-    baseline::kKernels.draw(kKey, 3, kCount, distribution, baseline.data());
+    cpu_kernels().draw(kRandomKey, 3, kCount, distribution, chosen.data());
+    baseline::kKernels.draw(kRandomKey, 3, kCount, distribution, baseline.data());
     EXPECT_EQ(chosen, baseline);
   }
   const Drop drop{.threshold = 1u << 30, .scale = 4.0 / 3};
   std::vector<float> chosen(kCount, 1), baseline(kCount, 1);
-  cpu_kernels().drop_float(kKey, 3, kCount, drop, chosen.data(), chosen.data());
-  baseline::kKernels.drop_float(kKey, 3, kCount, drop, baseline.data(), baseline.data());
+  cpu_kernels().drop_float(kRandomKey, 3, kCount, drop, chosen.data(), chosen.data());
+  baseline::kKernels.drop_float(kRandomKey, 3, kCount, drop, baseline.data(), baseline.data());
   EXPECT_EQ(chosen, baseline);
 }
 
@@ -151,7 +151,7 @@ TEST(Fill, OtherTypesHoldTheFloatValues) {
 TEST(Fill, FollowsTheIndicesNotTheMemory) {
   const auto distribution = Distribution::normal(0, 1);
   auto transposed = at::zeros({30, 20}).t();
-  fill(transposed, kKey, distribution);
+  fill(transposed, kRandomKey, distribution);
   EXPECT_TRUE(at::equal(transposed, filled({20, 30}, distribution)));
 }
 
@@ -159,7 +159,7 @@ TEST(Fill, LeavesAutogradAloneAndCountsAsAWrite) {
   auto leaf = at::zeros({10}).requires_grad_();
   const auto squares = (leaf * leaf).sum();
   const auto version = leaf._version();
-  fill(leaf, kKey, Distribution::normal(0, 1));
+  fill(leaf, kRandomKey, Distribution::normal(0, 1));
   EXPECT_TRUE(leaf.is_leaf());
   EXPECT_GT(leaf._version(), version);
   EXPECT_THROW(squares.backward(), c10::Error);  // what it saved has changed
@@ -167,16 +167,16 @@ TEST(Fill, LeavesAutogradAloneAndCountsAsAWrite) {
 
 TEST(Fill, TakesEmptyAndMetaTensors) {
   auto empty = at::empty({0, 4});
-  fill(empty, kKey, Distribution::normal(0, 1));
-  fill(empty, kKey, Distribution::normal(0, 1), Slice{{8, 4}, {{{8, 8}, {0, 4}}}});
+  fill(empty, kRandomKey, Distribution::normal(0, 1));
+  fill(empty, kRandomKey, Distribution::normal(0, 1), Slice{{8, 4}, {{{8, 8}, {0, 4}}}});
   auto meta = at::empty({1 << 20, 1 << 20}, at::TensorOptions(at::kMeta));
-  fill(meta, kKey, Distribution::normal(0, 1));
+  fill(meta, kRandomKey, Distribution::normal(0, 1));
 }
 
 TEST(Fill, RefusesWhatDoesNotFit) {
   auto tensor = at::empty({2, 3});
   const auto fill_slice = [&](const Shape& shape, const Box& box) {
-    return [=] { fill(tensor, kKey, Distribution::normal(0, 1), Slice{shape, box}); };
+    return [=] { fill(tensor, kRandomKey, Distribution::normal(0, 1), Slice{shape, box}); };
   };
   EXPECT_THAT(fill_slice({4, 3}, {{{3, 5}, {0, 3}}}),
               ThrowsMessage<ConfigError>(
@@ -189,10 +189,10 @@ TEST(Fill, RefusesWhatDoesNotFit) {
   const Box cut_in_all{std::vector<layout::Range>(10, {0, 2})};
   EXPECT_THAT(
       [&] {
-        fill(at::empty(twos), kKey, Distribution::normal(0, 1), Slice{many, cut_in_all});
+        fill(at::empty(twos), kRandomKey, Distribution::normal(0, 1), Slice{many, cut_in_all});
       },
       ThrowsMessage<ConfigError>(HasSubstr("is cut in more than 8 dimensions")));
-  EXPECT_THAT([] { fill(at::empty({2}, at::kLong), kKey, Distribution::normal(0, 1)); },
+  EXPECT_THAT([] { fill(at::empty({2}, at::kLong), kRandomKey, Distribution::normal(0, 1)); },
               ThrowsMessage<ConfigError>(HasSubstr("dtype is Long, must be a floating one")));
 }
 

@@ -32,7 +32,7 @@ struct RankResult {
   int64_t batches = 0;
 };
 
-struct Shape {
+struct BatchShape {
   std::vector<int64_t> rows;        // of each rank
   std::vector<int64_t> inner = {};  // what follows (N, C)
   bool channels_last = false;
@@ -43,7 +43,7 @@ struct Shape {
 constexpr int64_t kChannels = 6;
 constexpr int kSteps = 3;
 
-at::Tensor batch_of_all(const Shape& shape, int step) {
+at::Tensor batch_of_all(const BatchShape& shape, int step) {
   int64_t rows = 0;
   for (const int64_t n : shape.rows) rows += n;
   std::vector<int64_t> sizes = {rows, kChannels};
@@ -93,7 +93,7 @@ void fill(at::Tensor& weight, at::Tensor& bias) {
 }
 
 // Every rank's part of some steps, against the whole.
-void compare_with_whole_batch(const Shape& shape, double tolerance,
+void compare_with_whole_batch(const BatchShape& shape, double tolerance,
                               std::optional<double> momentum = 0.1) {
   std::ostringstream name;
   name << at::IntArrayRef(shape.rows) << " rows of " << at::IntArrayRef(shape.inner) << ' '
@@ -195,7 +195,7 @@ TEST_P(SyncBatchNormRanks, AveragesCumulativelyWithoutMomentum) {
 INSTANTIATE_TEST_SUITE_P(, SyncBatchNormRanks, ::testing::Values(1, 2, 3, 4));
 
 TEST(SyncBatchNorm, OfOneRankIsTorchsBatchNorm) {
-  const Shape shape{.rows = {8}, .inner = {5, 5}};
+  const BatchShape shape{.rows = {8}, .inner = {5, 5}};
   const std::vector<at::Tensor> inputs = {batch_of_all(shape, 0)};
   const std::vector<at::Tensor> gradients = {output_gradient(inputs[0])};
   torch::nn::BatchNorm2d torchs(kChannels);
@@ -269,7 +269,7 @@ TEST(SyncBatchNorm, TakesOverTheStateOfTorchs) {
 
 TEST(SyncBatchNorm, CanBeClonedMovedAndHeldByAny) {
   SyncBatchNorm norm(kChannels, {}, {.momentum = 0.3, .name = "bn1"});
-  const Shape shape{.rows = {4}, .inner = {3, 3}};
+  const BatchShape shape{.rows = {4}, .inner = {3, 3}};
   norm->forward(batch_of_all(shape, 0));
   const auto clone = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
   ASSERT_NE(clone, nullptr);

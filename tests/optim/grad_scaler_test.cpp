@@ -14,7 +14,7 @@
 namespace lockstep::optim {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kOverflow = std::numeric_limits<float>::infinity();
 
 TEST(GradScaler, DividesWhatItMultiplied) {
   const at::Tensor tensor = parameter({50}), plain = copy_of(tensor);
@@ -37,7 +37,7 @@ TEST(GradScaler, ScaleGrowsAndShrinks) {
   GradScaler scaler(
       {}, {.init_scale = 8, .growth_factor = 4, .backoff_factor = 0.25, .growth_interval = 3});
   std::vector<double> scales;
-  for (const float gradient : {1.f, 1.f, 1.f, 1.f, kInfinity, 1.f, 1.f, NAN, 1.f, 1.f, 1.f}) {
+  for (const float gradient : {1.f, 1.f, 1.f, 1.f, kOverflow, 1.f, 1.f, NAN, 1.f, 1.f, 1.f}) {
     const at::Tensor before = tensor.detach().clone();
     tensor.mutable_grad() = at::full({2}, gradient);
     EXPECT_EQ(scaler.step(optimizer), std::isfinite(gradient));
@@ -80,7 +80,7 @@ TEST(GradScaler, AllRanksSkipOrNone) {
     for (int step = 0; step < 6; ++step) {
       tensor.mutable_grad() = at::ones({40000});
       const bool overflows = step % 2 == 1;
-      if (overflows && group.rank() == step / 2) tensor.grad()[39999].fill_(kInfinity);
+      if (overflows && group.rank() == step / 2) tensor.grad()[39999].fill_(kOverflow);
       if (step < 3) scaler.unscale(optimizer);
       const at::Tensor before = tensor.detach().clone();
       const bool done = scaler.step(optimizer);
@@ -99,7 +99,7 @@ TEST(GradScaler, OneOptimizerOfTwoOverflows) {
   SGD first({{"p", good}}), second({{"p", bad}});
   GradScaler scaler({}, {.init_scale = 2});
   good.mutable_grad() = at::ones({3});
-  bad.mutable_grad() = at::full({3}, kInfinity);
+  bad.mutable_grad() = at::full({3}, kOverflow);
   EXPECT_TRUE(scaler.step(first));
   EXPECT_FALSE(scaler.step(second));
   scaler.update();
@@ -170,7 +170,7 @@ TEST(StepGuard, AllRanksSkipOrNone) {
     for (int step = 0; step < 4; ++step) {
       tensor.mutable_grad() = at::ones({20000});
       const bool bad = step % 2 == 0;
-      if (bad && group.rank() == step / 2) tensor.grad()[19999].fill_(step == 0 ? NAN : kInfinity);
+      if (bad && group.rank() == step / 2) tensor.grad()[19999].fill_(step == 0 ? NAN : kOverflow);
       const at::Tensor before = tensor.detach().clone();
       const bool done = step < 2 ? guard.step(optimizer)
                                  : guard.step(optimizer, clip_grad_norm(optimizer.parameters(), 1));

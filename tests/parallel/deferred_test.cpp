@@ -27,12 +27,10 @@
 namespace lockstep::parallel {
 namespace {
 
-namespace nn = torch::nn;
-
 // Large enough to be without memory.
 constexpr int64_t kWide = 192;
 
-std::map<std::string, at::Tensor> tensors_of(const nn::Module& module) {
+std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
   std::map<std::string, at::Tensor> all;
   for (const auto& item : module.named_parameters()) all[item.key()] = item.value();
   for (const auto& item : module.named_buffers()) all[item.key()] = item.value();
@@ -47,16 +45,16 @@ size_t resident_bytes() {
 }
 
 // A constructor that does what users do.
-struct OwnImpl : nn::Module {
+struct OwnImpl : torch::nn::Module {
   explicit OwnImpl(int64_t width) {
     scaled = register_parameter("scaled", torch::randn({width, width}) * 0.02);
     shifted = register_parameter("shifted", torch::rand({3, 5}) - 0.5);
     ones = register_parameter("ones", torch::ones({width, width}));
     normal = register_parameter("normal", torch::empty({width, width}));
-    nn::init::normal_(normal, 1.0, 0.1);
-    inner = register_module("inner", nn::Linear(width, width));
-    nn::init::normal_(inner->weight, 0.0, 0.02);
-    nn::init::zeros_(inner->bias);
+    torch::nn::init::normal_(normal, 1.0, 0.1);
+    inner = register_module("inner", torch::nn::Linear(width, width));
+    torch::nn::init::normal_(inner->weight, 0.0, 0.02);
+    torch::nn::init::zeros_(inner->bias);
     stripes = register_parameter("stripes", torch::zeros({width, width}));
     {
       torch::NoGradGuard no_grad;
@@ -80,22 +78,24 @@ struct OwnImpl : nn::Module {
   }
   at::Tensor scaled, shifted, ones, normal, stripes, mask, table, blob, count, steps, eye, wide;
   at::Tensor member, frozen;
-  nn::Linear inner{nullptr};
+  torch::nn::Linear inner{nullptr};
 };
 TORCH_MODULE(Own);
 
-nn::Sequential torch_modules() {
-  return nn::Sequential(nn::Linear(kWide, 2 * kWide), nn::Linear(3, 2),
-                        nn::Embedding(nn::EmbeddingOptions(300, 100).padding_idx(7)),
-                        nn::LayerNorm(nn::LayerNormOptions({kWide, kWide})), nn::BatchNorm2d(8),
-                        nn::LSTM(nn::LSTMOptions(kWide, kWide).num_layers(2)), nn::GRU(4, 4),
-                        nn::MultiheadAttention(kWide, 4),
-                        nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(kWide, 4)),
-                        nn::Conv2d(nn::Conv2dOptions(64, 64, 3)), nn::PReLU(), nn::GroupNorm(2, 8));
+torch::nn::Sequential torch_modules() {
+  return torch::nn::Sequential(
+      torch::nn::Linear(kWide, 2 * kWide), torch::nn::Linear(3, 2),
+      torch::nn::Embedding(torch::nn::EmbeddingOptions(300, 100).padding_idx(7)),
+      torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWide, kWide})), torch::nn::BatchNorm2d(8),
+      torch::nn::LSTM(torch::nn::LSTMOptions(kWide, kWide).num_layers(2)), torch::nn::GRU(4, 4),
+      torch::nn::MultiheadAttention(kWide, 4),
+      torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(kWide, 4)),
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(64, 64, 3)), torch::nn::PReLU(),
+      torch::nn::GroupNorm(2, 8));
 }
 
 // Same names, shapes, dtypes and flags as in a plain construction, and all of it with memory.
-void expect_same_form(const nn::Module& plain, const nn::Module& made) {
+void expect_same_form(const torch::nn::Module& plain, const torch::nn::Module& made) {
   const auto expected = tensors_of(plain), actual = tensors_of(made);
   ASSERT_EQ(expected.size(), actual.size());
   for (const auto& [name, tensor] : expected) {
@@ -113,7 +113,7 @@ void expect_same_form(const nn::Module& plain, const nn::Module& made) {
 
 // Constants are the same; what is random has the same mean, deviation and bounds, within what the
 // number of elements allows.
-void expect_same_values(const nn::Module& plain, const nn::Module& made) {
+void expect_same_values(const torch::nn::Module& plain, const torch::nn::Module& made) {
   const auto actual = tensors_of(made);
   for (const auto& [name, tensor] : tensors_of(plain)) {
     const at::Tensor a = tensor.detach().to(at::kDouble).flatten();
@@ -171,9 +171,10 @@ TEST(Deferred, OwnModulesBeginAsEver) {
 TEST(Deferred, ValuesAreThoseOfInitialize) {
   // The same distributions, seed and names: the same bits, but for the rounding of bounds.
   const auto make = [] {
-    return nn::Sequential(nn::Linear(kWide, kWide), nn::Embedding(300, 100),
-                          nn::LSTM(nn::LSTMOptions(8, 8)), nn::Conv2d(3, 4, 3),
-                          nn::Transformer(nn::TransformerOptions(16, 2, 1, 1)));
+    return torch::nn::Sequential(
+        torch::nn::Linear(kWide, kWide), torch::nn::Embedding(300, 100),
+        torch::nn::LSTM(torch::nn::LSTMOptions(8, 8)), torch::nn::Conv2d(3, 4, 3),
+        torch::nn::Transformer(torch::nn::TransformerOptions(16, 2, 1, 1)));
   };
   const auto model = materialize(deferred(make), {.seed = 3});
   auto other = make();
@@ -187,7 +188,8 @@ TEST(Deferred, ValuesAreThoseOfInitialize) {
 TEST(Deferred, SeedAndNameDecide) {
   const auto make = [](uint64_t seed) {
     const auto twins = [] {
-      return nn::Sequential(nn::Linear(kWide, kWide), nn::Linear(kWide, kWide), Own(kWide));
+      return torch::nn::Sequential(torch::nn::Linear(kWide, kWide), torch::nn::Linear(kWide, kWide),
+                                   Own(kWide));
     };
     return tensors_of(*materialize(deferred(twins), {.seed = seed}));
   };
@@ -204,7 +206,7 @@ TEST(Deferred, GeneratorsOfTorchAreLeftAlone) {
   const auto state = [] { return at::detail::getDefaultCPUGenerator().get_state(); };
   const at::Tensor before = state();
   auto model = deferred([] {
-    auto all = std::make_shared<nn::Module>();
+    auto all = std::make_shared<torch::nn::Module>();
     all->register_module("torchs", torch_modules());
     all->register_module("own", Own(kWide));
     return all;
@@ -213,18 +215,18 @@ TEST(Deferred, GeneratorsOfTorchAreLeftAlone) {
   materialize(std::move(model));
   EXPECT_TRUE(at::equal(state(), before));
   at::manual_seed(5);
-  const at::Tensor one = materialize(deferred([] { return nn::Linear(4, 4); }))->weight;
+  const at::Tensor one = materialize(deferred([] { return torch::nn::Linear(4, 4); }))->weight;
   at::manual_seed(6);
-  const at::Tensor two = materialize(deferred([] { return nn::Linear(4, 4); }))->weight;
+  const at::Tensor two = materialize(deferred([] { return torch::nn::Linear(4, 4); }))->weight;
   EXPECT_TRUE(at::equal(one, two));
 }
 
 TEST(Deferred, ConstructionTakesNoMemory) {
-  materialize(deferred([] { return nn::Linear(kWide, kWide); }));  // what torch loads once
+  materialize(deferred([] { return torch::nn::Linear(kWide, kWide); }));  // what torch loads once
   const size_t before = resident_bytes();
   auto model = deferred([] {
-    nn::Sequential layers;
-    for (int i = 0; i < 4; ++i) layers->push_back(nn::Linear(8192, 8192));
+    torch::nn::Sequential layers;
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(8192, 8192));
     return layers;
   });
   EXPECT_LT(resident_bytes(), before + 10'000'000);
@@ -262,7 +264,8 @@ TEST(Deferred, RuleIsAskedFirst) {
     return true;
   };
   const auto make = [] {
-    return nn::Sequential(nn::Linear(kWide, kWide), nn::LayerNorm(nn::LayerNormOptions({4})));
+    return torch::nn::Sequential(torch::nn::Linear(kWide, kWide),
+                                 torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})));
   };
   const auto model = materialize(deferred(make), {.seed = 4, .rule = rule});
   EXPECT_THAT(asked, testing::ElementsAre("0.weight", "0.bias", "1.weight", "1.bias"));
@@ -275,7 +278,7 @@ TEST(Deferred, RuleIsAskedFirst) {
 
 TEST(Deferred, LockstepsModulesBegin) {
   const auto make = [] {
-    auto all = std::make_shared<nn::Module>();
+    auto all = std::make_shared<torch::nn::Module>();
     all->register_module("linear", lockstep::nn::Linear(kWide, kWide));
     all->register_module("embedding", lockstep::nn::Embedding(kWide, kWide));
     all->register_module("norm", lockstep::nn::LayerNorm(kWide));
@@ -338,15 +341,16 @@ TEST(Deferred, MaterialisedModelsTrain) {
   plain->forward(x).square().mean().backward();
   EXPECT_TRUE(at::equal(plain->scaled.grad(), model->scaled.grad()));
 
-  auto layer = materialize(deferred(
-      [] { return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(kWide, 4)); }));
+  auto layer = materialize(deferred([] {
+    return torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(kWide, 4));
+  }));
   layer->forward(at::randn({5, 2, kWide})).square().sum().backward();
   for (const at::Tensor& parameter : layer->parameters()) EXPECT_TRUE(parameter.grad().defined());
 }
 
 TEST(Deferred, ModulesMayBeConverted) {
   const auto model = materialize(deferred([] {
-    nn::Linear linear(kWide, kWide);
+    torch::nn::Linear linear(kWide, kWide);
     linear->to(torch::kDouble);
     linear->to(torch::kCPU);
     return linear;
@@ -359,8 +363,8 @@ TEST(Deferred, ModulesMayBeConverted) {
 
 TEST(Deferred, OrthogonalMatrices) {
   const auto model = materialize(deferred([] {
-    nn::Linear linear(kWide, kWide);
-    nn::init::orthogonal_(linear->weight);
+    torch::nn::Linear linear(kWide, kWide);
+    torch::nn::init::orthogonal_(linear->weight);
     return linear;
   }));
   const at::Tensor& weight = model->weight;

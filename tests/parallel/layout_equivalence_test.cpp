@@ -21,7 +21,7 @@ PipelineTrained train(const PipelineCase& c, int rank) {
   return trained;
 }
 
-void compare(const PipelineCase& c) {
+void compare_layout(const PipelineCase& c) {
   const PipelineCurve& expected = one_process(c);
   comm::run_threads(c.world(), [&](const comm::Group& world) {
     SCOPED_TRACE(describe(c));
@@ -68,7 +68,7 @@ constexpr std::array<std::optional<ShardingStrategy>, 5> kShards = {
     std::nullopt, ShardingStrategy::full_shard, ShardingStrategy::shard_grad_op,
     ShardingStrategy::optimizer, ShardingStrategy::hybrid_shard};
 
-PipelineCase make(const layout::ParallelDims& dims, const Model& model, const Order& order,
+PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, const Order& order,
                   MemoryStrategy memory, std::optional<ShardingStrategy> shard,
                   bool sequence_parallel) {
   const bool pipelined = dims.pp > 1;
@@ -105,7 +105,7 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
             if (dims.dp == 1 && shard) continue;
             for (const bool sequence : {false, true}) {
               if (dims.tp == 1 && sequence) continue;
-              compare(make(dims, model, order, memory, shard, sequence));
+              compare_layout(make_case(dims, model, order, memory, shard, sequence));
             }
           }
         }
@@ -116,7 +116,7 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
   const auto first = static_cast<size_t>(7 * dims.dp + 3 * dims.tp + dims.pp);
   for (size_t i = 0; i < 6; ++i) {
     const size_t n = first + i;
-    compare(make(dims, kModels[n % 4], kOrders[i], kMemory[(n + n / 4) % 4],
+    compare_layout(make_case(dims, kModels[n % 4], kOrders[i], kMemory[(n + n / 4) % 4],
                  kShards[(n + i / 5) % 5], n % 2 == 0));
   }
 }
@@ -132,11 +132,11 @@ INSTANTIATE_TEST_SUITE_P(Grid, EveryLayout, testing::ValuesIn(kDims),
 TEST(Layouts, DataShardsAndStagesChangeNoBitBesideTensorParallelism) {
   for (const bool sequence : {false, true}) {
     PipelineCase alone =
-        make({1, 2, 1}, kModels[1], kOrders[0], MemoryStrategy::basic, {}, sequence);
+        make_case({1, 2, 1}, kModels[1], kOrders[0], MemoryStrategy::basic, {}, sequence);
     alone.microbatches = 8;
     alone.reproducible = true;
     const PipelineTrained expected = train(alone, 0);
-    PipelineCase c = make({2, 2, 2}, kModels[1], kOrders[2], MemoryStrategy::extreme,
+    PipelineCase c = make_case({2, 2, 2}, kModels[1], kOrders[2], MemoryStrategy::extreme,
                           ShardingStrategy::full_shard, sequence);
     c.reproducible = true;
     c.shard->reproducible = true;

@@ -43,7 +43,7 @@ struct Net {
   }
 };
 
-void expect_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+void expect_equal_all(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
 }
@@ -62,7 +62,7 @@ TEST(Recompute, GradientsAreTheSameBits) {
     EXPECT_EQ(net.calls, 1);
     out.square().sum().backward();
     EXPECT_EQ(net.calls, 2);
-    expect_same(net.take_grads(), expected);
+    expect_equal_all(net.take_grads(), expected);
     if (needs_grad) {
       EXPECT_TRUE(at::equal(input.grad(), input_grad));
     }
@@ -120,7 +120,7 @@ TEST(Recompute, RandomNumbersAreThoseOfTheFirstCall) {
   random->position = {.step = 3, .micro_batch = 2};
   at::manual_seed(6);
   out.sum().backward();
-  expect_same(net.take_grads(), expected);
+  expect_equal_all(net.take_grads(), expected);
   // And nothing of it is seen afterwards.
   EXPECT_EQ(random->position.micro_batch, 2);
   const at::Tensor after = at::rand({1});
@@ -161,8 +161,8 @@ TEST(Recompute, Nests) {
       .square()
       .sum()
       .backward();
-  expect_same(inner.take_grads(), expected_inner);
-  expect_same(outer.take_grads(), expected_outer);
+  expect_equal_all(inner.take_grads(), expected_inner);
+  expect_equal_all(outer.take_grads(), expected_outer);
   EXPECT_TRUE(at::equal(x.grad(), grad));
 }
 
@@ -173,7 +173,7 @@ TEST(Recompute, BackwardTwiceComputesTwice) {
   loss.backward({}, /*retain_graph=*/true);
   const auto first = net.take_grads();
   loss.backward();
-  expect_same(net.take_grads(), first);
+  expect_equal_all(net.take_grads(), first);
 }
 
 TEST(Recompute, WithoutGradModeItIsAPlainCall) {
@@ -246,10 +246,10 @@ TEST(Recompute, UnderDdpGradientsAreAveragedOnce) {
         of_ranks[static_cast<size_t>(group.rank())].push_back(p.grad().clone());
       }
     });
-    expect_same(of_ranks[0], of_ranks[1]);
+    expect_equal_all(of_ranks[0], of_ranks[1]);
     return of_ranks[0];
   };
-  expect_same(gradients(true), gradients(false));
+  expect_equal_all(gradients(true), gradients(false));
 }
 
 }  // namespace

@@ -17,17 +17,17 @@
 namespace lockstep::parallel {
 namespace {
 
-namespace nn = torch::nn;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 // Large enough to be without memory.
-constexpr int64_t kWide = 192;
+constexpr int64_t kColumns = 192;
 
 TEST(Recording, TwoDrawsAreNotTheSame) {
-  struct Net : nn::Module {
+  struct Net : torch::nn::Module {
     Net() {
-      sum = register_parameter("sum", torch::randn({kWide, kWide}) + torch::randn({kWide, kWide}));
+      sum = register_parameter(
+          "sum", torch::randn({kColumns, kColumns}) + torch::randn({kColumns, kColumns}));
       difference = register_parameter("difference", torch::rand({5}) - torch::rand({5}));
     }
     at::Tensor sum, difference;
@@ -38,21 +38,21 @@ TEST(Recording, TwoDrawsAreNotTheSame) {
 }
 
 TEST(Recording, CopiesAreCopies) {
-  struct Net : nn::Module {
+  struct Net : torch::nn::Module {
     Net() {
       // The copy comes first in the model's order.
-      target = register_module("target", nn::Linear(kWide, kWide));
-      online = register_module("online", nn::Linear(kWide, kWide));
+      target = register_module("target", torch::nn::Linear(kColumns, kColumns));
+      online = register_module("online", torch::nn::Linear(kColumns, kColumns));
       torch::NoGradGuard no_grad;
       target->weight.copy_(online->weight);
       target->bias.copy_(online->bias);
       at::_foreach_mul_({online->weight, online->bias}, 1.0 / 2);
       norm = register_parameter("norm", online->weight.norm(2, 1, true));
       online->weight.mul_(6);
-      cloned =
-          register_module("cloned", std::dynamic_pointer_cast<nn::LinearImpl>(online->clone()));
+      cloned = register_module("cloned",
+                               std::dynamic_pointer_cast<torch::nn::LinearImpl>(online->clone()));
     }
-    nn::Linear target{nullptr}, online{nullptr}, cloned{nullptr};
+    torch::nn::Linear target{nullptr}, online{nullptr}, cloned{nullptr};
     at::Tensor norm;
   };
   const auto net = materialize(deferred([] { return std::make_shared<Net>(); }), {.seed = 1});
@@ -63,11 +63,11 @@ TEST(Recording, CopiesAreCopies) {
 }
 
 TEST(Recording, EveryStepSeesWhatThereWasThen) {
-  struct Net : nn::Module {
+  struct Net : torch::nn::Module {
     Net() {
-      const at::Tensor scratch = torch::randn({kWide, kWide});
+      const at::Tensor scratch = torch::randn({kColumns, kColumns});
       const at::Tensor small = torch::full({3}, 2.0);
-      both = torch::zeros({kWide, kWide});
+      both = torch::zeros({kColumns, kColumns});
       both.add_(scratch);
       scratch.fill_(1);
       both.add_(scratch);
@@ -82,25 +82,25 @@ TEST(Recording, EveryStepSeesWhatThereWasThen) {
       mixed[1].uniform_(-1, 0);
       mixed.mul_(2);
       // What a storage has is not lost where it is filled with itself.
-      itself = register_parameter("itself", torch::ones({kWide, kWide}));
+      itself = register_parameter("itself", torch::ones({kColumns, kColumns}));
       itself.copy_(itself);
       // A copy that is none when it is done again on one device.
       copied = mixed.detach().to(torch::kMeta);
       copied.mul_(2).add_(mixed);
       // torch 1.13 has no diag without memory.
-      const at::Tensor square = torch::randn({kWide, kWide});
-      diagonal = torch::zeros({kWide});
+      const at::Tensor square = torch::randn({kColumns, kColumns});
+      diagonal = torch::zeros({kColumns});
       at::diag_out(diagonal, square);
       rest = square - diagonal.diag();
     }
     at::Tensor both, mixed, itself, copied, diagonal, rest;
   };
   const auto net = materialize(deferred([] { return std::make_shared<Net>(); }));
-  const at::Tensor random = net->both.narrow(1, 6, kWide - 6);
+  const at::Tensor random = net->both.narrow(1, 6, kColumns - 6);
   EXPECT_NEAR(random.mean().item<double>(), 1, 0.05);
   EXPECT_NEAR(random.std().item<double>(), 1, 0.05);
-  EXPECT_TRUE(at::equal(net->both.narrow(1, 0, 3), at::full({kWide, 3}, 2.0)));
-  EXPECT_TRUE(at::equal(net->both.narrow(1, 3, 3), at::full({kWide, 3}, 5.0)));
+  EXPECT_TRUE(at::equal(net->both.narrow(1, 0, 3), at::full({kColumns, 3}, 2.0)));
+  EXPECT_TRUE(at::equal(net->both.narrow(1, 3, 3), at::full({kColumns, 3}, 5.0)));
   EXPECT_TRUE(at::equal(net->mixed[0], at::full({3}, 8.0)));
   EXPECT_LE(net->mixed[1].max().item<float>(), 0);
   EXPECT_GE(net->mixed[1].min().item<float>(), -2);
@@ -113,16 +113,17 @@ TEST(Recording, EveryStepSeesWhatThereWasThen) {
 }
 
 TEST(Recording, SharedMemoryIsShared) {
-  struct Net : nn::Module {
+  struct Net : torch::nn::Module {
     Net() {
-      embed = register_module("embed", nn::Embedding(kWide, kWide));
-      head = register_module("head", nn::Linear(nn::LinearOptions(kWide, kWide).bias(false)));
+      embed = register_module("embed", torch::nn::Embedding(kColumns, kColumns));
+      head = register_module(
+          "head", torch::nn::Linear(torch::nn::LinearOptions(kColumns, kColumns).bias(false)));
       head->weight = head->register_parameter("tied", embed->weight);
       first_rows = register_buffer("first_rows", embed->weight.detach().narrow(0, 0, 2));
       turned = embed->weight.detach().t();
     }
-    nn::Embedding embed{nullptr};
-    nn::Linear head{nullptr};
+    torch::nn::Embedding embed{nullptr};
+    torch::nn::Linear head{nullptr};
     at::Tensor first_rows, turned;
   };
   const auto net = materialize(deferred([] { return std::make_shared<Net>(); }));
@@ -136,7 +137,7 @@ TEST(Recording, SharedMemoryIsShared) {
 template <class Function>
 auto with_parameter(Function function) {
   return [function] {
-    auto module = std::make_shared<nn::Module>();
+    auto module = std::make_shared<torch::nn::Module>();
     module->register_parameter("p", function());
     return module;
   };
@@ -158,7 +159,7 @@ TEST(Recording, WhatCannotBeRecordedIsNamed) {
   const auto shape = with_parameter([] { return torch::randn({3}).nonzero().to(torch::kFloat); });
   EXPECT_THAT([&] { deferred(shape); },
               ThrowsMessage<ConfigError>(HasSubstr("operator aten::nonzero needs the values")));
-  for (const int64_t size : {int64_t{4}, kWide}) {
+  for (const int64_t size : {int64_t{4}, kColumns}) {
     const auto coin = with_parameter([size] { return torch::zeros({size, size}).bernoulli_(0.5); });
     auto model = deferred(coin);
     EXPECT_THAT([&] { materialize(model); },
@@ -173,36 +174,36 @@ TEST(Recording, WhatCannotBeRecordedIsNamed) {
 }
 
 TEST(Recording, RandomMemoryIsNoNumber) {
-  const auto model = deferred([] { return nn::Linear(4, 4); });
+  const auto model = deferred([] { return torch::nn::Linear(4, 4); });
   EXPECT_TRUE(std::isnan(model.model->weight.data_ptr<float>()[3]));
 }
 
 TEST(Recording, ErrorsLeaveTheThreadAsItWas) {
   const auto broken = [] {
-    nn::Linear linear(kWide, kWide);
+    torch::nn::Linear linear(kColumns, kColumns);
     if (linear->weight.is_meta()) throw std::runtime_error("broken");
     return linear;
   };
   EXPECT_THAT([&] { deferred(broken); }, ThrowsMessage<std::runtime_error>("broken"));
-  EXPECT_TRUE(at::empty({kWide, kWide}).is_cpu());
-  const auto nested = [] { return deferred([] { return nn::Linear(2, 2); }).model; };
+  EXPECT_TRUE(at::empty({kColumns, kColumns}).is_cpu());
+  const auto nested = [] { return deferred([] { return torch::nn::Linear(2, 2); }).model; };
   EXPECT_THAT([&] { deferred(nested); },
               ThrowsMessage<ConfigError>(HasSubstr("inside another call")));
-  EXPECT_TRUE(at::empty({kWide, kWide}).is_cpu());
-  materialize(deferred([] { return nn::Linear(2, 2); }));
+  EXPECT_TRUE(at::empty({kColumns, kColumns}).is_cpu());
+  materialize(deferred([] { return torch::nn::Linear(2, 2); }));
 }
 
 TEST(Recording, MemoryMayBePartOfABuffer) {
-  auto model = deferred([] { return nn::Linear(kWide, kWide); });
+  auto model = deferred([] { return torch::nn::Linear(kColumns, kColumns); });
   const at::Tensor weight = model.model->weight;
-  const at::Tensor flat = at::zeros({kWide * kWide + 100});
-  const at::Tensor view = flat.narrow(0, 100, kWide * kWide).view({kWide, kWide});
+  const at::Tensor flat = at::zeros({kColumns * kColumns + 100});
+  const at::Tensor view = flat.narrow(0, 100, kColumns * kColumns).view({kColumns, kColumns});
   view.copy_(model.recording->value(weight, "weight", 1, at::kCPU));
   detail::give_memory(weight, view);
   EXPECT_TRUE(weight.is_leaf() && weight.requires_grad());
   EXPECT_EQ(weight.data_ptr<float>(), flat.data_ptr<float>() + 100);
-  at::linear(at::ones({1, kWide}), weight).sum().backward();
-  EXPECT_TRUE(at::equal(weight.grad(), at::ones({kWide, kWide})));
+  at::linear(at::ones({1, kColumns}), weight).sum().backward();
+  EXPECT_TRUE(at::equal(weight.grad(), at::ones({kColumns, kColumns})));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace {
 using parallel::FullyShardOptions;
 using Strategy = parallel::ShardingStrategy;
 
-int micro_batches_for(int ranks) { return ranks == 3 ? 6 : 8; }
+int shard_micro_batches_for(int ranks) { return ranks == 3 ? 6 : 8; }
 
 double relative(double a, double b) { return std::abs(a - b) / std::max(std::abs(b), 1e-12); }
 
@@ -38,7 +38,7 @@ void expect_same_weights(const ShardCurve& actual, const ShardCurve& expected, d
 // On thread ranks; returns rank 0's curve. All ranks must have the same.
 template <class Task>
 ShardCurve on_ranks(int ranks, Optimizer kind, const FullyShardOptions& options) {
-  const int micro_batches = micro_batches_for(ranks);
+  const int micro_batches = shard_micro_batches_for(ranks);
   std::mutex mutex;
   std::vector<ShardCurve> curves(static_cast<size_t>(ranks));
   comm::run_threads(ranks, [&](comm::Group group) {
@@ -80,7 +80,7 @@ class Strategies : public ::testing::TestWithParam<int> {};
 // `within`: weights of one strategy against another; `alone`: against one process.
 template <class Task>
 void expect_equivalence(int ranks, Optimizer kind, double within, double alone) {
-  const ShardCurve expected = train_whole<Task>(micro_batches_for(ranks), kind);
+  const ShardCurve expected = train_whole<Task>(shard_micro_batches_for(ranks), kind);
   std::optional<ShardCurve> first;
   for (const auto& [name, options] : strategies()) {
     SCOPED_TRACE(name);

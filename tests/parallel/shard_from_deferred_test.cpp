@@ -21,8 +21,8 @@ using parallel::fully_shard;
 constexpr int64_t kWide = 192;
 
 // Parameters, a buffer and a tensor that only the class knows, all random; and small ones.
-struct NetImpl : torch::nn::Module {
-  NetImpl()
+struct WideNetImpl : torch::nn::Module {
+  WideNetImpl()
       : first(register_module("first", torch::nn::Linear(kWide, kWide))),
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWide})))),
         second(register_module("second", torch::nn::Linear(kWide, 8))),
@@ -36,17 +36,17 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Linear second;
   at::Tensor table, secret;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(WideNet);
 
-Net make_net() { return {}; }
+WideNet make_net() { return {}; }
 
-at::Tensor loss_of(Net net, int64_t index) {
+at::Tensor deferred_loss(WideNet net, int64_t index) {
   const at::Tensor x = at::sin(at::arange(4 * kWide, at::kFloat) * (1 + 0.1 * index));
   return net->forward(x.view({4, kWide})).square().mean();
 }
 
 TEST(FromDeferred, ValuesAreThoseOfMaterialize) {
-  Net plain = parallel::materialize(deferred(make_net), {.seed = 3});
+  WideNet plain = parallel::materialize(deferred(make_net), {.seed = 3});
   for (const int ranks : {1, 2, 3}) {
     for (const Strategy strategy :
          {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard}) {
@@ -64,7 +64,7 @@ TEST(FromDeferred, ValuesAreThoseOfMaterialize) {
         EXPECT_TRUE(at::equal(built.model->table, plain->table));
         EXPECT_TRUE(at::equal(built.model->secret, plain->secret));
         const at::NoGradGuard no_grad;
-        EXPECT_TRUE(at::equal(loss_of(built.model, 0), loss_of(plain, 0)));
+        EXPECT_TRUE(at::equal(deferred_loss(built.model, 0), deferred_loss(plain, 0)));
       });
     }
   }
@@ -73,9 +73,9 @@ TEST(FromDeferred, ValuesAreThoseOfMaterialize) {
 TEST(FromDeferred, Trains) {
   for (const int ranks : {1, 3}) {
     comm::run_threads(ranks, [](const comm::Group& group) {
-      Net plain = parallel::materialize(deferred(make_net), {.seed = 3});
+      WideNet plain = parallel::materialize(deferred(make_net), {.seed = 3});
       auto built = deferred(make_net);
-      Net model = built.model;
+      WideNet model = built.model;
       const at::Tensor weight = model->first->weight;
       auto sharded =
           fully_shard(built, mesh::Mesh::linear(group, "dp"), {.min_num_params = 100}, {.seed = 3});
@@ -86,8 +86,8 @@ TEST(FromDeferred, Trains) {
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
         reference.zero_grad();
-        loss_of(model, step).backward();
-        loss_of(plain, step).backward();
+        deferred_loss(model, step).backward();
+        deferred_loss(plain, step).backward();
         optimizer.step();
         reference.step();
       }

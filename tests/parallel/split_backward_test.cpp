@@ -93,7 +93,7 @@ Passed pass(const Specimen& specimen, Entry entry) {
   return passed;
 }
 
-void compare(const Specimen& specimen, Entry entry) {
+void compare_split(const Specimen& specimen, Entry entry) {
   SCOPED_TRACE(specimen.name + (entry == Entry::inside ? ", inside" : ""));
   const Passed plain = pass(specimen, entry);
   for (const at::Tensor& tensor : plain.entries) {
@@ -141,7 +141,7 @@ void compare(const Specimen& specimen, Entry entry) {
 TEST(SplitBackward, GivesTheBitsOfOneBackward) {
   for (const Entry entry : {Entry::inputs, Entry::inside}) {
     for (const Specimen& specimen : split_species()) {
-      compare(specimen, entry);
+      compare_split(specimen, entry);
       if (HasFatalFailure()) return;
     }
   }

@@ -26,7 +26,7 @@ using testing::ThrowsMessage;
 
 constexpr int64_t kMB = int64_t{1} << 20;
 
-TrainConfig large() {
+TrainConfig large_offloaded() {
   TrainConfig config;
   config.data.path = "any";
   config.model = {.layers = 4, .hidden = 512, .heads = 8, .vocab = 4096};
@@ -75,7 +75,7 @@ auto about(int64_t bytes) {
 }
 
 TEST(OffloadPlan, UnitsAreLayers) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   const OffloadPlan plan = only_plan(config);
   EXPECT_THAT(names(plan), ElementsAre("embed", "positions", "blocks.0", "blocks.1", "blocks.2",
                                        "blocks.3", "norm"));
@@ -89,7 +89,7 @@ TEST(OffloadPlan, UnitsAreLayers) {
 }
 
 TEST(OffloadPlan, StateOfSixteenBitParametersHasARemainder) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.train.dtype = config::Precision::bfloat16;
   const int64_t all = model_of(config).parameters();
   const OffloadPlan plan = only_plan(config);
@@ -97,7 +97,7 @@ TEST(OffloadPlan, StateOfSixteenBitParametersHasARemainder) {
 }
 
 TEST(OffloadPlan, StateIsEncodedWhereverItRests) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.offload.optimizer = true;
   config.offload.codec = {Codec::bf16, Codec::none};
   const int64_t all = model_of(config).parameters();
@@ -110,7 +110,7 @@ TEST(OffloadPlan, StateIsEncodedWhereverItRests) {
 }
 
 TEST(OffloadPlan, SlicesAreBounded) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.model.vocab = 20000;  // 10.24 million elements
   config.offload.optimizer = true;
   EXPECT_EQ(only_plan(config).flats[0].bytes.states.size(), 10u);  // of 2^20 on the CPU
@@ -121,7 +121,7 @@ TEST(OffloadPlan, SlicesAreBounded) {
 }
 
 TEST(OffloadPlan, RanksShareLargeTensors) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.parallel.shard = Shard::full;
   int64_t params = 0, states = 0, small = 0;
   for (int rank = 0; rank < 4; ++rank) {
@@ -146,7 +146,7 @@ TEST(OffloadPlan, RanksShareLargeTensors) {
 }
 
 TEST(OffloadPlan, StagesHaveTheirLayers) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.parallel.pp = 2;
   config.train.global_batch = 4;
   EXPECT_THAT(names(only_plan(config, 2, 0)),
@@ -161,7 +161,7 @@ TEST(OffloadPlan, StagesHaveTheirLayers) {
 
 // Chunks of a pipeline have a part of the rank's budgets each, of those that are left open too.
 TEST(OffloadPlan, ChunksShareTheBudgets) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.parallel.pp = 2;
   config.parallel.chunks = 2;
   config.parallel.schedule = layout::PipelineSchedule::interleaved;
@@ -178,7 +178,7 @@ TEST(OffloadPlan, ChunksShareTheBudgets) {
 }
 
 TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   const ModelSpec model = model_of(config);
   const Memory before = memory_per_rank(config, model, 1)[0];
   config.offload = {.device_limit = 100 * kMB, .strategy = layout::OffloadStrategy::extreme};
@@ -237,7 +237,7 @@ TEST(OffloadPlan, LineOfTheRankWithMost) {
 }
 
 TEST(OffloadPlan, Text) {
-  TrainConfig config = large();
+  TrainConfig config = large_offloaded();
   config.offload = {.device_limit = 100 * kMB,
                     .codec = {Codec::bf16, Codec::bf16},
                     .strategy = layout::OffloadStrategy::extreme};

@@ -15,11 +15,6 @@ using optim::detail::PackedSlice;
 // LZ4 finds more in bytes of the same meaning.
 constexpr size_t kWidth = 4;
 
-std::byte* at_element(const at::Tensor& tensor, int64_t index) {
-  return static_cast<std::byte*>(tensor.data_ptr()) +
-         static_cast<size_t>(index) * tensor.element_size();
-}
-
 std::shared_ptr<std::byte> plain_memory(size_t bytes) {
   return {new std::byte[bytes](), std::default_delete<std::byte[]>()};
 }

@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,6 +13,11 @@
 #include "lockstep/parallel/offload/flat_offload.h"
 
 namespace lockstep::parallel::detail {
+
+inline std::byte* at_element(const at::Tensor& tensor, int64_t index) {
+  return static_cast<std::byte*>(tensor.data_ptr()) +
+         static_cast<size_t>(index) * tensor.element_size();
+}
 
 class OffloadedState {
  public:

@@ -15,11 +15,6 @@ using layout::UpdateSite;
 using optim::detail::PackedFormat;
 using optim::detail::PackedSlice;
 
-std::byte* at_element(const at::Tensor& tensor, int64_t index) {
-  return static_cast<std::byte*>(tensor.data_ptr()) +
-         static_cast<size_t>(index) * tensor.element_size();
-}
-
 }  // namespace
 
 UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, size_t bytes)

@@ -20,7 +20,7 @@ using torch::jit::Stack;
 
 // Calls `visit` for every tensor in an argument.
 template <class Visit>
-void for_each_tensor(const IValue& value, const Visit& visit) {
+void visit_tensors(const IValue& value, const Visit& visit) {
   if (value.isTensor()) {
     visit(value.toTensor());
   } else if (value.isTensorList()) {
@@ -161,7 +161,7 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
   bool drops = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool is_write = writes(arguments[i]);
-    for_each_tensor((*stack)[first + i], [&](const at::Tensor& tensor) {
+    visit_tensors((*stack)[first + i], [&](const at::Tensor& tensor) {
       const Tag* const tag = find_tag(tensor);
       if (tag == nullptr) return;
       switch (tag->kind) {
