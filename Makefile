@@ -19,13 +19,14 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
 	@echo "make train               build, then train a small GPT on 2 ranks and let it write (a few minutes)"
 	@echo "make test                build, then run all tests"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
+	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
@@ -56,6 +57,11 @@ test: build
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+# The reference of the installed headers.
+api:
+	@python3 tests/package/api_reference.py . --output $(BUILD)/docs/api.md
+	@echo "api: $(BUILD)/docs/api.md"
 
 lint:
 	@python3 tests/package/layers_test.py .
