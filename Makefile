@@ -19,13 +19,14 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install package api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
 	@echo "make train               build, then train a small GPT on 2 ranks and let it write (a few minutes)"
 	@echo "make test                build, then run all tests"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
+	@echo "make package             build, then make a Debian package in build/package"
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
@@ -57,6 +58,13 @@ test: build
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+# A Debian package of what `install` installs, for Debian's libtorch.
+package: build
+	@[ -f $(BUILD)/CPackConfig.cmake ] || \
+	  { echo "package: a Debian package needs Debian's libtorch (libtorch-dev); this build uses another" >&2; exit 1; }
+	@cpack --config $(BUILD)/CPackConfig.cmake -G DEB -B $(BUILD)/package
+	@rm -rf $(BUILD)/package/_CPack_Packages
 
 # The reference of the installed headers.
 api:
