@@ -19,7 +19,7 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install package api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
@@ -27,6 +27,7 @@ help:
 	@echo "make test                build, then run all tests"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
 	@echo "make package             build, then make a Debian package in build/package"
+	@echo "make release VERSION=V   tag this commit, and put the source archive and its notes into build/release"
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
@@ -65,6 +66,9 @@ package: build
 	  { echo "package: a Debian package needs Debian's libtorch (libtorch-dev); this build uses another" >&2; exit 1; }
 	@cpack --config $(BUILD)/CPackConfig.cmake -G DEB -B $(BUILD)/package
 	@rm -rf $(BUILD)/package/_CPack_Packages
+
+release:
+	@cmake/release "$(VERSION)"
 
 # The reference of the installed headers.
 api:
