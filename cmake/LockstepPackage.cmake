@@ -40,7 +40,7 @@ set(CPACK_DEBIAN_PACKAGE_SECTION science)
 # by default, and `apt-get install --no-install-recommends` leaves them out on a machine that only runs jobs. One package serves both
 # uses, so that the command, the headers and the libraries always have the same version.
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
-set(recommends g++ cmake pkg-config libspdlog-dev libfmt-dev liblz4-dev libhwloc-dev)
+set(recommends g++ make cmake pkg-config libspdlog-dev libfmt-dev liblz4-dev libhwloc-dev)
 if(LOCKSTEP_TORCH)
   list(APPEND recommends libtorch-dev libopenblas0-openmp)  # the reference BLAS is 12 times slower
 endif()
