@@ -66,6 +66,7 @@ package: build
 	  { echo "package: a Debian package needs Debian's libtorch (libtorch-dev); this build uses another" >&2; exit 1; }
 	@for tool in dpkg-shlibdeps file; do command -v $$tool >/dev/null || \
 	  { echo "package: $$tool is missing; without it the package would depend on nothing" >&2; exit 1; }; done
+	@rm -rf $(BUILD)/package
 	@cpack --config $(BUILD)/CPackConfig.cmake -G DEB -B $(BUILD)/package
 	@rm -rf $(BUILD)/package/_CPack_Packages
 
