@@ -19,13 +19,16 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train test install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
 	@echo "make train               build, then train a small GPT on 2 ranks and let it write (a few minutes)"
 	@echo "make test                build, then run all tests"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
+	@echo "make package             build, then make a Debian package in build/package"
+	@echo "make release VERSION=V   tag this commit, and put the source archive and its notes into build/release"
+	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting and the layer rule"
 	@echo "make tidy                clang-tidy over the half that does not use torch"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
@@ -63,6 +66,24 @@ bench: configure
 
 install: build
 	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+# A Debian package of what `install` installs, for Debian's libtorch.
+package: build
+	@[ -f $(BUILD)/CPackConfig.cmake ] || \
+	  { echo "package: a Debian package needs Debian's libtorch (libtorch-dev); this build uses another" >&2; exit 1; }
+	@for tool in dpkg-shlibdeps file; do command -v $$tool >/dev/null || \
+	  { echo "package: $$tool is missing; without it the package would depend on nothing" >&2; exit 1; }; done
+	@rm -rf $(BUILD)/package
+	@cpack --config $(BUILD)/CPackConfig.cmake -G DEB -B $(BUILD)/package
+	@rm -rf $(BUILD)/package/_CPack_Packages
+
+release:
+	@cmake/release "$(VERSION)"
+
+# The reference of the installed headers.
+api:
+	@python3 tests/package/api_reference.py . --output $(BUILD)/docs/api.md
+	@echo "api: $(BUILD)/docs/api.md"
 
 lint:
 	@python3 tests/package/layers_test.py .
