@@ -104,16 +104,19 @@ check-gpu:
 	@$(MAKE) test PRESET=cuda
 
 # What `make test` takes samples of.
+check-wide: export LOCKSTEP_TEST_ALL=1
+check-wide: export OMP_NUM_THREADS=1
 check-wide: tests
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/equivalence_tests
-	LOCKSTEP_TEST_ALL=1 $(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/init_tests --gtest_filter='InitAgain.*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/shard_tests --gtest_filter='Units.ThousandsOfThem'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/comm_tests --gtest_filter='ThreadWorlds.*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
-	LOCKSTEP_TEST_ALL=1 OMP_NUM_THREADS=1 $(BUILD)/bin/checkpoint_tests --gtest_filter='Resume.*'
+	$(BUILD)/bin/equivalence_tests
+	$(BUILD)/bin/checkpoint_tests
+	$(BUILD)/bin/comm_tests
+	$(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
+	$(BUILD)/bin/init_tests --gtest_filter='InitAgain.*'
+	$(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*:Units.ThousandsOfThem'
+	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*'
+	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
+	for ranks in 1 4; do for backend in shm gloo mpi; do \
+	  $(BUILD)/bin/lockstep selftest -n $$ranks --backend $$backend || exit 1; done; done
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

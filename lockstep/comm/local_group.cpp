@@ -84,6 +84,9 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
   struct LocalPending final : Pending {
     LocalPending(std::shared_ptr<LocalGroup> g, std::shared_ptr<fabric::Ticket> t)
         : group(std::move(g)), ticket(std::move(t)) {}
+    ~LocalPending() override {
+      if (ticket->operation.unhurried && !done()) group->engine_.let_go();
+    }
     void wait() override { group->engine_.wait(*ticket); }
     bool done() const override { return ticket->done.load(std::memory_order_acquire); }
 

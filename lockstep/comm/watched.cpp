@@ -7,6 +7,11 @@
 #include "lockstep/core/error.h"
 
 namespace lockstep::comm::detail {
+namespace {
+
+constexpr milliseconds kSoon{20};
+
+}  // namespace
 
 void Completion::part_done(std::exception_ptr error) {
   std::unique_lock lock(mutex_);
@@ -74,6 +79,8 @@ bool is_mismatch(const std::exception_ptr& error) {
 void WatchedPending::wait() {
   if (ended_) return;
   try {
+    // What has begun already mostly ends soon, and then all ranks have announced it.
+    if (operation_.unhurried) completion_->wait_for(kSoon);
     if (agreed_) owner_.watch.wait_for(*agreed_);
     owner_.watch.wait(operation_, sequence_, started_,
                       [this](milliseconds time) { return completion_->wait_for(time); });

@@ -91,6 +91,7 @@ std::shared_ptr<Ticket> Engine::submit(Operation operation, std::shared_ptr<cons
   ticket->operation = std::move(operation);
   ticket->memory = std::move(memory);
   const bool small = bytes_of(ticket->operation) <= kInlineBytes;
+  const bool unhurried = ticket->operation.unhurried;
 
   std::unique_lock lock(mutex_);
   inbox_.push_back(ticket);
@@ -106,10 +107,11 @@ std::shared_ptr<Ticket> Engine::submit(Operation operation, std::shared_ptr<cons
   }
   driving_ = true;
   lock.unlock();
-  drive([&] { return ticket->done.load(std::memory_order_relaxed); }, spin_limit_, false);
+  drive([&] { return ticket->done.load(std::memory_order_relaxed); }, unhurried ? 0 : spin_limit_,
+        false);
   lock.lock();
   driving_ = false;
-  if (unfinished_ > 0) wake_progress_thread();
+  if (unfinished_ > (unhurried ? 1 : 0)) wake_progress_thread();
   if (waiting_ > 0) work_done_.notify_all();
   return ticket;
 }
@@ -137,7 +139,25 @@ void Engine::wait(Ticket& ticket) {
 }
 
 bool Engine::is_idle() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  return drive_once(lock);
+}
+
+void Engine::let_go() {
+  std::unique_lock lock(mutex_);
+  if (!drive_once(lock)) wake_progress_thread();
+}
+
+// With mutex_ held. True if nothing is left.
+bool Engine::drive_once(std::unique_lock<std::mutex>& lock) {
+  if (unfinished_ > 0 && !driving_) {
+    driving_ = true;
+    lock.unlock();
+    drive([] { return false; }, 0, false);
+    lock.lock();
+    driving_ = false;
+    if (waiting_ > 0) work_done_.notify_all();
+  }
   return unfinished_ == 0;
 }
 

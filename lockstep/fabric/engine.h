@@ -57,10 +57,12 @@ class Engine {
   std::shared_ptr<Ticket> submit(Operation operation, std::shared_ptr<const void> memory);
   // Returns when the operation has ended; throws its error.
   void wait(Ticket& ticket);
+  // Nobody will wait for an unhurried operation any more.
+  void let_go();
   // Operations of all members fail from now on, with this reason.
   void abort(const std::string& why);
 
-  // Nothing that was submitted is still running.
+  // Nothing that was submitted is still running. Moves on what can be moved.
   bool is_idle();
   // Returns when that is so. Every operation has a deadline, so this has one too.
   void drain();
@@ -75,6 +77,7 @@ class Engine {
   bool advance(Queue& queue);
   void finish(Queue& queue, std::exception_ptr error);
   void drive(const std::function<bool()>& satisfied, int spins, bool may_sleep);
+  bool drive_once(std::unique_lock<std::mutex>& lock);
   void sleep();
   void look_after(Ticket& ticket);
   void break_with(std::exception_ptr error);

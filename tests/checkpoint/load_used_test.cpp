@@ -5,7 +5,6 @@
 #include <torch/optim/sgd.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <optional>
 #include <random>
 #include <string>
@@ -17,6 +16,7 @@
 #include "lockstep/parallel/data/ddp.h"
 #include "tests/parallel/offload_training.h"
 #include "tests/parallel/shard_support.h"
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -29,7 +29,7 @@ using testing::AllOf;
 using testing::Each;
 using testing::HasSubstr;
 
-int rounds() { return std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 40 : 4; }
+int rounds() { return tests_all() ? 40 : 4; }
 
 struct Form {
   std::string name;

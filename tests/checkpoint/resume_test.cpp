@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <random>
@@ -13,6 +12,7 @@
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/core/error.h"
 #include "lockstep/formats/checkpoint_folder.h"
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::checkpoint {
@@ -64,7 +64,7 @@ TEST(Resume, FallsBackFromAnyFlippedBit) {
   save_steps(folder.path(), 3);
   const auto newest = files_in(folder.path() + "/step-00000003");
   const auto second = files_in(folder.path() + "/step-00000002");
-  const int flips = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1000 : 60;
+  const int flips = test::tests_all() ? 1000 : 60;
   std::mt19937 random(1);
   for (int i = 0; i < flips; ++i) {
     const bool both = i % 10 == 0;

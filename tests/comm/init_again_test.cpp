@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -14,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/launch/rendezvous.h"
 #include "lockstep/launch/socket.h"
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -56,7 +56,6 @@ std::vector<std::string> torchrun(const std::string& ranks) {
 }
 #endif
 
-bool tests_all() { return std::getenv("LOCKSTEP_TEST_ALL") != nullptr; }
 int cycles() { return tests_all() ? 1000 : 8; }
 milliseconds limit() { return milliseconds{tests_all() ? 1'200'000 : 60'000}; }
 

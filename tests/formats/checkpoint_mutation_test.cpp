@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <random>
 #include <span>
@@ -15,6 +14,7 @@
 #include "tests/formats/memory_dir.h"
 #include "tests/formats/mutate.h"
 #include "tests/formats/save.h"
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
@@ -97,7 +97,7 @@ TEST(CheckpointMutations, RightOrRefused) {
   std::mt19937 random(1);
   const auto any = [&] { return std::next(files.begin(), random() % files.size()); };
   int unchanged = 0, harmless = 0, other = 0;
-  const int mutants = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1'000'000 : 5'000;
+  const int mutants = test::tests_all() ? 1'000'000 : 5'000;
   for (int i = 0; i < mutants; ++i) {
     const auto& [name, bytes] = *any();
     const bool sealed = name == "manifest.json" && random() % 4 != 0;

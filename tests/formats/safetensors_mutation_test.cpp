@@ -2,7 +2,6 @@
 // else.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -10,6 +9,7 @@
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/safetensors_header.h"
 #include "tests/formats/mutate.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::formats {
 namespace {
@@ -47,7 +47,7 @@ const char* const kHeaderPieces[] = {"{",
 TEST(SafetensorsMutations, ValidOrRefused) {
   std::mt19937 random(1);
   int valid = 0;
-  const int mutants = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 1'000'000 : 30'000;
+  const int mutants = test::tests_all() ? 1'000'000 : 30'000;
   for (int i = 0; i < mutants; ++i) {
     const auto header = test_support::mutate(kHeader, random, kHeaderPieces);
     uint64_t size = header.size();

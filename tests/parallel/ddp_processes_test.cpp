@@ -1,23 +1,13 @@
 // The same comparisons with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
+#include "tests/parallel/process_world.h"
 #include "tests/parallel/training.h"
 
 namespace lockstep::test {
 namespace {
 
 using parallel::DdpOptions;
-
-const comm::Group& world() {
-  static const comm::Group group = comm::init({.backend = std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              ? std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              : "auto"});
-  return group;
-}
-
-int micro_batches() { return world().size() == 3 ? 6 : 8; }
 
 template <class Task>
 class DdpProcesses : public testing::Test {};

@@ -19,6 +19,7 @@
 #include "lockstep/parallel/recompute.h"
 #include "lockstep/parallel/shard/deferred.h"
 #include "tests/parallel/shard_pair.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 namespace {
@@ -326,7 +327,7 @@ TEST(Interception, PythonInTheProcess) {
     require(!has_torchs_engine(), "Python has no engine");
     require_python_and_lockstep(python);
   });
-  if (std::getenv("LOCKSTEP_TEST_ALL") == nullptr) return;
+  if (!tests_all()) return;
   expect_alone([] {  // that comes later
     require(calls_of_recompute() == 2, "recompute does not recompute");
     Python python;

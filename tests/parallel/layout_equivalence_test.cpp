@@ -3,9 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstdlib>
 
 #include "tests/parallel/pipeline_training.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 namespace {
@@ -69,8 +69,8 @@ constexpr std::array<std::optional<ShardingStrategy>, 5> kShards = {
     ShardingStrategy::optimizer, ShardingStrategy::hybrid_shard};
 
 PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, const Order& order,
-                  MemoryStrategy memory, std::optional<ShardingStrategy> shard,
-                  bool sequence_parallel) {
+                       MemoryStrategy memory, std::optional<ShardingStrategy> shard,
+                       bool sequence_parallel) {
   const bool pipelined = dims.pp > 1;
   PipelineCase c{.schedule = pipelined ? order.schedule : PipelineSchedule::one_f_one_b,
                  .ranks = dims.pp,
@@ -96,7 +96,7 @@ class EveryLayout : public testing::TestWithParam<layout::ParallelDims> {};
 // Six of each, so that every pair of choices meets somewhere; or everything with everything.
 TEST_P(EveryLayout, TrainsAsOneProcess) {
   const layout::ParallelDims& dims = GetParam();
-  if (std::getenv("LOCKSTEP_TEST_ALL") != nullptr) {
+  if (tests_all()) {
     for (const Model& model : kModels) {
       for (const Order& order : kOrders) {
         if (dims.pp == 1 && &order != &kOrders[0]) continue;
@@ -117,7 +117,7 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
   for (size_t i = 0; i < 6; ++i) {
     const size_t n = first + i;
     compare_layout(make_case(dims, kModels[n % 4], kOrders[i], kMemory[(n + n / 4) % 4],
-                 kShards[(n + i / 5) % 5], n % 2 == 0));
+                             kShards[(n + i / 5) % 5], n % 2 == 0));
   }
 }
 
@@ -137,7 +137,7 @@ TEST(Layouts, DataShardsAndStagesChangeNoBitBesideTensorParallelism) {
     alone.reproducible = true;
     const PipelineTrained expected = train(alone, 0);
     PipelineCase c = make_case({2, 2, 2}, kModels[1], kOrders[2], MemoryStrategy::extreme,
-                          ShardingStrategy::full_shard, sequence);
+                               ShardingStrategy::full_shard, sequence);
     c.reproducible = true;
     c.shard->reproducible = true;
     ASSERT_EQ(spec_of(c), spec_of(alone));

@@ -18,7 +18,7 @@ class NcclWrappers : public testing::Test {
  protected:
   static void SetUpTestSuite() {
     comm::detail::add_backend(
-        {"fake", [] { return true; }, comm::nccl::factory(fake::engine(), "fake")});
+        {"wrapped", [] { return true; }, comm::nccl::factory(fake::engine(), "wrapped")});
   }
   void SetUp() override { fake::take_calls(); }
 
@@ -30,7 +30,7 @@ class NcclWrappers : public testing::Test {
                         SCOPED_TRACE(describe(c));
                         expect_same(c, train_pipeline(c, world).curve, expected);
                       },
-                      {.backend = "fake"});
+                      {.backend = "wrapped"});
     std::set<std::string> functions;
     for (const fake::Call& call : fake::take_calls()) {
       EXPECT_NE(call.function, "abort");

@@ -1,11 +1,11 @@
 // Every schedule trains as one process does.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <mutex>
 
 #include "lockstep/schedule/simulate.h"
 #include "tests/parallel/pipeline_training.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 namespace {
@@ -45,9 +45,6 @@ PipelineCase make(const KindCase& kind, int ranks) {
           .chunks = kind.chunks,
           .microbatches = pairs ? std::max(4, 2 * ranks) : std::max(4, ranks)};
 }
-
-// Everything with everything, for `make check-all`.
-bool tests_all() { return std::getenv("LOCKSTEP_TEST_ALL") != nullptr; }
 
 class EverySchedule : public testing::TestWithParam<int> {};
 

@@ -1,21 +1,13 @@
 // The same comparisons with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-
 #include "tests/parallel/pipeline_training.h"
+#include "tests/parallel/process_world.h"
 
 namespace lockstep::test {
 namespace {
 
-const comm::Group& world() {
-  static const comm::Group group = comm::init({.backend = std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              ? std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              : "auto"});
-  return group;
-}
-
-PipelineCase make(PipelineSchedule schedule) {
+PipelineCase make_case(PipelineSchedule schedule) {
   const bool chunks =
       schedule == PipelineSchedule::interleaved || schedule == PipelineSchedule::zb_v;
   return {.schedule = schedule,
@@ -29,7 +21,7 @@ class PipelineProcesses : public testing::TestWithParam<PipelineSchedule> {};
 
 TEST_P(PipelineProcesses, FollowOneProcess) {
   for (const bool tied : {false, true}) {
-    PipelineCase c = make(GetParam());
+    PipelineCase c = make_case(GetParam());
     c.tied = tied;
     c.llama = !tied;
     const PipelineCurve expected = train_one_process(c);
@@ -45,7 +37,7 @@ TEST_P(PipelineProcesses, FollowOneProcess) {
 }
 
 TEST_P(PipelineProcesses, ReproducibleGivesTheBitsOfOneProcess) {
-  PipelineCase c = make(GetParam());
+  PipelineCase c = make_case(GetParam());
   c.reproducible = true;
   const PipelineCurve expected = train_one_process(c);
   const PipelineCurve found = train_pipeline(c, world()).curve;
@@ -57,7 +49,7 @@ TEST_P(PipelineProcesses, ReproducibleGivesTheBitsOfOneProcess) {
 
 // Stages that are shared by two ranks each.
 TEST(PipelineDataProcesses, FollowOneProcess) {
-  PipelineCase c = make(PipelineSchedule::zb_v);
+  PipelineCase c = make_case(PipelineSchedule::zb_v);
   c.ranks /= 2;
   c.dp = 2;
   const PipelineCurve expected = train_one_process(c);
@@ -71,8 +63,8 @@ TEST(PipelineDataProcesses, FollowOneProcess) {
 // Matrices that are shared by two ranks each, and on four ranks stages too.
 TEST(TensorProcesses, FollowOneProcess) {
   for (const bool sequence : {false, true}) {
-    PipelineCase c =
-        make(world().size() == 2 ? PipelineSchedule::one_f_one_b : PipelineSchedule::interleaved);
+    PipelineCase c = make_case(world().size() == 2 ? PipelineSchedule::one_f_one_b
+                                                   : PipelineSchedule::interleaved);
     c.ranks /= 2;
     c.tp = 2;
     c.sequence_parallel = sequence;

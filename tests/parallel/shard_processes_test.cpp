@@ -2,8 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
-
+#include "tests/parallel/process_world.h"
 #include "tests/parallel/shard_support.h"
 #include "tests/parallel/shard_training.h"
 
@@ -13,15 +12,6 @@ namespace {
 using parallel::FullyShardOptions;
 
 constexpr int kSteps = 8;
-
-const comm::Group& world() {
-  static const comm::Group group = comm::init({.backend = std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              ? std::getenv("LOCKSTEP_TEST_BACKEND")
-                                                              : "auto"});
-  return group;
-}
-
-int micro_batches() { return world().size() == 3 ? 6 : 8; }
 
 mesh::Mesh mesh_for(Strategy strategy) {
   const int inner = world().size() % 2 == 0 ? 2 : 1;

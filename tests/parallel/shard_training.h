@@ -14,6 +14,7 @@
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "tests/support/models.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 
@@ -31,7 +32,7 @@ struct ShardCurve {
   std::vector<at::Tensor> weights;  // at the end, whole, in the model's order
 };
 
-constexpr int kShardSteps = 20;
+inline const int kShardSteps = tests_all() ? 20 : 6;
 constexpr double kClip = 0.5;
 
 // torch's own takes the norm in float32, whose last bits AdamW makes visible.

@@ -5,11 +5,11 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <set>
 
 #include "tests/parallel/shard_follow.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 namespace {
@@ -79,7 +79,7 @@ TEST(Units, One) {
 
 // The memory of units shares a few descriptors.
 TEST(Units, ThousandsOfThem) {
-  const int count = std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 5000 : 300;
+  const int count = tests_all() ? 5000 : 300;
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
   const rlimit few{100, before.rlim_max};  // for all ranks together

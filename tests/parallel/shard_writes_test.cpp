@@ -1,17 +1,20 @@
 // Whatever writes a sharded model's values is seen by every rank, or refused by name.
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <chrono>
-#include <cstdlib>
+#include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <thread>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/optim/sgd.h"
+#include "lockstep/parallel/shard/sharded.h"
 #include "tests/parallel/shard_support.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 namespace {
@@ -37,7 +40,25 @@ class Delay {
   std::mt19937 random_;
 };
 
-int rounds() { return std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 60 : 8; }
+// While it lives, this thread's operators take long: a rank that is behind the others wherever it
+// is.
+class Slow {
+ public:
+  Slow()
+      : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(
+            [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+              std::this_thread::sleep_for(std::chrono::milliseconds(1));
+              return nullptr;
+            }))) {}
+  ~Slow() { at::removeCallback(handle_); }
+  Slow(const Slow&) = delete;
+  Slow& operator=(const Slow&) = delete;
+
+ private:
+  at::CallbackHandle handle_;
+};
+
+int rounds() { return tests_all() ? 60 : 8; }
 
 // Wide layers, so that a gather takes as long as a rank may be ahead.
 class WideImpl : public torch::nn::Module {
@@ -121,10 +142,14 @@ void run_rounds(const Form& form,
 TEST(ShardWrites, UnderSummonReachAllRanks) {
   for (const Form& form : forms()) {
     run_rounds(form, [](int round, Wide model, ShardedModel& sharded, Wide plain, Delay& delay) {
+      const comm::Group& group = sharded.shared()->engine->groups().all;
       const at::NoGradGuard no_grad;
       delay();
+      std::optional<Slow> slow;
+      if (group.rank() == round % group.size()) slow.emplace();
       {
         const auto guard = sharded.summon({.write_back = true});
+        slow.reset();
         if (round % 3 == 1) model->forward(WideImpl::input());
         change(*model, round);
       }

@@ -10,6 +10,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "tests/support/models.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::test {
 
@@ -27,7 +28,7 @@ Curve finish(Curve curve, Module& model) {
   return curve;
 }
 
-constexpr int kSteps = 20;
+inline const int kSteps = tests_all() ? 20 : 6;
 constexpr double kLearningRate = 0.05;
 
 // One process that runs `micro_batches` after each other and averages them, without Lockstep.

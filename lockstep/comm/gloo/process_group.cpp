@@ -100,8 +100,8 @@ class EngineGroup final : public detail::GroupImpl,
   void begin(const Operation& operation, uint64_t sequence, std::shared_ptr<const void> memory,
              const std::shared_ptr<Completion>& completion);
   // Whether the engine may have it before ranks have agreed: where it would match no other, blocks
-  // of all_to_all being what the tag does not tell, and in the order of the calls, because an
-  // engine with few threads runs it in that order.
+  // of all_to_all being what the tag does not tell, and in the order of the calls: an engine with
+  // few threads runs it in that order.
   bool begins_at_once(const Operation& operation) const {
     return set_tag_ && comparison_.has_board() && operation.kind != OpKind::all_to_all &&
            num_held_back_ == 0;
@@ -225,8 +225,9 @@ std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
   auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
   std::shared_ptr<detail::Pending> agreed;
   if (begins_at_once(operation)) {
-    begin(operation, sequence, memory, completion);
+    operation.unhurried = true;
     agreed = comparison_.post(operation, sequence, nullptr, nullptr);
+    begin(operation, sequence, memory, completion);
   } else {
     ++num_held_back_;
     agreed = comparison_.post(
