@@ -136,8 +136,9 @@ TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
   const TempDir folder;
   std::string saved;
   comm::run_threads(2, [&](const comm::Group& group) {
-    const Curve curve = train(
-        group, {.offload = all_offloaded(UpdateSite::device), .end = kSaved, .save = folder.path()});
+    const Curve curve =
+        train(group,
+              {.offload = all_offloaded(UpdateSite::device), .end = kSaved, .save = folder.path()});
     if (group.rank() == 0) saved = curve.saved;
   });
   const Curve plain = train({}, {.begin = kSaved, .load = saved});

@@ -63,7 +63,8 @@ TEST(FullDisk, LimitOfFileSize) {
             "");
 }
 
-// A file system of kDiskSpace, where this process may mount one; a limit of its files' size elsewhere.
+// A file system of kDiskSpace, where this process may mount one; a limit of its files' size
+// elsewhere.
 TEST(FullDisk, SmallFileSystem) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {

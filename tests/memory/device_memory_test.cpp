@@ -76,7 +76,8 @@ TEST(DeviceMemory, HoldsToItsLimit) {
 TEST(DeviceMemory, ResidentIsWhatWasTouched) {
   const DeviceMemory device = device_of(64);
   EXPECT_EQ(device.resident(), 0U);
-  std::shared_ptr<void> a = device.take(20 * kDevicePage, "a"), b = device.take(44 * kDevicePage, "b");
+  std::shared_ptr<void> a = device.take(20 * kDevicePage, "a"),
+                        b = device.take(44 * kDevicePage, "b");
   EXPECT_EQ(device.resident(), 0U);
   std::memset(a.get(), 1, 20 * kDevicePage);
   EXPECT_EQ(device.resident(), 20 * kDevicePage);
@@ -108,7 +109,8 @@ TEST(DeviceMemory, TakesTheSamePlacesAgain) {
   const DeviceMemory device = device_of(10);
   const void* const first = device.take(3 * kDevicePage, "x").get();
   for (int i = 0; i < 100; ++i) {
-    const std::shared_ptr<void> a = device.take(3 * kDevicePage, "a"), b = device.take(7 * kDevicePage, "b");
+    const std::shared_ptr<void> a = device.take(3 * kDevicePage, "a"),
+                                b = device.take(7 * kDevicePage, "b");
     EXPECT_EQ(a.get(), first);
   }
   EXPECT_EQ(device.budget().used(), 0U);
@@ -124,9 +126,9 @@ TEST(DeviceMemory, SaysWhereGapsAreTooSmall) {
   parts[5].reset();
   EXPECT_THAT(
       [&] { device.take(65 * kDevicePage, "blocks.7"); },
-      ThrowsMessage<OverBudget>(
-          AllOf(HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.7 do not fit: "),
-                HasSubstr(kDevicePage == 4096 ? "640 kB of 1 MB are taken, but the largest gap is 256 kB"
+      ThrowsMessage<OverBudget>(AllOf(
+          HasSubstr("[offload.device_budget] "), HasSubstr(" for blocks.7 do not fit: "),
+          HasSubstr(kDevicePage == 4096 ? "640 kB of 1 MB are taken, but the largest gap is 256 kB"
                                         : "but the largest gap is "))));
   EXPECT_EQ(device.budget().used(), 5 * 32 * kDevicePage);
   EXPECT_TRUE(device.budget().fits(65 * kDevicePage));

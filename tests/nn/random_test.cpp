@@ -106,7 +106,8 @@ TEST(Fill, ReachesElementsBeyondFourBillionBlocks) {
 TEST(Fill, CarriesIntoTheUpperWordOfTheCounter) {
   const int64_t carry = int64_t{1} << 34;  // element 0 of block 2^32
   auto slice = at::empty({400});
-  fill(slice, kRandomKey, Distribution::normal(0, 1), Slice{{2 * carry}, {{{carry - 200, carry + 200}}}});
+  fill(slice, kRandomKey, Distribution::normal(0, 1),
+       Slice{{2 * carry}, {{{carry - 200, carry + 200}}}});
   for (int64_t i = 0; i < 400; ++i) {
     ASSERT_EQ(slice[i].item<float>(), normal(kRandomKey, static_cast<uint64_t>(carry - 200 + i)));
   }
