@@ -19,12 +19,14 @@ endef
 ctest = ctest -j $(JOBS) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train test install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
 	@echo "make train               build, then train a small GPT on 2 ranks and let it write (a few minutes)"
 	@echo "make test                build, then run all tests"
+	@echo "make test-times          what took longer in the last make test than its budget"
+	@echo "make bench               build the programs that docs/performance.md measures with"
 	@echo "make install PREFIX=DIR  build, then install; PREFIX is /usr/local if not given"
 	@echo "make package             build, then make a Debian package in build/package"
 	@echo "make release VERSION=V   tag this commit, and put the source archive and its notes into build/release"
@@ -60,6 +62,10 @@ test: tests
 # What `make test` runs, and what docs/performance.md measures.
 tests: configure
 	@cmake --build $(BUILD) -j $(JOBS)
+
+# What took longer in the last `make test` than tests/budget.txt says.
+test-times:
+	@python3 tests/package/test_times.py $(BUILD) tests/budget.txt
 
 bench: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target benchmarks
@@ -124,9 +130,9 @@ check-asan check-tsan: check-%: setup
 	@cmake --build build/check-$* -j $(JOBS)
 	@$(ctest) build/check-$*
 
-# A precompiled header hides a forgotten include.
+# Precompiled headers, and sources compiled together, hide a forgotten include.
 check-no-pch: setup
-	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON)
+	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
 	@cmake --build build/check-no-pch -j $(JOBS)
 
 clean:
