@@ -14,6 +14,11 @@
 namespace lockstep::launch {
 namespace {
 
+// By itself: 75 may be the answer to our own SIGTERM.
+bool says_why_not_to_restart(const ExitStatus& status) {
+  return status.signal == 0 && status.code != 75 && !restart_may_help(status.code);
+}
+
 // After SIGKILL: what is still there then is stuck in the kernel and cannot be waited for.
 constexpr milliseconds kGiveUp{2'000};
 // How long output pipes may stay open after all ranks are gone (something left its process group).
@@ -206,6 +211,8 @@ void Attempt::on_worker_end(Worker& worker) {
     if (!failure_) {
       failure_ = local_failure(worker);
       around_.link.tell_end(*failure_);
+    } else if (failure_->restartable && says_why_not_to_restart(*worker.status)) {
+      failure_ = local_failure(worker);  // a peer that it left behind was seen to end before it
     }
     end_soon(around_.options.grace, 2 * around_.options.grace);
   }

@@ -203,15 +203,18 @@ TEST_F(Nccl, AnotherDeviceIsRefused) {
 
 TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
   run(2, [](const Group& group) {
-    std::weak_ptr<int> dropped, waited;
+    std::weak_ptr<int> dropped, waited, in_finish;
     const auto submit = [&](const std::shared_ptr<int>& memory, at::Tensor& data) {
+      const auto written_last = std::make_shared<int>();
+      in_finish = written_last;
       return group.impl().submit(
           {.kind = fabric::OpKind::all_reduce,
            .dtype = DType::float32,
            .input = {static_cast<std::byte*>(data.data_ptr()), data.nbytes()},
            .output = {static_cast<std::byte*>(data.data_ptr()), data.nbytes()},
            .count = data.numel(),
-           .device = 0},
+           .device = 0,
+           .finish = [written_last] { ++*written_last; }},
           memory);
     };
     at::Tensor data = at::ones({4}), other = at::ones({4});
@@ -230,12 +233,17 @@ TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
       return memory.expired();
     };
     EXPECT_TRUE(is_freed(waited));
-    EXPECT_EQ(dropped.expired(), group.rank() == 1);  // rank 0 waits for rank 1 there
+    // Rank 0 waits for rank 1 there.
+    EXPECT_EQ(dropped.expired(), group.rank() == 1);
+    if (group.rank() == 0) {
+      EXPECT_FALSE(in_finish.expired());
+    }
     barrier(group).wait();
     if (group.rank() == 1) submit(std::make_shared<int>(), other)->wait();
     barrier(group).wait();
     if (group.rank() == 0) {
       EXPECT_TRUE(is_freed(dropped));
+      EXPECT_TRUE(is_freed(in_finish));
     }
     EXPECT_EQ(other[0].item<float>(), 2);
   });

@@ -135,6 +135,18 @@ TEST(Launcher, AProgramThatCannotStartIsOneLine) {
   EXPECT_EQ(std::count(again.err.begin(), again.err.end(), '\n'), 1);
 }
 
+// A rank that knows why it cannot go on may be seen to end after those that miss it.
+TEST(Launcher, ACodeThatForbidsARestartCountsWheneverItComes) {
+  const TempDir dir;
+  const std::string left = dir.path() + "/left";
+  const std::string script = "if [ $RANK = 1 ]; then touch " + left + "; exit 1; fi; until [ -e " +
+                             left + " ]; do sleep 0.01; done; sleep 0.2; exit 74";
+  const Result result = run(2, script, {"--max-restarts", "2", "--grace", "5000"});
+  EXPECT_EQ(result.code, 74);
+  EXPECT_THAT(result.err, Not(HasSubstr("starting all 2 ranks again")));
+  EXPECT_THAT(result.err, HasSubstr("rank 0"));
+}
+
 TEST(Launcher, StartsAgainWithANewGeneration) {
   const TempDir dir;
   const std::string script =

@@ -309,8 +309,10 @@ std::unique_ptr<optim::Optimizer> optimizer_of(const TrainedModel& model, bool o
 // model: how much of what is on its way a rank holds at once depends on how far ahead it is.
 Measured measure(const TrainConfig& config) {
   const bool offloads = config.offload.any();
-  const int64_t before =
-      memory::Meter::current() + (offloads ? 0 : static_cast<int64_t>(symmetric_memory()));
+  // Threads of the last model may still have some of its memory: least is what none of them had.
+  static int64_t least = memory::Meter::current();
+  least = std::min(least, memory::Meter::current());
+  const int64_t before = least + (offloads ? 0 : static_cast<int64_t>(symmetric_memory()));
   const auto mesh = mesh::Mesh::parallel(world(), config.dims(world().size()));
   TrainedModel model(config, at::kCPU, mesh);
   const auto optimizer = optimizer_of(model, offloads);

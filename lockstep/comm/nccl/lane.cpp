@@ -144,9 +144,12 @@ void Lane::start(Ticket& ticket) {
   }
   // Until then the stream does not have it, and an event would say that it is over.
   if (!settled) settle(ticket.operation, ticket.sequence);
-  // Its memory is kept with the ticket's until the stream is done with it.
-  if (const auto last = std::exchange(ticket.operation.finish, nullptr))
+  if (auto last = std::exchange(ticket.operation.finish, nullptr)) {
     runtime_.give(stream, communicator_->device(), last);
+    // What it holds lives until the stream is done with it, as what the operation uses does.
+    ticket.memory = std::make_shared<std::pair<std::shared_ptr<const void>, std::function<void()>>>(
+        std::move(ticket.memory), std::move(last));
+  }
   ticket.done = events_->take(traced);
   runtime_.record(ticket.done.get(), stream);
 }
