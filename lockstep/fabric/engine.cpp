@@ -111,7 +111,9 @@ std::shared_ptr<Ticket> Engine::submit(Operation operation, std::shared_ptr<cons
         false);
   lock.lock();
   driving_ = false;
-  if (unfinished_ > (unhurried ? 1 : 0)) wake_progress_thread();
+  // What another thread has submitted meanwhile was left to this one.
+  const bool is_left_alone = unhurried && !ticket->done.load(std::memory_order_relaxed);
+  if (unfinished_ > (is_left_alone ? 1 : 0)) wake_progress_thread();
   if (waiting_ > 0) work_done_.notify_all();
   return ticket;
 }

@@ -57,7 +57,7 @@ class Engine {
   std::shared_ptr<Ticket> submit(Operation operation, std::shared_ptr<const void> memory);
   // Returns when the operation has ended; throws its error.
   void wait(Ticket& ticket);
-  // Nobody will wait for an unhurried operation any more.
+  // The caller will not wait for its unhurried operation: the progress thread takes it over.
   void let_go();
   // Operations of all members fail from now on, with this reason.
   void abort(const std::string& why);

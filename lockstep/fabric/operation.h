@@ -61,8 +61,8 @@ struct Operation {
   int64_t count = 0;
   // Compared with what the other ranks call, but run by other means: no data moves here.
   bool announced = false;
-  // Announced, and under way by other means: submit() tries once and, unless others wait behind it,
-  // wakes no thread. Whoever waits for it, or submits the next, moves it on.
+  // Announced, and already running in another engine: submit() makes one attempt and wakes no
+  // thread unless other operations are unfinished. wait() and the next submit() advance it.
   bool unhurried = false;
 
   // The device that input and output lie on, for groups that take such memory; -1: the host's.

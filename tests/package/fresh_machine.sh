@@ -107,19 +107,19 @@ bootstrap() {
     copy_apt_settings "$builder" &&
     cp /etc/resolv.conf /etc/hosts "$builder/etc/" &&
     cp -a "$builder" "$user" &&
-    git clone -q --no-hardlinks "$source_dir" "$builder/root/lockstep"
+    git clone -q --no-hardlinks "$source_dir" "$builder/srv/lockstep"
 }
 
 tools() { inside "$builder" 'apt-get update; apt-get install -y --no-install-recommends make git'; }
-train() { inside "$builder" 'cd /root/lockstep; make train'; }
-test_() { inside "$builder" 'cd /root/lockstep; make test'; }
-package() { inside "$builder" 'cd /root/lockstep; make package'; }
+train() { inside "$builder" 'cd /srv/lockstep; make train'; }
+test_() { inside "$builder" 'cd /srv/lockstep; make test'; }
+package() { inside "$builder" 'cd /srv/lockstep; make package'; }
 
 install_() {
-  rm -rf "$user/root/package" "$user/root/consumer" &&
-    cp -r "$builder/root/lockstep/build/package" "$user/root/package" &&
-    cp -r "$builder/root/lockstep/examples/consumer" "$user/root/consumer" &&
-    inside "$user" 'apt-get update; apt-get install -y --no-install-recommends /root/package/lockstep_*.deb; lockstep --version'
+  rm -rf "$user/srv/package" "$user/srv/consumer" &&
+    cp -r "$builder/srv/lockstep/build/package" "$user/srv/package" &&
+    cp -r "$builder/srv/lockstep/examples/consumer" "$user/srv/consumer" &&
+    inside "$user" 'apt-get update; apt-get install -y --no-install-recommends /srv/package/lockstep_*.deb; lockstep --version'
 }
 
 selftest() { inside "$user" 'lockstep selftest -n 2'; }
@@ -128,7 +128,7 @@ consumer() {
   # shellcheck disable=SC2016  # the variables are for the shell in there
   inside "$user" '
     apt-get install -y --no-install-recommends $(dpkg-query -W -f "\${Recommends}" lockstep | tr -d ,)
-    cd /root/consumer
+    cd /srv/consumer
     cmake -B build
     cmake --build build
     lockstep run -n 2 build/consumer >output
