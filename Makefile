@@ -133,7 +133,7 @@ check-asan check-tsan: check-%: setup
 # Precompiled headers, and sources compiled together, hide a forgotten include.
 check-no-pch: setup
 	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
-	@cmake --build build/check-no-pch -j $(JOBS)
+	@cmake --build build/check-no-pch -j $(JOBS) --target all all_verify_interface_header_sets
 
 clean:
 	@rm -rf build
