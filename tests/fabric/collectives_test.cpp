@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <numeric>
+#include <thread>
 
 #include "lockstep/core/error.h"
 #include "tests/fabric/world.h"
@@ -275,6 +277,35 @@ INSTANTIATE_TEST_SUITE_P(, Collectives, ::testing::ValuesIn(cases()), [](const a
                                                  : "staged") +
          std::to_string(c.ranks);
 });
+
+// While one thread drives its own message to the end, another submits one and forgets it: the first
+// may see it too late, and nobody waits.
+TEST(Engine, AMessageSubmittedWhileAnotherThreadDrives) {
+  std::atomic<bool> arrived{false};
+  const auto errors = run_ranks(Memory::threads, 2, [&](Member& me) {
+    Buffer data(me, 1, false);
+    Operation message{.kind = me.rank == 0 ? OpKind::send : OpKind::recv,
+                      .dtype = DType::float32,
+                      .root = 1 - me.rank,
+                      .input = data.bytes(),
+                      .output = data.bytes(),
+                      .timeout = milliseconds(5000),
+                      .count = 1};
+    if (me.rank == 1) {
+      me.run(message);
+      me.run(message);
+      arrived = true;
+      return;
+    }
+    Operation first = message;
+    first.finish = [&] { std::thread([&] { me.engine.submit(message, nullptr); }).join(); };
+    me.engine.submit(first, nullptr);
+    const Deadline deadline(milliseconds(5000));
+    while (!arrived && deadline.left().count() > 0) std::this_thread::yield();
+    EXPECT_TRUE(arrived);
+  });
+  for (const auto& error : errors) EXPECT_EQ(what(error), "");
+}
 
 class Faults : public ::testing::TestWithParam<Memory> {};
 
