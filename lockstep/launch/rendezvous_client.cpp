@@ -16,6 +16,7 @@
 namespace lockstep::launch {
 namespace {
 
+constexpr milliseconds kLookInterval{200};     // at whether the server is still there
 constexpr size_t kMaxIntroduction = 4u << 10;  // of what comes from a server before its proof
 
 // Nothing at a clean end of the connection.
@@ -50,7 +51,7 @@ class RendezvousClient::Impl {
       throw ConfigError(format("rendezvous {}: the token has {} bytes, must have 1 to {}", address,
                                token.size(), wire::kMaxToken));
     }
-    main_ = join(identity_, deadline);
+    main_ = join(identity_, deadline, deadline);
     local_ = host_of(main_);
     server_ = peer_host_of(main_);
   }
@@ -78,7 +79,7 @@ class RendezvousClient::Impl {
       Fd fd = take_idle();
       if (!fd.valid()) {
         Identity helper{-1, 0, identity_.generation, identity_.incarnation};
-        fd = join(helper, deadline);
+        fd = join_again(helper, deadline);
       }
       wire::Reply reply = exchange(fd, request, deadline);
       const std::lock_guard lock(mutex_);
@@ -162,7 +163,7 @@ class RendezvousClient::Impl {
   // A connection that broke before the server answered may have met a server that is full or just
   // starting, and one that says so is of an incarnation before this one: try again. A rank learns
   // its incarnation.
-  Fd join(Identity& identity, const Deadline& deadline) {
+  Fd join(Identity& identity, const Deadline& deadline, const Deadline& connected) {
     std::optional<std::string> told;
     const auto late = [&](const std::string& otherwise) {
       return TimeoutError(format("rendezvous {}: {}", where_, told.value_or(otherwise)));
@@ -170,7 +171,7 @@ class RendezvousClient::Impl {
     while (true) {
       Fd fd;
       try {
-        fd = connect_socket(places_, deadline);
+        fd = connect_socket(places_, connected);
         const auto joined = introduce(fd, identity, deadline);
         if (joined && joined->status == wire::Status::later) {
           told = joined->value;
@@ -184,6 +185,23 @@ class RendezvousClient::Impl {
       }
       if (deadline.passed()) throw late("it closes every connection");
       std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
+    }
+  }
+
+  // A server that was there and is gone does not come back: nobody waits for that.
+  Fd join_again(Identity& identity, const Deadline& deadline) {
+    while (true) {
+      try {
+        return join(identity, deadline, Deadline(std::min(kLookInterval, deadline.left())));
+      } catch (const TimeoutError&) {
+        if (deadline.passed()) throw;
+      }
+      const std::lock_guard lock(mutex_);
+      char byte;
+      const ssize_t got =
+          main_.valid() ? ::recv(main_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) : 0;
+      if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+        throw CommError(format("rendezvous {}: the server closed the connection", where_));
     }
   }
 

@@ -93,7 +93,7 @@ PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, con
 
 class EveryLayout : public testing::TestWithParam<layout::ParallelDims> {};
 
-// Six of each, so that every pair of choices meets somewhere; or everything with everything.
+// Three of the choices for each, in turns; or everything with everything.
 TEST_P(EveryLayout, TrainsAsOneProcess) {
   const layout::ParallelDims& dims = GetParam();
   if (tests_all()) {
@@ -114,7 +114,7 @@ TEST_P(EveryLayout, TrainsAsOneProcess) {
     return;
   }
   const auto first = static_cast<size_t>(7 * dims.dp + 3 * dims.tp + dims.pp);
-  for (size_t i = 0; i < 6; ++i) {
+  for (size_t i = first % 2; i < 6; i += 2) {
     const size_t n = first + i;
     compare_layout(make_case(dims, kModels[n % 4], kOrders[i], kMemory[(n + n / 4) % 4],
                              kShards[(n + i / 5) % 5], n % 2 == 0));

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -43,6 +44,10 @@ inline void expect_close(const std::vector<double>& a, const std::vector<double>
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], relative * std::abs(b[i])) << i;
 }
+
+// What `lockstep train` does with these arguments, with threads of this process as ranks: a process
+// takes a second to load libtorch. Throws where the command would end with an error.
+void train_in_threads(const Words& arguments);
 
 // A folder with text, and a small training run in it.
 class Train : public testing::Test {
@@ -85,11 +90,17 @@ class Train : public testing::Test {
     return words;
   }
   Result run(const Words& options) const { return lockstep_command(command(options)); }
-  // One that must succeed, in folders of its own; its steps.
+  // One that must succeed, in folders of its own; its steps. `make check-all`, and where there is a
+  // GPU, has processes as ranks.
   std::vector<json> steps(const std::string& name, const Words& options) const {
-    Words words{"--checkpoint.dir", path(name), "--metrics.file", path(name + ".jsonl")};
-    words.insert(words.end(), options.begin(), options.end());
-    const Result result = run(words);
+    if (kHasGpu || tests_all()) return steps_of_processes(name, options);
+    Words arguments = command(in_folders(name) + options);
+    arguments.erase(arguments.begin());  // the verb
+    EXPECT_NO_THROW(train_in_threads(arguments));
+    return read_steps(path(name + ".jsonl"));
+  }
+  std::vector<json> steps_of_processes(const std::string& name, const Words& options) const {
+    const Result result = run(in_folders(name) + options);
     EXPECT_EQ(result.code, 0) << result.out << result.err;
     return read_steps(path(name + ".jsonl"));
   }
@@ -133,6 +144,16 @@ class Train : public testing::Test {
   }
 
   const TempDir folder_;
+
+ private:
+#ifdef LOCKSTEP_TEST_GPU
+  static constexpr bool kHasGpu = true;
+#else
+  static constexpr bool kHasGpu = false;
+#endif
+  Words in_folders(const std::string& name) const {
+    return {"--checkpoint.dir", path(name), "--metrics.file", path(name + ".jsonl")};
+  }
 };
 
 }  // namespace lockstep::test

@@ -64,7 +64,8 @@ std::map<std::string, std::vector<TraceSpan>> read_trace(const std::string& fold
 
 TEST_F(TrainDisk, TheDiskReadsWhileBlocksAreComputed) {
   run(model_ + extreme() +
-      Words{"-n", "1", "--train.seq_len", "128", "--metrics.trace", path("trace")});
+      Words{"-n", "1", "--train.steps", "3", "--train.seq_len", "128", "--metrics.trace",
+            path("trace")});
   const auto spans = read_trace(path("trace"));
   ASSERT_TRUE(spans.contains("disk read"));
   ASSERT_TRUE(spans.contains("disk write"));

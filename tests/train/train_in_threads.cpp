@@ -1,0 +1,25 @@
+#include "lockstep/comm/group.h"
+#include "lockstep/config/inputs.h"
+#include "lockstep/config/train_arguments.h"
+#include "lockstep/train/trainer.h"
+#include "tests/train/train_command.h"
+
+namespace lockstep::test {
+
+void train_in_threads(const Words& arguments) {
+  const auto parsed = config::parse_train_arguments(arguments);
+  const config::TrainConfig& config = parsed.config;
+  const int ranks = parsed.ranks.value_or(1);
+  config::check_inputs(config, ranks);
+  comm::run_threads(ranks,
+                    [&](const comm::Group& group) {
+                      config.validate(group.size());
+                      train::Trainer trainer(config, group);
+                      EXPECT_EQ(trainer.run(), train::End::finished);
+                    },
+                    {.backend = config.comm.backend == "auto" ? "thread" : config.comm.backend,
+                     .strategy = config.comm.strategy,
+                     .timeout = config.timeout()});
+}
+
+}  // namespace lockstep::test
