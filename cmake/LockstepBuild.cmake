@@ -167,6 +167,7 @@ function(lockstep_test_pch target)
   set(gtest <gmock/gmock.h> <gtest/gtest.h>)
   if("TORCH" IN_LIST ARGN)
     lockstep_pch(${target} lockstep_torch_test_headers <torch/torch.h> ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS -O0)
+    target_compile_definitions(${target} PRIVATE GTEST_HAS_PTHREAD=1)  # as that header was precompiled
   else()
     lockstep_pch(${target} lockstep_test_headers ${gtest} LIBRARIES GTest::gmock GTest::gtest OPTIONS -O0)
   endif()

@@ -15,10 +15,10 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw Error(what);
 }
 
-at::Tensor Ranks::contribution(int rank, int64_t count, DType dtype) const {
-  const at::Tensor numbers =
-      at::arange(count, options(at::kLong)).mul_(5).add_(3 * rank + 1).remainder_(4);
-  return dtype == DType::boolean ? numbers.remainder(2).to(at::kBool)
+at::Tensor Ranks::contribution(int rank, int64_t count, DType dtype, int64_t first) const {
+  const int64_t start = first + 3 * rank + 1;
+  const at::Tensor numbers = at::arange(start, start + count, options(at::kLong)).bitwise_and_(3);
+  return dtype == DType::boolean ? numbers.bitwise_and(1).to(at::kBool)
                                  : numbers.to(detail::to_scalar_type(dtype));
 }
 
@@ -75,9 +75,10 @@ at::Tensor Ranks::near_limits(int rank, int64_t count, DType dtype) const {
   return numbers.to(options(detail::to_scalar_type(dtype)));
 }
 
-std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype) const {
+std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype, int64_t first) const {
   std::vector<at::Tensor> parts;
-  for (int each = 0; each < size(); ++each) parts.push_back(contribution(each, count, dtype));
+  for (int each = 0; each < size(); ++each)
+    parts.push_back(contribution(each, count, dtype, first));
   return parts;
 }
 

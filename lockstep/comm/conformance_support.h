@@ -23,8 +23,9 @@ class Ranks : public Group {
   }
   // What `rank` contributes: whole numbers from 0 to 3, so that every sum and product is exact in
   // every dtype and order.
-  at::Tensor contribution(int rank, int64_t count, DType dtype) const;
-  std::vector<at::Tensor> contributions(int64_t count, DType dtype) const;
+  at::Tensor contribution(int rank, int64_t count, DType dtype, int64_t first = 0) const;
+  // Of all ranks: `count` elements from the element `first` on.
+  std::vector<at::Tensor> contributions(int64_t count, DType dtype, int64_t first = 0) const;
   // Whole numbers whose sums overflow: the largest, the smallest, and some between.
   at::Tensor near_limits(int rank, int64_t count, DType dtype) const;
   // How far a result may be off: not at all, but NCCL's averages are sums of rounded parts.

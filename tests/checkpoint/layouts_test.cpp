@@ -21,7 +21,7 @@ namespace {
 using checkpoint::slices_of;
 using parallel::ShardingStrategy;
 
-const int kSaved = tests_all() ? 10 : 3, kEnd = 2 * kSaved;
+const int kSaved = tests_all() ? 10 : 2, kEnd = 2 * kSaved;
 
 struct Layout {
   std::string name;
