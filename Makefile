@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # `make` says what there is. Each target does what has to come before it.
 PRESET ?= release
 JOBS ?= $(shell nproc)
@@ -33,7 +34,7 @@ help:
 	@echo "make release VERSION=V   tag this commit, and put the source archive and its notes into build/release"
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting and the layer rule"
-	@echo "make tidy                clang-tidy over the half that does not use torch"
+	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
 	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
 	@echo "make clean               remove all build folders"
@@ -100,9 +101,14 @@ lint:
 	  echo "lint: clang-format is not installed; formatting is not checked"; \
 	fi
 
-# clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them.
-tidy: configure
-	@clang-tidy -p $(BUILD) --quiet $(foreach layer,core layout schedule formats config plan launch fabric,$(wildcard lockstep/$(layer)/*.cpp))
+# clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them. SINCE=COMMIT: only
+# what has changed since then.
+TIDY = $(foreach layer,core codec layout schedule formats config plan launch fabric,lockstep/$(layer)/*.cpp)
+tidy: setup
+	$(call configure,release,build/tidy,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_WERROR=OFF -DCMAKE_UNITY_BUILD=OFF)
+	@if ! command -v clang-tidy >/dev/null; then echo "tidy: clang-tidy is not installed; nothing is checked"; exit; fi; \
+	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else ls $(TIDY); fi); \
+	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
 check-all: lint test check-wide check-asan check-tsan check-no-pch
 

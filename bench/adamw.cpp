@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How close the fused AdamW comes to the speed of memory.
 // OMP_NUM_THREADS=2 build/bin/bench_adamw [MILLIONS OF ELEMENTS]
 //

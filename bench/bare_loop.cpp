@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training loop as one writes it by hand: the model, its loss, an optimizer, random tokens, one
 // process; what the trainer's step is compared with.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast checkpoints are written and read, and how long a save in the background holds training
 // up; bench/checkpoint.py runs it beside dd.
 // build/bin/bench_checkpoint save|load|async FOLDER [MEGABYTES] [DEVICE]

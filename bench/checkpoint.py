@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of one process beside dd, in turn, in one folder: GB/s of saving and loading, and how long a save in the background holds training up.
 
     python3 bench/checkpoint.py BIN_DIR FOLDER [MEGABYTES] [ROUNDS] [DEVICE]      FOLDER lies on the disk in question

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Lockstep's DDP beside PyTorch's: the time of a training step and what distribution adds to it, where computing dominates
 and where communication does. The programs take turns, so that a disturbance meets all of them; medians over the rounds.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times training steps of a small Llama without synchronisation (alone) and with DDP, in turns, so
 // that their difference is what distribution costs. bench/ddp.py compares with PyTorch's own DDP.
 //   lockstep run -n 2 build/bin/bench_ddp --layers 4 --batch 1 --seq 16

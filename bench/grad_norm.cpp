@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the norm that does not depend on the cut costs beside the plain one.
 // OMP_NUM_THREADS=1 build/bin/bench_grad_norm [MILLIONS OF ELEMENTS]
 //

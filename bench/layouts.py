@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lockstep train` of one model over the same ranks in different layouts, in turn: tokens per second, time in communication, and memory.
 
     python3 bench/layouts.py BIN_DIR RANKS [ROUNDS]      BIN_DIR holds lockstep

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A language model in the style of Llama, the same as in torch_ddp.py, for benchmarks: RMS norms,
 // fused qkv, gated SiLU, no biases, no positions, untied head. Weights and tokens are functions of
 // their indices in whole numbers, so that programs in other languages can make the very same ones.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of trainer.py, offload.py and torch_llama.py, and the batch of a step."""
 SIZES = {
     "162M": dict(layers=12, hidden=768, heads=12, ffn=2048, vocab=50304, rows=32, length=1024),

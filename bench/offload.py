@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lockstep train` with offload on one GPU, beside itself without and beside PyTorch's fully_shard with CPUOffloadPolicy.
 
     python3 bench/offload.py BIN_DIR MODEL [ROW...] [-- OPTIONS]     BIN_DIR holds lockstep; MODEL: one of LARGE in llama_sizes.py;

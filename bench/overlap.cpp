@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much of a collective's time hides behind computation: computes alone, communicates alone,
 // then both at once. lockstep run -n 2 build/bin/bench_overlap [BACKEND]
 //

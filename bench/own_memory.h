@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of the system's memory a rank has taken, as the kernel counts it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times steps of a small Llama as a pipeline, and compares them with what the simulator says of the
 // same schedule when it is fed with the measured time of every action.
 //   lockstep run -n 2 build/bin/bench_pipeline --schedule 1f1b zb-h1 --microbatches 8

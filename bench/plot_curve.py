@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the losses in a metrics file of `lockstep train` as an SVG.
 
     python3 bench/plot_curve.py METRICS.jsonl OUT.svg [LABEL=LEVEL ...]

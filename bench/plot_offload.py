@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws what offload.py printed as an SVG: tokens a second of each row, model by model.
 
     python3 bench/plot_offload.py RESULTS... docs/images/offload.svg

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random numbers and dropout beside torch's own, in nanoseconds for each element.
 //
 //   OMP_NUM_THREADS=1 build/bin/bench_random          on the CPU

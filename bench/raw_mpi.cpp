@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The peer for `lockstep bench collectives --backends mpi`: the same operations with MPI alone, no
 // Lockstep and no torch. mpirun -n 2 build/bin/raw_mpi 4096 65536 4194304 67108864
 #include <mpi.h>

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Lockstep's DDP and fully_shard beside PyTorch's: the time of a training step and the memory of a rank, where computing
 dominates (4 x 256 tokens a rank) and where communication does (1 x 16). The programs take turns, so that a disturbance meets
 all of them; medians over the rounds of medians over the steps. All with AdamW, blocks as units, cores / ranks threads.

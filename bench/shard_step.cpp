@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times training steps of a small Llama, alone, with DDP and sharded, and counts their memory.
 //   lockstep run -n 2 build/bin/bench_shard_step --mode ddp full --batch 4 --seq 256
 // One JSON line for each mode: "bare" trains without synchronisation, "ddp" with DDP, the others

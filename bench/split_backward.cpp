@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times the backward of a stage of Llama blocks whole, and in the two halves of zero-bubble
 // schedules, in turn.
 //   OMP_NUM_THREADS=1 build/bin/bench_split_backward --layers 2

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Strategies against each other: measures a table for adaptive, then all of them in turns, for 2, 4 and 8
 # ranks. shm on one host; gloo and mpi as if half of the ranks were on another. bench/strategies.sh [BUILD] [SECONDS]
 set -eu

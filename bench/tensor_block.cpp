@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Times forward and backward of transformer blocks that the ranks share, against the same blocks on
 // one rank alone, in turn.
 //   OMP_NUM_THREADS=1 lockstep run -n 2 build/bin/bench_tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer for bench_adamw: torch.optim.AdamW from Python, in every form this version of torch has.
 
 OMP_NUM_THREADS=2 python3 bench/torch_adamw.py [MILLIONS OF ELEMENTS]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer of bench_ddp: the same model, data and steps with PyTorch's own DistributedDataParallel over Gloo.
 
 OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nproc_per_node 2 bench/torch_ddp.py --layers 4 --width 512 --batch 1 --seq 16

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer for `lockstep bench collectives --backends gloo`: torch.distributed's all_reduce from Python.
 
 build/bin/lockstep run -n 2 python3 bench/torch_gloo.py 4096 4194304 67108864

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch's side of trainer.py and offload.py: a Llama-style model on one GPU, bf16, AdamW (fused), random tokens.
 
     torch_llama.py MODEL MODE STEPS [ACCUMULATION]      MODEL: one of llama_sizes.py; its batch is cut into ACCUMULATION micro-batches

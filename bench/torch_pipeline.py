@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer of bench_pipeline: the same sizes and steps with PyTorch's own pipelines over Gloo.
 
 OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nproc_per_node 4 bench/torch_pipeline.py --schedule 1f1b zb-h1 zb-v:2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer of bench_shard_step: the same model, data and steps with PyTorch's DistributedDataParallel or fully_shard, over Gloo.
 
 OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nproc_per_node 2 bench/torch_shard.py --mode full --batch 1 --seq 16

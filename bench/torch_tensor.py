@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peer of bench_tensor: the same blocks with PyTorch's own tensor parallelism over Gloo.
 
 OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nproc_per_node 4 bench/torch_tensor.py

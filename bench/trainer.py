@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lockstep train` on one GPU beside a bare loop and beside PyTorch, interleaved in one run.
 
     python3 bench/trainer.py BIN_DIR [MODEL...]      BIN_DIR holds lockstep and bench_bare_loop; python3 has torch 2.x

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds libhwloc by its header and library: it comes without a CMake package. Defines Hwloc::Hwloc.
 find_path(Hwloc_INCLUDE_DIR hwloc.h)
 find_library(Hwloc_LIBRARY hwloc)

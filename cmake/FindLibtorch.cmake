@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds libtorch by its headers and libraries: Torch_ROOT or $LIBTORCH (a libtorch zip), the torch of python3
 # (a pip wheel), or the system's package. Unlike TorchConfig.cmake it needs neither nvcc nor protobuf nor gflags.
 #

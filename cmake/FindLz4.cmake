@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds liblz4 by its header and library: distributions differ in whether they have a CMake package for it. Defines Lz4::Lz4.
 find_path(Lz4_INCLUDE_DIR lz4.h)
 find_library(Lz4_LIBRARY lz4)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # How every target is built: flags, dependencies, and lockstep_layer().
 include(CMakePackageConfigHelpers)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` leaves for other projects: the umbrella target, find_package(Lockstep) and pkg-config.
 get_property(layers GLOBAL PROPERTY LOCKSTEP_LAYERS)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What `make package` builds: one Debian package, `lockstep`, with the command, headers, static libraries, CMake and pkg-config
 # files, the license and the documents.
 if(NOT PROJECT_IS_TOP_LEVEL)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # CPack runs this on what will be packaged.
 file(GLOB_RECURSE archives ${CPACK_TEMPORARY_DIRECTORY}/*.a)
 foreach(archive IN LISTS archives)

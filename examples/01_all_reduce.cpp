@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every rank brings a tensor; all leave with the sum. Without the launcher the same code is a group
 // of one.
 //

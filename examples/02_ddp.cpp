@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains one network on the data of all ranks: every rank computes gradients of its own examples,
 // backward() leaves the average on all of them. Without the launcher the same code is one process.
 //

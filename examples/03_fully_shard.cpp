@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A network of one's own, which knows nothing of Lockstep, with its parameters, gradients and
 // optimizer state shared out over the ranks. It is built without memory first, so that no rank ever
 // has all of it. Without the launcher the same code is one process.

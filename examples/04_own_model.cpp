@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model of one's own from the first step to the last: weights that do not depend on the number of
 // ranks, a learning rate that falls, clipping, and a checkpoint that a second run goes on from.
 //

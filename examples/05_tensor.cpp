@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism of a network of one's own: ranks share its matrices by a plan of a few lines.
 // The network is written once, for any number of ranks.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A network of one's own as a pipeline: each rank builds its layers only, and micro-batches pass
 // through the ranks as a schedule says. Without the launcher the same code is one process.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data, tensor and pipeline parallelism of one network at once. Eight ranks are a cube: two stages,
 // whose matrices two ranks share, whose parts two ranks that have data of their own share in turn.
 // The curve is that of one process.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backend of one's own: Unix sockets between all pairs of ranks. Three functions carry bytes; the
 // library makes collectives of them, with deadlines, checks, and the sums of its other backends.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lockstep train` is made of, in one function: text, a small Llama, batches that are the same
 // for any number of ranks, and a few words from the model at the end.
 //

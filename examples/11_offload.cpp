@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training with a device that holds a quarter of what is trained: parameters, gradients and AdamW's
 // moments rest in host memory and come to the device when they are used. Without a GPU the device
 // is a part of the machine's memory, kept apart. The numbers of a run are on stderr.

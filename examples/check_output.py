@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs the commands in an example's header comment ("// $ ...") and compares what they print with the lines below them.
 
 usage: check_output.py EXAMPLE.cpp BIN_DIR

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A user's program: each rank computes a gradient from its own data, and all average them.
 #include <torch/torch.h>
 

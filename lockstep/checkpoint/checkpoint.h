@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saving and loading what the ranks of a job hold, by global name and slice: docs/checkpoints.md.
 //
 //   const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*model, optimizer);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Short texts between all ranks of a group, and with them who failed. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Slices as they were at one moment, in memory of the host. Private: not installed.
 #pragma once
 

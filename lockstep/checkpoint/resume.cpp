@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The newest checkpoint that is sound. Loading compares what it reads with its checksums, so a
 // checkpoint is read a second time only where loading has failed: to tell damage, for which an
 // older one is tried, from a checkpoint of another model, for which none would do.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saving beside the training.
 //
 //   checkpoint::Saver saver("checkpoints", group);

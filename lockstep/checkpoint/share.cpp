@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who writes what. Ranks that hold the same slice share the work.
 #include <algorithm>
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names, shapes and parts of slices, for saving and loading alike. Private: not installed.
 #pragma once
 

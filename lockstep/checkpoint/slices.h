@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of a model and its optimizer this rank holds, by the names that a checkpoint has.
 #pragma once
 

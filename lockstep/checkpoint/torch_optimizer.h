@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of torch's own optimizers as named tensors. Private: not installed.
 #pragma once
 

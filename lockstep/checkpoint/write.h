@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two halves of a save: who writes what, and the writing. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench codecs`: what each codec keeps of weights and moments, in how many bytes, and how
 // fast.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All ranks call an operation again and again and wait for it each time. A rank's samples give its
 // median and 99th percentile; the slowest rank's are reported. Bytes are those of the whole buffer
 // of a rank (all_gather's output, reduce_scatter's input); bus bandwidth counts what a ring would

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench collectives`: how long the operations take on this machine.
 #pragma once
 

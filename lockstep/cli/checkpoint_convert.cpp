@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep checkpoint export` and `lockstep checkpoint import`.
 #include <iostream>
 #include <string>

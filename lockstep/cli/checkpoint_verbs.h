@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lockstep checkpoint` can do; each takes the words after its name and returns the exit
 // status.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep doctor`: what this machine offers a training run, and what will hurt it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/doctor_checks.h"
 
 #include <sys/resource.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lockstep doctor` looks at without libtorch.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/doctor_report.h"
 
 #include <array>

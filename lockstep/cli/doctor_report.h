@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `lockstep doctor` found, a line each. Both of its halves use this.
 #pragma once
 

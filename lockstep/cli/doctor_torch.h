@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The half of `lockstep doctor` that needs libtorch.
 #pragma once
 

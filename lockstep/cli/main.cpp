@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The command `lockstep`: finds the subcommand and turns exceptions into exit codes.
 #include <fcntl.h>
 

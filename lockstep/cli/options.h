@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading a command's options. CLI11 parses them; help and messages are worded here, because
 // CLI11's own differ between its releases.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The command `lockstep plan`: what a training run will take, before it is started.
 #pragma once
 

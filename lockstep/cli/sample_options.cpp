@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/sample_options.h"
 
 #include "lockstep/cli/options.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options of `lockstep sample`, read by both halves.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The command `lockstep schedule`: pipeline schedules, simulated or as a run's trace has them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run's trace says about its pipeline.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep selftest`: the conformance checks of the communication layer, on the user's machine.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The commands whose ranks run in lockstep-torch: selftest and bench collectives. Here is the half
 // that starts those ranks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep-torch`: the commands that need libtorch, one process a rank. `lockstep` starts it;
 // loading libtorch takes half a second, which the other commands do not have to pay.
 #include <iostream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The other programs that `lockstep` starts: itself, and lockstep-torch beside it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep train` and `lockstep sample`: the half that looks at what it is asked for, and starts
 // the ranks.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep train` and `lockstep sample`: what one rank does, in lockstep-torch.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forms in which float32 state is kept while nobody computes with it.
 #pragma once
 

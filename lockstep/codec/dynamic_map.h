@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The values of block-wise dynamic quantization, and how the nearest is found: a table by the upper
 // 16 bits of a magnitude, in which no cell has more than one border between two values. The CPU's
 // and CUDA's kernels share it. Private: not installed.

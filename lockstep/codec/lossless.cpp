@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <lz4.h>
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How compressed bytes lie: a Head, then chunks. A chunk's bytes are sorted into planes, the first
 // byte of every element, then the second, and so on, because the exponents of floats are alike and
 // their last bits are not. Each plane is a 32-bit length and so many bytes of LZ4, or the plane as

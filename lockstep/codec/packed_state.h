@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of a slice's AdamW state: exp_avg, exp_avg_sq and, for a parameter of bfloat16, what
 // its float32 master has beyond the parameter itself.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tells the meeting point what this rank is doing, so that others can say who is late and where.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Brings an operation into the form that plain engines can run.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What all ways of adopting a communicator share. Private to comm.
 #pragma once
 

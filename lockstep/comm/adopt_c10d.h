@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For programs that use c10d themselves: their process group as a group.
 #pragma once
 

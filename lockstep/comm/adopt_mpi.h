@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For programs that use MPI themselves: their communicator as a group. Needs the headers of the MPI
 // that Lockstep was built with.
 #pragma once

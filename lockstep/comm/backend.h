@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a backend implements, and what all groups of a job share. Private to comm.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of backends. Each folder exports is_available() and create(); one that is not built is
 // a stub of the two.
 #include <mutex>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From tensors to operations: checks the arguments, makes tensors contiguous, and hands the rest to
 // the group's backend.
 #include "lockstep/comm/collectives.h"

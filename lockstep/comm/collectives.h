@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives and point-to-point operations on tensors.
 //
 // All return at once with the Work to wait for; until then leave the tensors alone. Results are

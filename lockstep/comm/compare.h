@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Texts that ranks compare: what must be the same on all of them, and who has what where it is not.
 #pragma once
 

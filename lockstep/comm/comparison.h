@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether all ranks have called the same operation, found out before an engine gets it. Private to
 // comm.
 #pragma once

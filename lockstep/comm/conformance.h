@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every backend must do, as checks that any program can run: `lockstep selftest` and the tests
 // are made of them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An operation completes whether it is waited for, looked at, or left alone.
 #include <ATen/ATen.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every backend must refuse: wrong arguments, and ranks that disagree.
 #include <ATen/ATen.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data whose every reduction is exact, and comparisons that say what is wrong. Private to the
 // conformance checks.
 #pragma once

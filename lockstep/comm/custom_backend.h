@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A user's own backend: how bytes get from rank to rank. Registered by name, then chosen like any
 // other with InitOptions::backend.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Floats as whole numbers of the same order, for engines whose min and max lose a NaN: MPI and Gloo
 // compare with <, so what comes out depends on which side the NaN is. Private to comm.
 #pragma once

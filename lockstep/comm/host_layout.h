@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who of a group is on which host. Private to comm.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups inside and across hosts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How ranks come together: find the meeting point that the launcher left, learn who is on which
 // host, choose a backend.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Jobs one after another on a thread of their own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group whose ranks share memory: the thread and shm backends over fabric.
 #pragma once
 

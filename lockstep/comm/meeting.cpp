@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every rank leaves a card: its host, by which address it came, and what must be the same on all.
 // Who comes last compares them and says the result, which all wait for; so nobody asks for the
 // cards of a job that is not complete.

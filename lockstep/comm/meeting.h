@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of a job learn of each other when they come together. Private to comm.
 #pragma once
 

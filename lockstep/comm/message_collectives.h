@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives made of messages between pairs of ranks, for transports that have nothing better.
 #pragma once
 

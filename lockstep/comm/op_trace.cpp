@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/op_trace.h"
 
 #include "lockstep/core/format.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a group's operations appear in a trace: collectives on one row, sends and receives on one row
 // for each peer.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums whose bits do not depend on the backend: the fixed binary tree over ranks that thread and
 // shm always use. Backends with an order of their own move the blocks (all_to_all, all_gather) and
 // leave the arithmetic to us, on the device where they take tensors from there; then it happens in

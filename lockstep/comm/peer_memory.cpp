@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/peer_memory.h"
 
 #include <ATen/core/Tensor.h>

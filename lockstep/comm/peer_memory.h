@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reading the memory of other ranks without their help.
 #pragma once
 

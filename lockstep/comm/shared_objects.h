@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Objects that ranks which are threads of one process hand to each other. Private to comm.
 #pragma once
 

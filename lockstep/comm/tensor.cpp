@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/tensor.h"
 
 #include <c10/core/ScalarType.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Between torch's tensors and the byte spans that operations are made of.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/torchrun_store.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The key-value store that torchrun hosts for its workers.
 #pragma once
 

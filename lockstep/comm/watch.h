@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Waiting with a deadline on engines that only say "done" or "not yet": names who is late, and who
 // is lost.
 #pragma once

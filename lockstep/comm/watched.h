@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations that an engine runs by itself, on threads of its own, and reports the end of.
 #pragma once
 

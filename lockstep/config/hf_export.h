@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint of `lockstep train` as a Hugging Face folder.
 #pragma once
 

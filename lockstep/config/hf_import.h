@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Hugging Face folder as a checkpoint of step 0, to train on or to write text with.
 #pragma once
 

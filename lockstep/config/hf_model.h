@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models as Hugging Face writes them: config.json and the names of tensors.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files that a configuration names: opened by the ranks, and looked at before they start.
 #pragma once
 

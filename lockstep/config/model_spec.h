@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a model consists of: its sizes, and from them every tensor's name, shape and first values.
 // The models, the planner, checkpoints and imports all read this, so shapes are written once.
 #pragma once

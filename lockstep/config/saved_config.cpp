@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/saved_config.h"
 
 #include "lockstep/core/error.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The configuration that `lockstep train` puts into its checkpoints.
 #pragma once
 

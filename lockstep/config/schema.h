@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One description of a program's options: flags, files, help and documentation all come from it.
 #pragma once
 

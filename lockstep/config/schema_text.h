@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A schema as text: help, documentation, and its values as files.
 #pragma once
 

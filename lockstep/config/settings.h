@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a configuration file says, before anybody asks whether it makes sense. Private: not
 // installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything that decides a training run. Keys of files and flags are the names below:
 // [train] steps is --train.steps is TrainConfig::train.steps. docs/configuration.md has them all.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Keys, ranges and help lines of TrainConfig.
 #include "lockstep/config/schema_text.h"
 #include "lockstep/config/train_config.h"

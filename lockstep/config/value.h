@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of options, and their spelling in files, flags and messages.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Monotonic time and deadlines. Nothing in Lockstep waits without one.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element types that travel between ranks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every failure that Lockstep reports is one of these, classed by what the caller can do about it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two 16-bit floats as kernels see them.
 //
 // Functions have internal linkage: files that are built for several instruction sets must not share

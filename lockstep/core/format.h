@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // format("{} of {}", a, b): std::format where the library has it (GCC 13), fmt where it does not.
 // Sources only; installed headers do not include this.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only file that includes spdlog: wheels of torch ship an fmt that breaks it, so it lives where
 // torch is not seen.
 #include "lockstep/core/log.h"

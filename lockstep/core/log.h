@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One logger: stderr, every line carries the rank, level from LOCKSTEP_LOG (trace debug info warn
 // error off; default info).
 #pragma once

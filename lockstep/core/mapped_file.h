@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file's bytes as memory.
 #pragma once
 

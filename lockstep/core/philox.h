@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random numbers as functions: the value of element i of a tensor depends on a key and on i, and on
 // nothing that was drawn before. Every function here gives the same bits on a CPU and on a GPU,
 // with any compiler flags short of -ffast-math; docs/random.md has the definition. For C++ and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who am I? Rank, world size and meeting point, read from whatever launcher started this process.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rules about what a caller passes in. Sources only; installed headers do not include this.
 #pragma once
 

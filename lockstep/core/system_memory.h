@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory this process may still take, and what it has made for others to see.
 #pragma once
 

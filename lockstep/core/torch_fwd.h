@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only forward declarations of torch's classes: headers that name a tensor by reference include
 // this.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Process-wide state, because a trace file is one per process. Events are formatted into a buffer
 // that goes to the file when it is large or the process exits; the format needs no closing bracket,
 // so a killed process leaves a readable file.

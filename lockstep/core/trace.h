@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chrome-trace spans, on when LOCKSTEP_TRACE names a folder: one file per process, open it in
 // Perfetto.
 //

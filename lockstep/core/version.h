@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The version of Lockstep; the build reads it from here.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether all ranks have called the same thing, and the message when they have not.
 #pragma once
 

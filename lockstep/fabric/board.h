@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The board: memory that all ranks of a group see, where each has a slot to post what it does and
 // to leave data.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every collective runs the same way. A rank enters (posts what it does) and waits until all have.
 // If all inputs were small they came with the posting, and each rank takes what it needs from the
 // eager buffers: one phase. Otherwise, if the memory that has to be shared is reachable, ranks read

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The collectives as tasks over a board. See collectives.cpp for how each moves its data.
 #pragma once
 

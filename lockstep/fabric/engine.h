@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the operations of one rank of a group whose members share memory.
 //
 // Collectives run one after the other in the order they were submitted; messages of each channel

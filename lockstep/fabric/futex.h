@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sleeping on, and waking from, a word that may lie in memory shared between processes.
 #pragma once
 

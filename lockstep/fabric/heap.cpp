@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How blocks share segments: a segment is a range of addresses, and only the pages under its blocks
 // have memory. So a segment may be much larger than what is in it, and each new one is as large as
 // all before it together: their number stays below 30, whatever the number and size of the blocks.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that one rank allocates and other processes can reach: the substance of symmetric memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/fabric/operation.h"
 
 #include "lockstep/core/format.h"

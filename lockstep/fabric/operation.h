@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One collective or point-to-point operation, described without torch: what every backend executes
 // and every fingerprint is made of.
 #pragma once

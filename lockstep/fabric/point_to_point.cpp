@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A message is a header (what it is, where it lies) and its data. Large data in memory that the
 // receiver can reach is read from there; the sender waits until that is done. All else goes through
 // the channel's mailbox in pieces, two at a time. Both ends count pieces: `sent` by the sender,

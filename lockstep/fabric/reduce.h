@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Element-wise reduction of several buffers in a fixed order.
 #pragma once
 

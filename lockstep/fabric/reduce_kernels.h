@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The reduction loops, compiled once for each instruction set that matters (LOCKSTEP_ISA) and
 // chosen at run time.
 #pragma once

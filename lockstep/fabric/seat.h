@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One rank's place at a board: posting, looking at the others, and reaching their memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stretch of shared memory without a name: a sealed memfd that other processes open through its
 // owner's /proc entry.
 #pragma once

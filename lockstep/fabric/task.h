@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An algorithm over the board, written as straight code that pauses wherever it must wait for
 // peers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds tokens that stand in the text as they are, before anything else is done to it.
 #pragma once
 

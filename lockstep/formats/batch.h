@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of tokens for a model, and what it should say to each.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The batches of one rank, read ahead on a thread.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Byte-pair encoding of one word: single bytes, then the pair with the lowest rank is merged, the
 // leftmost of equals, until no pair is left that has a rank.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/formats/checked_file.h"
 
 #include <algorithm>

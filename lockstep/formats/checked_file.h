@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads a file of a checkpoint in blocks, and compares each with the manifest's checksum before any
 // of it is given out.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Folders of checkpoints. DIR/step-00000100 is complete if it has a manifest.json, and appears in
 // one rename when all it holds is on disk: whenever a process is killed or the power fails, the
 // last complete one is there. docs/checkpoints.md has the protocol.

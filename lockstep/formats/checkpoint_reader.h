@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads a checkpoint by the tensors of the whole model, whatever layout it was saved from.
 #pragma once
 

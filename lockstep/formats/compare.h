@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What differs between two checkpoints of the same tensors, whatever layouts they were saved from.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training data as one long stream of tokens.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Built with the processor's CRC instructions switched on (lockstep/CMakeLists.txt), so it includes
 // nothing whose inline functions could be called elsewhere.
 #include <cstring>

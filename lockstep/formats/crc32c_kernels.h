@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two ways to compute CRC32C. Both take and give the register, not the final value.
 #pragma once
 

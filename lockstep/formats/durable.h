@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files and folders that are on disk when the call returns. Every failure is a SystemError with the
 // path.
 #pragma once

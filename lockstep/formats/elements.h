@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elements of tensors as files hold them: decoded, converted from one floating type to another,
 // transposed. Bytes need not be aligned for their type. Private: not installed.
 #pragma once

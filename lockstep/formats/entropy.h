@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trivial model reaches on the data: the numbers to hold a training loss against.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Size and checksums of a file: how a manifest knows it again.
 #pragma once
 

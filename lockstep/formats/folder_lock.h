@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who may write into a folder of checkpoints. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model as the Hugging Face libraries keep it: model.safetensors, or model.safetensors.index.json
 // and the files it names.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes a model's tensors as the Hugging Face libraries keep them, for HfDirectory and for them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The system calls by which a checkpoint reaches the disk, results and errno as the system's. They
 // are one source file of their own so that a test can link another in its place, which fails or
 // dies at a call of its choice.

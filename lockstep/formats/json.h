@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JSON read with nothing let pass: keys given twice, deep nesting, bytes that are not UTF-8. All
 // JSON that Lockstep has not written a moment before in the same process comes through here.
 #pragma once

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes unicode_table.cpp from two files of the Unicode Character Database.
 
 usage: make_unicode_table.py DerivedGeneralCategory.txt PropList.txt > unicode_table.cpp

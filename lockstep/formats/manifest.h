@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a checkpoint holds, by the names of the whole model's tensors. Nothing in it depends on
 // ranks or on how they were arranged.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cuts text into the words that a byte-pair encoder works on, one at a time.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A file of a checkpoint, open for reading.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads safetensors files: named tensors, plain bytes, as every other program reads them.
 #pragma once
 

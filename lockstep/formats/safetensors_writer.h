@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes safetensors files, byte for byte as the reference implementation does.
 #pragma once
 

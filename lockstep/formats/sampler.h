@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which sample comes next, as a function: no list of a million numbers to shuffle, keep or restore.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One file of a checkpoint: the slices that one rank saves, in the form that PyTorch's Distributed
 // Checkpoint reads too.
 #pragma once

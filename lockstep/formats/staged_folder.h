@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder that appears under its name whole, or not at all. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of token ids in the three layouts that others write: llm.c shards, nanoGPT's raw ids,
 // Megatron's .bin with an .idx beside it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fixed bytes of token files. Private: for token_file.cpp, which reads them, and
 // token_file_writer.cpp.
 #pragma once

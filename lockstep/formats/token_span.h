@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Token ids as they lie in memory: little-endian integers of any width, at any address.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a Hugging Face tokenizer.json says, where it is one that we can follow exactly.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Written by make_unicode_table.py; edit that. Unicode 16.0.
 #include "lockstep/formats/unicode_table.h"
 

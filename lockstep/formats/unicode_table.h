@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the patterns of tokenizers ask about a character.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which cores each rank of this host runs on, and with how many threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One generation of ranks on this host, from their start to their last line.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launcher's own stdout and stderr: whole lines, in order, never blocking the event loop.
 #pragma once
 

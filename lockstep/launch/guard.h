@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The process that cleans up when the launcher is killed: it knows every rank's process group and
 // ends them as soon as the launcher's end of their pipe closes, so that a shell script's children
 // do not stay behind.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same function where only OpenSSL's library is installed, without its headers: two of its
 // functions, whose declarations have not changed since 1.1, looked up by name.
 #include <dlfcn.h>

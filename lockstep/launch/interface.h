@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Network interfaces of this host: which of them a job uses, and by which addresses others reach
 // it.
 #pragma once

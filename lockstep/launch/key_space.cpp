@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/key_space.h"
 
 #include "lockstep/core/error.h"

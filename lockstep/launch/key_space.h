@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ranks share at the rendezvous: who is there, who was lost, and their keys. A generation is a
 // start of all ranks by the launcher; an incarnation is one start of communication by all ranks of
 // a generation, and has a key space of its own.

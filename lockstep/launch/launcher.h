@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts the ranks of a job on this host, keeps their output apart, and ends them
 // together.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the launchers of a job's nodes tell each other: that they are there, when to begin, who
 // failed, when to stop.
 //

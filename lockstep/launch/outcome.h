@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How one attempt of a job ended, in a form that the launchers of several nodes can exchange.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // epoll with a handler for each descriptor.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The environment of a rank: torchrun's variables, Lockstep's own, and thread counts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One thread owns all state; other threads hand it functions to run (call()). A connection passes
 // three stages: it says who it is, proves that it knows the token, then it may ask. Until it has
 // proven that it costs one small buffer, one of a few seats, and two seconds at most.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The user's secret, from which the tokens of jobs are made.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Signals the launcher was sent, as something to wait for instead of something that interrupts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TCP sockets for the rendezvous: addresses, listening, connecting. Everything is close-on-exec.
 #pragma once
 

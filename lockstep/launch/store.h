@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A key-value meeting point: how ranks find each other before they can communicate.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The per-job secret that opens the rendezvous. It travels by an inherited descriptor, never by
 // argv or environment, and never over the network: who has it proves that.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What rendezvous clients and servers say to each other. All numbers are little-endian.
 //
 // The token is never sent. A connection opens with

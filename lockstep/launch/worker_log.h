@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One output stream of one rank: lines get the rank's name and go to the console, bytes go to a
 // file as they are.
 #pragma once

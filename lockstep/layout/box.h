@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranges of indices, and boxes of them: which part of a tensor is meant.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Names of enum values, for configuration files and messages. Private: not installed.
 #pragma once
 

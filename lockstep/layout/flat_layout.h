@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several tensors end to end in one line of memory that is cut into parts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What leaves the device between its uses, where it goes, and how much may be where.
 #pragma once
 

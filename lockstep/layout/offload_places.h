@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which of a rank's bytes rest where between their uses.
 #pragma once
 

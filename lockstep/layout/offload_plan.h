@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of a rank's model rests where, and what its device holds while it trains. One decision, from
 // sizes alone, for the run that makes the memory and for the plan that predicts it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer state in slices, and the ring of device memory through which those that rest elsewhere
 // stream: sizes alone.
 #pragma once

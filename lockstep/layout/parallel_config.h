@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a job is spread over its ranks, and what each rank does to fit and to communicate.
 #pragma once
 

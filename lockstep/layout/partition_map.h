@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which rank owns which of a list of partitions, parameters dealt out one after the other.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which part of which tensor this rank holds. Every parameter, gradient, optimizer state and
 // checkpoint slice has one.
 #pragma once

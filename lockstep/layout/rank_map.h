@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where each rank stands on the data, tensor and pipeline axes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many go where: the arithmetic of cutting tensors, devices and lists into parts.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/layout/tensor_plan.h"
 
 #include <fnmatch.h>

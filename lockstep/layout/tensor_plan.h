@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which modules tensor-parallel ranks share, and how: a plan is a list of rules by module name.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory for buffers that come and go in every step.
 #pragma once
 

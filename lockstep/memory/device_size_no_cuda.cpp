@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/device_size.h"
 

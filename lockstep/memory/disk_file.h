@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The file of a DiskStore. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks of bytes that leave memory for a while, for a file without a name.
 //
 //   memory::DiskStore store("/scratch");

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread that waits for an event, as the trace shows it. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host memory for what is offloaded: of exactly the size asked for, in whole pages.
 #pragma once
 

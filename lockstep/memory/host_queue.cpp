@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The queue that is a thread.
 #include <condition_variable>
 #include <cstring>

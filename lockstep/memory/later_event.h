@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A point in a queue that another thread has yet to reach with its work. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Counts what torch's allocator for the CPU has given out, and can hold it to a limit.
 #pragma once
 

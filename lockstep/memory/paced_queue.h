@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies that wait in a thread and not in the device. A device's copy engine takes what all streams
 // have handed to it in turn: behind gigabytes of state that nobody needs soon, the few bytes that a
 // forward starts with wait for half a second. Private: not installed.

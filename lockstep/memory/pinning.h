@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whole pages locked in memory. Private: not installed.
 #pragma once
 

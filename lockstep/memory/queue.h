@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work that runs beside the computation, in order.
 //
 //   auto in = memory::make_queue(device, {.rank = rank, .name = "to device"});

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/memory/queue_cuda.h"
 
 #include <c10/cuda/CUDAGuard.h>

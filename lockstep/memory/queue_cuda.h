@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Queues that are CUDA streams; queue_cuda.cpp, or queue_no_cuda.cpp in builds without CUDA.
 // Private: not installed.
 #pragma once

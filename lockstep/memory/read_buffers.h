@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory for what is read from disk. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tensor cut along one dimension, each rank of a group holding its part.
 #pragma once
 

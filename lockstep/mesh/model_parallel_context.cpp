@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/mesh/model_parallel_context.h"
 
 #include <ATen/ATen.h>

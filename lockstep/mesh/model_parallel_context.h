@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Model parallelism by strategy: from a few settings to a mesh and the operations on it.
 #pragma once
 

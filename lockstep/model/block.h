@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A layer of a language model: attention, then MLP, each behind a norm and beside a path around it.
 #pragma once
 

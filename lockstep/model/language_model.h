@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GPT-2 and Llama, as config::ModelSpec describes them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layers of a language model: all of them in one model, or cut into the stages of a pipeline.
 #pragma once
 

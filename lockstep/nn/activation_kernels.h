@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations and softmax on float32 in the CPU's memory, compiled once for each instruction set
 // that matters (LOCKSTEP_ISA) and chosen at run time. With an exponential of our own: some builds
 // of libtorch call the C library's for each element, which takes several times as long as the

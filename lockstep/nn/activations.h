@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The activations of language models. Both keep only their input for backward, and can be
 // differentiated once.
 #pragma once

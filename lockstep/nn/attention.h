@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention of each position to itself and those before it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of any type in a backward's saved data, where only tensors and a few others have a type of
 // their own. Private: not installed.
 #pragma once

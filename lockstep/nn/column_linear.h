@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear map whose outputs tensor-parallel ranks share. Private: not installed.
 #pragma once
 

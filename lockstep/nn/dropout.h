@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dropout whose mask is a function of the run's position and the element's place, not of what was
 // drawn before: the same with any number of ranks, after a restart, and when recomputed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels that do on CUDA in one pass what takes several of torch's, in builds that have them;
 // fused_no_cuda.cpp stands in where they are not built. Private: not installed. Tensors are
 // contiguous unless said otherwise; work is queued on the current stream.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What fused_kernels.cu offers: launches on raw memory, without torch. Private: not installed.
 #pragma once
 

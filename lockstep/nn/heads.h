@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From one projection to the heads of an attention, with rotary position embedding (RoPE).
 #pragma once
 

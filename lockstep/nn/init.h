@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Initial values as a function of (seed, name): the same bits in every layout, on every device. A
 // tensor that is a slice gets what the whole tensor has there.
 #pragma once

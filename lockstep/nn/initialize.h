@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The initial values of a whole model.
 #pragma once
 

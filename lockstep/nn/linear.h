@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear map of the last dimension.
 #pragma once
 

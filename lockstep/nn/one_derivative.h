@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For backward functions that are not recorded themselves. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors of random numbers that are functions of a key and of the element's place in the whole
 // tensor (docs/random.md): a slice holds what the whole would hold there, on any device, with any
 // number of threads.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the random layers of a model share: the seed, and where in the run it is.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels for tensors on CUDA devices, in builds that have them; random_no_cuda.cpp stands in where
 // they are not built. Tensors are contiguous; the work is queued on the current stream.
 #pragma once

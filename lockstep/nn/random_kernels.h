@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loops that draw, over plain memory. Nothing of torch here: nvcc compiles this too.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/error.h"
 #include "lockstep/nn/random_cuda.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/nn/random_runs.h"
 
 #include "lockstep/core/error.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a slice to runs of neighbouring elements, and from runs to pieces of work for the CPU's
 // threads.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sequence that ranks share: the dimension before the last, in equal parts. Private: not
 // installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What tensor-parallel ranks share of a layer. parallel::tensor() says so; models need not know.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cross entropy of logits whose vocabulary tensor-parallel ranks share. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AdamW: Adam with decoupled weight decay.
 #pragma once
 

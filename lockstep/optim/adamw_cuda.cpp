@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optim/adamw_cuda.h"
 
 #include <c10/cuda/CUDAGuard.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AdamW on CUDA memory in one pass, in builds that have the kernel; adamw_no_cuda.cpp stands in
 // where it is not built. Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers that one step of AdamW has for all elements of a parameter. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arithmetic of kernels.cpp, operation by operation; built without fused multiply-add, so that
 // the bits are the CPU's.
 #include <cuda_bf16.h>

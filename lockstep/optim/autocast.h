@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // torch's automatic casts, for a scope.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One parallel loop over many arrays, in blocks that do not depend on the number of threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Norm of the gradients, and clipping by it.
 //
 // Norms are summed in double over fixed blocks of each parameter's elements, by index, and in the

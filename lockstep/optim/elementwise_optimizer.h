@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What optimizers share that update every element by itself: groups, state, and one pass over the
 // memory of all parameters.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sum of floats depends on its order because every addition rounds. So round only once, each
 // square by itself: to whole multiples of a coarse step, and what is left to those of a fine step.
 // Whole numbers add up to the same in any order. The steps follow from the largest magnitude, which

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The L2 norm whose bits do not depend on how the gradients are cut. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Passes over the gradients of many parameters. Private: not installed.
 #pragma once
 

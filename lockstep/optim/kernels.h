@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loops over elements, compiled once for each instruction set that matters (LOCKSTEP_ISA) and
 // chosen at run time. Every operation is rounded by itself, none is fused or reordered: the bits of
 // a result depend neither on the instruction set nor on where in memory or in a block an element

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Learning rates as functions of the step. Without torch.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Between tensors and the memory that the kernels work on. Private: not installed.
 #pragma once
 

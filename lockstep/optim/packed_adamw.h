@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AdamW on state that is kept in another form than it is computed in.
 //
 // The state of a slice of a parameter is one block of bytes: exp_avg, exp_avg_sq and, for a

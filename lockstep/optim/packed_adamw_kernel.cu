@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arithmetic of packed_kernels.cpp and of the codecs, operation by operation; built without
 // fused multiply-add, so that the bits are the CPU's. A warp has one block of kBlock elements, a
 // lane eight of them in a row: 16 bytes a load, and the largest magnitude by shuffles alone.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/error.h"
 #include "lockstep/optim/packed_adamw.h"
 

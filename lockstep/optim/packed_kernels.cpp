@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A master is cut in two: the parameter, which is its upper half rounded to nearest even, and its
 // low half, which, taken as a number with a sign, is what the master has beyond the parameter. Only
 // the middle, 0x8000, may be above the parameter as well as below it: from an even upper half,

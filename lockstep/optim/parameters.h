@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters by name, and how they are grouped.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps that no rank may take alone: a gradient that is infinite or NaN on one rank makes all skip.
 #pragma once
 

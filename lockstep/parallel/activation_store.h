@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where recompute() keeps the inputs of functions, in place of memory.
 //
 //   auto store = std::make_shared<parallel::ActivationStore>("/scratch");

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Lockstep intercepts in torch, for the whole process: nothing until a feature needs it, and
 // nothing that LOCKSTEP_INTERCEPT leaves out. Private: not installed.
 #pragma once

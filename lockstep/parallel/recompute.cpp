@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saved tensors are intercepted by an engine in front of the default one, the only way to do so
 // from C++: autograd asks that for hooks whenever a node saves a tensor. In the first call the
 // hooks keep a number instead of the tensor; the first time that backward wants one of them, the

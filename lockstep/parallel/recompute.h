@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations that are computed again instead of kept.
 //
 //   x = parallel::recompute([=](const at::Tensor& x) { return block(x); }, x);

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hooks on the tensors that autograd saves, from C++: an engine in front of the process's own.
 // Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a recomputed function is called with, until it is called again. Private: not installed.
 #pragma once
 

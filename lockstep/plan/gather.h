@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the arena of gathered parameters comes to occupy. Follows parallel/shard/engine.cpp and
 // memory/arena.cpp. Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How much memory each rank of a training run will take, before any rank is started.
 #pragma once
 

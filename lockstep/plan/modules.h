@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layers of a language model as a tape has them: one function for each kind of module, with
 // what it saves. Follows model/ and nn/. Private: not installed.
 #pragma once

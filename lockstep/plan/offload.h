@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the parameters, gradients and optimizer state of a run will rest.
 #pragma once
 

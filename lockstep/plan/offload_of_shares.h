@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What plan_offload() says, for all ranks that share a model at once. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each kind of layer takes in each part of a step, in bytes. Private: not installed.
 #pragma once
 

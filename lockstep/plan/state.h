@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank has from step to step: parameters, gradients, optimizer state, and the buffers of
 // those who share them. Follows parallel/data and parallel/shard. Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The most that a rank's activations take in a step: a walk over what it does. Private: not
 // installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory of a forward and a backward pass, without values: buffers are numbers of bytes, and the
 // tape says what autograd keeps and makes. Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One step of a pipeline rank: a computation on a micro-batch, or what moves values around it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The orders of actions, one function per kind. Private: not installed. Each fills what `schedule`
 // holds for every rank; its numbers have been checked.
 #pragma once

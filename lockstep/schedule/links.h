@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each computation waits for, and running them in an order that gives each its input.
 // Private: not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Schedules of several chunks per rank whose stages loop over the ranks. p ranks, m micro-batches,
 // v chunks, rank r.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a schedule to a rank's whole program: what it computes, sends and receives, and when the
 // parameters of its chunks are gathered and its gradients reduced.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Schedules of one chunk per rank. p ranks, m micro-batches, rank r.
 #include <algorithm>
 

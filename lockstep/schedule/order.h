@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writing down the actions of one rank. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pipeline schedules as data: which rank computes what, in which order.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long a schedule takes and what it holds, without running it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Gantt chart in plain SVG: presentation attributes only, and the fonts that are there.
 #include <algorithm>
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Schedules of two chunks per rank whose stages go down the ranks and back up: a V. p ranks, m
 // micro-batches, rank r.
 #include <algorithm>

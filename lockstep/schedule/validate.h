@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Private: not installed. The check behind validate(), for callers that know more about where the
 // schedule comes from.
 #pragma once

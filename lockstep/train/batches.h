@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Batches as tensors on a device. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a rank computes. Private: not installed.
 #pragma once
 

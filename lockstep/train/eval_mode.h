@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model in eval mode for a while. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loss on text that is not trained on. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank's memory was for when it ran out. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a configuration to the options of what shares a model among ranks. Private: not installed.
 #pragma once
 

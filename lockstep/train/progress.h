@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a training run shows on a terminal, or writes to a log where there is none.
 #pragma once
 

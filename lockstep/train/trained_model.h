@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a training trains, however ranks share it. Private: not installed.
 #pragma once
 

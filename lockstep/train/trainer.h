@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a language model as a configuration says, with what the library offers to everyone.
 #pragma once
 

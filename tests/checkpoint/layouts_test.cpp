@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What one layout saved, any other goes on from as if nothing had happened.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint is loaded into a model that is in use: what is computed next has its values on every
 // rank, and the caller has nothing to remember.
 #include <gmock/gmock.h>

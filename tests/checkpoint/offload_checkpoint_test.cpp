@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints do not know what is offloaded: what one saved, the other goes on from.
 #include <gtest/gtest.h>
 

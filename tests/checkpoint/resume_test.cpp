@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which checkpoint a job resumes from: the newest that is sound, on all ranks the same.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

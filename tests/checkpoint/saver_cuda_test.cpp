@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The copy of CUDA tensors is complete when save() returns.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

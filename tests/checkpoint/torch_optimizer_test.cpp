@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs that train with torch's own optimizers save and go on like others.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep bench codecs`: a row for each codec and kind of values, with what the codec promises.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hugging Face folders in memory and on disk, for tests of what goes there and back.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep checkpoint export` as its users meet it, and what it wrote imported again.
 #include <fcntl.h>
 #include <gmock/gmock.h>

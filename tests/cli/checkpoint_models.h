@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small models with known values, saved as checkpoints of several layouts.
 #pragma once
 

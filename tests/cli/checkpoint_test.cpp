@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep checkpoint inspect`, `verify` and `diff`, as their users meet them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The commands as a user meets them: what they print, and what they say of wrong options.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

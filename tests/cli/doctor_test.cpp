@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep doctor`: its verdicts on machines made of a few files, and the command itself.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

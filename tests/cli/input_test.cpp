@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files that are not what they should be, under every name that a command reads: one line that
 // names the file, and never a crash or a wait.
 #include <gmock/gmock.h>

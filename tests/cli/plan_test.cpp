@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The command `lockstep plan`, as its users meet it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

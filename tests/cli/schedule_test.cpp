@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep schedule` as a user meets it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

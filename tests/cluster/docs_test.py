@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The scripts in docs/launcher.md start jobs. What they call and is not here (ssh, Slurm, Kubernetes) is played by a few lines that enter
 a simulated host. usage: docs_test.py FOLDER_OF_PROGRAMS"""
 import os

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A cable is pulled while hosts train: all of them end, and those that remain say who is lost. usage: fault_test.py FOLDER_OF_PROGRAMS"""
 import pathlib
 import time

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Simulated hosts: network namespaces on one switch, each with a name, an IPv4 and an IPv6 address of its own.
 
 Everything lives in namespaces of this process and its children, so it ends with them, however they end, and nothing outside is

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Hosts that do not fit together say so at once, on every host, and who it is. usage: input_test.py FOLDER_OF_PROGRAMS"""
 import pathlib
 

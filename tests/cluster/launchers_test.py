@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of several hosts come together whoever starts them, over the network that is meant. usage: launchers_test.py
 FOLDER_OF_PROGRAMS"""
 import json

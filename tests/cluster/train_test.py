@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Layouts that span hosts train as one process does. usage: train_test.py FOLDER_OF_PROGRAMS"""
 import json
 import pathlib

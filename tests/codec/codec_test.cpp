@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each codec keeps of a value, against bounds that follow from its definition.
 #include "lockstep/codec/codec.h"
 

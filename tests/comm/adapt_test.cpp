@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What plain engines cannot reduce, for groups larger than a test can have.
 #include "lockstep/comm/adapt.h"
 

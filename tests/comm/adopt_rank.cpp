@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A program that has ranks already and gives them to Lockstep. Says what came of it.
 //   adopt_rank gloo RANK SIZE FILE [die|null|BACKEND]   a c10d group that meets in FILE
 //   adopt_rank mpi [null|single|unstarted|BACKEND]         all but rank 0 of mpirun, in reverse

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs that have communicators of their own, as processes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

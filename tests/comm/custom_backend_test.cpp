@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A user's own backend: what the library makes of send and recv, what a transport does itself, and
 // what happens when it fails.
 #include "lockstep/comm/custom_backend.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/comm/fake_cuda.h"
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CUDA runtime of threads and host memory. A thread's current stream, null, is the thread itself.
 #pragma once
 

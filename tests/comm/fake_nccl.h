@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An NCCL and a CUDA runtime of threads and host memory, for thread ranks: CPU tensors count as
 // memory of device 0. It keeps NCCL's rules (nothing blocks, a send waits for its recv, an abort is
 // local) and a list of all calls.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the conformance checks do not ask: memory that lives on, tags and deadlines in messages.
 #include "lockstep/comm/group.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that start communication again and again under one launcher, in one process or in several
 // programs, and while strangers connect to their ports.
 #include <dirent.h>

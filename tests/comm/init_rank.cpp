@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank for tests of init(): says who it is and what it sums up to.
 //   init_rank [BACKEND [ELEMENTS [STRATEGY]]]
 //   init_rank --cycles N [BACKEND ...]   init, collectives, drop, N times, with random delays

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs started by our launcher, by torchrun, by mpirun, by Slurm's variables, or by nobody, all
 // come together.
 #include <gmock/gmock.h>

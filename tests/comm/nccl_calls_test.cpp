@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What NCCL is asked to do for each operation, rank by rank.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL itself, with one GPU: a group of one runs its operations on the device.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL itself with several ranks on one GPU, which LOCKSTEP_SHARE_GPU=1 allows.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

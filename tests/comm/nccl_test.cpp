@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The NCCL backend on a fake of NCCL and CUDA: results, failures, memory, adoption.
 #include "lockstep/comm/nccl/nccl.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same bits on every backend, in the order of fabric/reduce.h.
 #include "lockstep/comm/ordered.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An operation runs while its caller computes: shown by the trace, not by a clock. Under each
 // backend that has a thread of its own for it.
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What adaptive chooses by.
 #include "lockstep/comm/strategy/table.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives by strategies of ours: the conformance checks on every layout of hosts, the same bits
 // everywhere, and what a failure looks like.
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The conformance checks with threads as ranks, for every backend that can have them.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

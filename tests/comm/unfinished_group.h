@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backend whose operations are given up while they run: it keeps what it would still use.
 #pragma once
 

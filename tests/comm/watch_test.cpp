@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank that hosts the meeting point may finish, and end, while others still wait for data that it
 // has sent.
 #include "lockstep/comm/watch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The collectives of threads and shared memory, on their own: all sizes around the limits where the
 // way data travels changes (eager, staged, direct), checked element by element. Runs under the
 // thread sanitizer too.

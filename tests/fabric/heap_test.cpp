@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Symmetric memory: blocks that share segments.
 #include "lockstep/fabric/heap.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks for fabric tests: threads of one process, on a private board (as the thread backend has) or
 // on a shared one with a heap for each (as the shm backend has).
 #pragma once

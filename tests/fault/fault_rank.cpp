@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS [STRATEGY]. After two rounds of
 // work together the victim dies (die), dies with a message under way (die_in_message), stops itself
 // (stop), never comes (late), or leaves (leave). The others say what they caught and how long after

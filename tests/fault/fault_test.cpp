@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that are processes, one of which dies, stops, or does not come: what the others get, and
 // that the job ends.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds writes to memory that has been freed. Replaces operator delete of the program.
 #pragma once
 

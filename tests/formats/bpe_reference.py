@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Byte-level BPE as its definition has it, in plain Python, against the C++ tokenizer.
 
 usage: bpe_reference.py TOKENIZE_LINES

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saves that are cut off at every call that reaches the disk, or at any moment: the last complete
 // checkpoint is always there, and the next save succeeds.
 #include <gmock/gmock.h>

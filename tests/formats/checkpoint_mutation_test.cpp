@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many damaged checkpoints: every tensor is read as it was saved, or refused; never anything else.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tests/formats/faulty_io.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands in for lockstep/formats/io.cpp: the same calls, of which one goes wrong.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Disks that are full and folders that cannot be written, as the system has them: a save fails with
 // the path and the reason, gives its space back, and leaves what was complete.
 #include <gtest/gtest.h>

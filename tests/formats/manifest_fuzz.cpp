@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer: any text with a right checksum is a manifest that holds together, or a
 // CheckpointError.
 // cmake -DLOCKSTEP_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DLOCKSTEP_TORCH=OFF; bin/manifest_fuzz

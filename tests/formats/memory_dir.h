@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A new folder in memory, where the system has one, for tests that write many files.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random strings that tokenizers disagree about: scripts, spaces, line ends, contractions, numbers."""
 
 SCRIPTS = [

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Reads what the C++ side wrote with nothing but struct and json, as docs/checkpoints.md describes it.
 
 usage: read_checkpoint_test.py WRITE_CHECKPOINT

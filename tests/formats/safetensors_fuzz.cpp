@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libFuzzer: any bytes are a safetensors file that keeps all rules, or a CheckpointError.
 // cmake -DLOCKSTEP_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DLOCKSTEP_TORCH=OFF; bin/safetensors_fuzz
 // -max_total_time=60

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Many damaged headers: each is read as a file that keeps all rules, or refused; never anything
 // else.
 #include <gtest/gtest.h>

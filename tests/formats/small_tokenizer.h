@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tokenizer.json without merges: 256 tokens of one byte each, some that nothing becomes, and
 // <|endoftext|>.
 #pragma once

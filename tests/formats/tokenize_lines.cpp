@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encodes lines for tests that compare with another tokenizer.
 //
 // usage: tokenize_lines TOKENIZER [--adds-space] < strings > ids

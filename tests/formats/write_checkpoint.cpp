@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For readers in other languages: writes a checkpoint whose values they know, and says what it
 // reads.
 //   write_checkpoint save DIR     a checkpoint of step 7, cut in several ways; prints its folder

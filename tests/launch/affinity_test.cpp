@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which cores are neighbours: on machines that hwloc is told of, not this one.
 #include "lockstep/launch/affinity.h"
 

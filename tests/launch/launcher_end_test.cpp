@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How jobs end: a rank dies, the launcher is told to stop, the launcher is killed. Nothing stays
 // behind.
 #include <gmock/gmock.h>

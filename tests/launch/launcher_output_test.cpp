@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ranks print: whole lines with their names, nothing lost, kept in files, and nobody to read
 // it.
 #include <gmock/gmock.h>

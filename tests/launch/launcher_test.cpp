@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a job is given and what it gives back: environment, exit codes, last line, restarts,
 // options.
 #include "lockstep/launch/launcher.h"

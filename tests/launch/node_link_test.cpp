@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Jobs over two nodes, which here are two launchers on one machine.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

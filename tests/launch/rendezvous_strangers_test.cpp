@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who is let in: proofs of the token, strangers of all kinds, and where tokens come from.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

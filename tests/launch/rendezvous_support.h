@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clients of a rendezvous for tests: proper ones, and ones made by hand.
 #pragma once
 

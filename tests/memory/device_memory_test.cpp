@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/memory/device_memory.h"
 
 #include <gmock/gmock.h>

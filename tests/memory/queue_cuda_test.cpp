@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Queues, device and host memory with a GPU.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks for code that runs on rank threads: they throw, and run_threads carries the failure to the
 // test's own thread, where GoogleTest's assertions belong.
 #pragma once

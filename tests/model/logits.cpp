@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loads a Hugging Face folder and compares the model's logits with those in expected.safetensors
 // (tokens, logits), which another implementation put there:
 //

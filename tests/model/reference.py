@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain statement of GPT-2 and Llama in PyTorch, written from their definitions, for comparison.
 
     reference.py KIND FOLDER

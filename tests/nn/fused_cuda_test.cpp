@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels on CUDA against the operators on the CPU.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

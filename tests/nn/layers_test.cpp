@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The layers of language models, each against the same by plain operators.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

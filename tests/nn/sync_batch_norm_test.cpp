@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SyncBatchNorm against torch's batch norm on the batches of all ranks laid end to end.
 #include "lockstep/nn/sync_batch_norm.h"
 

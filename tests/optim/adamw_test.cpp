@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optim/adamw.h"
 
 #include <ATen/Parallel.h>

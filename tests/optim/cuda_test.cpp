@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same steps, norms and scales on CUDA as on the CPU.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

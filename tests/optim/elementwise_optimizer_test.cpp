@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps write parameters by pointer: others must notice all the same.
 #include "lockstep/optim/elementwise_optimizer.h"
 

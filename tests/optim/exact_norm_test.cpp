@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Norms of gradients that several ranks hold, and the one that does not depend on how they are cut.
 #include "lockstep/optim/exact_norm.h"
 

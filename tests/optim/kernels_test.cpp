@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parallel loop and the kernels by themselves.
 #include "lockstep/optim/kernels.h"
 

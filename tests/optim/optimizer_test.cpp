@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every optimizer has: construction, groups, gradients, state.
 #include "lockstep/optim/optimizer.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packed state on CUDA has the CPU's bits: parameters, moments, scales and remainders.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAStream.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // AdamW on packed state against AdamW's own kernel, bit for bit where nothing is lost.
 #include "lockstep/optim/packed_adamw.h"
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """`lockstep checkpoint export` and `import`, and what the trainer saves, beside transformers and PyTorch's Distributed
 Checkpoint. Needs torch with HuggingFaceStorageReader, transformers 4 or 5, safetensors and numpy; run by hand.
 

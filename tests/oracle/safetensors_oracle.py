@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Our checkpoints read by the safetensors package and by PyTorch's Distributed Checkpoint, and a file of the package read
 by us. Needs both; run by hand.
 

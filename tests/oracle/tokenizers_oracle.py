@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The Hugging Face `tokenizers` library against the C++ tokenizer. Run by hand where the library is installed.
 
 usage: tokenizers_oracle.py TOKENIZE_LINES [NUM_STRINGS]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the models with those of the transformers package, which must be installed.
 
     python3 tests/oracle/transformers_oracle.py build/bin/model_logits

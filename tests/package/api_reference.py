@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The API reference: the opening comments and public declarations of the installed headers, layer by layer.
 
 usage: api_reference.py SOURCE_DIR [--output FILE]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Installs Lockstep, moves it elsewhere, and uses it from there: by find_package, by pkg-config and by its command.
 
 usage: consumer_test.py --source DIR --build DIR --work DIR [--cmake CMAKE] [--cxx COMPILER] [--generator NAME]

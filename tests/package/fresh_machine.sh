@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Follows the README on machines that have nothing but Debian 12: builds, tests and packages Lockstep in one bare system, and
 # uses the package in another. Prints how many minutes each phase took. Needs root, debootstrap, some 12 GB and a Debian mirror.
 #

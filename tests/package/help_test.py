@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Freezes the command line: what --help prints is kept in tests/package/help.
 
 usage: help_test.py LOCKSTEP_COMMAND      LOCKSTEP_UPDATE_HELP=1 writes the files anew

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The layer rule and the other rules about what a source file may hold. Reads the tree; builds nothing.
 
 usage: layers_test.py SOURCE_DIR
@@ -13,7 +14,8 @@ WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "formats", "config", "pl
 WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 
-MAX_LINES = 500
+MAX_LINES = 500  # without the line of the license
+LICENSE = b"SPDX-License-Identifier: Apache-2.0"
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".py"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".txt", ".cmake", ".in", ".md", ".json", ".sh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -73,9 +75,11 @@ def errors(root):
     for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
         yield from include_errors(path, path.relative_to(root).as_posix(), installed)
     for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
-        lines = path.read_bytes().count(b"\n")
-        if lines > MAX_LINES:
-            yield f"{path.relative_to(root)}: {lines} lines, at most {MAX_LINES}; two ideas share this file, give each its own"
+        lines = path.read_bytes().split(b"\n")
+        if not any(LICENSE in line for line in lines[:2]):
+            yield f"{path.relative_to(root)}: does not begin with {LICENSE.decode()}"
+        if len(lines) - 2 > MAX_LINES:
+            yield f"{path.relative_to(root)}: {len(lines) - 2} lines, at most {MAX_LINES}; two ideas share this file, give each its own"
     top = [path for path in root.glob("*") if path.is_file() and path.suffix in TEXT_SUFFIXES]
     for path in top + list(files(root, ["lockstep", "tests", "examples", "bench", "cmake", "docs"], TEXT_SUFFIXES)):
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -106,13 +110,15 @@ def self_test():
         "does not exist": {"lockstep/CMakeLists.txt": cmake.replace("a.h", "a.h core/gone.h")},
         "is not ASCII": {"docs/x.md": "caf\u00e9\n"},
         "at most": {"tests/long.cpp": "\n" * (MAX_LINES + 1)},
+        "does not begin": {"tests/x.py": None},
     }
     for expected, change in {None: {}, **broken}.items():
         with tempfile.TemporaryDirectory() as folder:
             root = pathlib.Path(folder)
             for name, text in {**sound, **change}.items():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
-                (root / name).write_text(text, encoding="utf-8")
+                license = "" if text is None else LICENSE.decode() + "\n"
+                (root / name).write_text(license + (text or ""), encoding="utf-8")
             found = list(errors(root))
             noticed = len(found) == 1 and expected in found[0] if expected else not found
             if not noticed:

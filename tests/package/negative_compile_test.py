@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What must not compile does not, and what must compile without torch does.
 
 usage: negative_compile_test.py SOURCE_DIR COMPILER [HEADER...]

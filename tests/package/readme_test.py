@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Every C++ block of README.md is part of an example, which ctest builds and runs.
 
 usage: readme_test.py SOURCE_DIR

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """docs/pipeline.md: its pictures are what its commands make today, and its table is what the command says.
 
 usage: schedules_page_test.py SOURCE_DIR LOCKSTEP_COMMAND      LOCKSTEP_UPDATE_IMAGES=1 writes the pictures anew

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds that each test took in the last run of ctest, compared with the budget in tests/budget.txt.
 
 test_times.py BUILD_DIR BUDGET           prints what grew most, and the sum

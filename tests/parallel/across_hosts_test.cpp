@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What crosses between hosts, counted in the trace.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

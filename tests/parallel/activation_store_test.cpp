@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Recomputation with its inputs on disk.
 #include "lockstep/parallel/activation_store.h"
 

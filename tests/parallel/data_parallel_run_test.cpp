@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DataParallel::run: what the modes compute, and how far replicas drift apart.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DataParallel over replicas on the CPU, against one process.
 #include "lockstep/parallel/data/data_parallel.h"
 

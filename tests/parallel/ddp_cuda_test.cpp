@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that share one GPU follow the CPU's curve. Built where CUDA is.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>

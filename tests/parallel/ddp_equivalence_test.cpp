@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every way to spread data-parallel training follows the curve of one process.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that differ, options that make no sense, ranks that run out of data.
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The same comparisons with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
 #include <gtest/gtest.h>
 

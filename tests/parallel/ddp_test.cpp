@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What DDP does with gradients, beyond following the curve of one process.
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradient hooks and the tree of sums, by themselves.
 #include <gtest/gtest.h>
 

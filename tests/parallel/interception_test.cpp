@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programs that have a part in what Lockstep intercepts in torch: engines and hooks of their own,
 // Python, another library with our dispatch key. Each works, or is refused at the first call with
 // the reason. parallel/transforms_test.cpp has what torch itself does to functions.

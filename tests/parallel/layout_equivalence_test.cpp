@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any layout of ranks trains as one process does: data, sharded, tensor, sequence and pipeline
 // parallelism together, with every way to save memory.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every wrapper over NCCL, on a fake of it: what is trained is what one process trains, and all
 // that is communicated goes through NCCL.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer state that is kept in fewer bytes: the same bits where nothing is lost, and nearly the
 // same loss where something is.
 #include <gtest/gtest.h>

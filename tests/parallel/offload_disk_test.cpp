@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer state on disk: the same bits, and errors that say where.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

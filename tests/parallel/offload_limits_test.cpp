@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What offloaded training holds and moves: no more than it may, and what its sizes say.
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Offloaded training has the bits of training without offload, whatever rests where.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training with and without offload, to be compared bit by bit.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Offloaded models in the hands of others: parameters that are written, state that is loaded in
 // part or shown, backward passes that come twice, ranks whose shares differ.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks on CUDA devices, which may share one, train as the CPU does: as pipelines, and with
 // matrices that they share.
 #include <gtest/gtest.h>

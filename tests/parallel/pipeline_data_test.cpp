@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pipelines whose stages are shared by data-parallel ranks, whole or sharded.
 #include <gtest/gtest.h>
 

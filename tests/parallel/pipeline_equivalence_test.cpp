@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every schedule trains as one process does.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What fails on one rank of a pipeline ends the step on all, with the reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Users' own layers, trained by one process and as a pipeline.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What does not fit together is refused, in one line that has the numbers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

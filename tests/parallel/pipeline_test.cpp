@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a pipeline says of itself, and what it does beside a step.
 #include "lockstep/parallel/pipeline/pipeline.h"
 

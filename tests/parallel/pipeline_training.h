@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Language models trained by one process and over the axes of a mesh, on the same micro-batches.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever goes between stages, a pipeline trains as one process does.
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The group of a program whose ranks are processes, on the backend that LOCKSTEP_TEST_BACKEND
 // names.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small models that can be cloned, and what tests of their replicas share.
 #pragma once
 

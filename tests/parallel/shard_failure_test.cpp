@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What goes wrong in a sharded model comes out where it is used, and what can go on does.
 #include <gtest/gtest.h>
 

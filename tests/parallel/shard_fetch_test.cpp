@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When parameters are gathered: how often, how far ahead, and how many at a time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A few steps over shards against the same steps on a whole model.
 #pragma once
 

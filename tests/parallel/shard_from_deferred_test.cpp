@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that are built without memory and sharded tensor by tensor.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients of a sharded model: their norms, and what they add up to.
 #include <gtest/gtest.h>
 #include <torch/torch.h>

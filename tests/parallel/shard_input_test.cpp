@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What fully_shard refuses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

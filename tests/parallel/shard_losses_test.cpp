@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Losses made in uncommon ways: a sharded model computes what the plain one does.
 #include <gtest/gtest.h>
 

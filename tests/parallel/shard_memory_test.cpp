@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sharded rank holds its share of everything, and two units of gathered parameters and of
 // gradients.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What must not be done to a sharded model, and what it says then.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

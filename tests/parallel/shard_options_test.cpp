@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the options of fully_shard do: where things are, layouts of ranks, what optimizers see.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

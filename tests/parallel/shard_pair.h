@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small model, plain and sharded, that began alike.
 #pragma once
 

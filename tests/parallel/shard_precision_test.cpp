@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Types: what parameters travel, are computed and are reduced in. Where the CPU's libtorch cannot
 // multiply 16-bit matrices the model computes in float32; its parameters' type tells.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sharded training with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
 #include <gtest/gtest.h>
 #include <torch/torch.h>

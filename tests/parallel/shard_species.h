@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A zoo of torch's modules, and the one comparison that all of them must stand.
 #pragma once
 

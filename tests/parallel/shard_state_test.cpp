@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The values of a sharded model: gathered by hand, whole, in parts.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the tests of sharding share: a model that can be watched, and ranks that may fail.
 #pragma once
 

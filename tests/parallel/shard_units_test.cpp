@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which parameters go together, and that of several kinds each is treated as its own.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Uncommon ways to use a sharded model.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whatever writes a sharded model's values is seen by every rank, or refused by name.
 #include <ATen/record_function.h>
 #include <gmock/gmock.h>

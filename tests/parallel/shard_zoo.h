@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plain and sharded models side by side. All ranks see the same input, so the average of their
 // gradients is the gradient: everything can be compared bit for bit.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The zoo on a GPU that all ranks share. Built where CUDA is.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>

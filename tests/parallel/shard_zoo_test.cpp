@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every module of the zoo computes the same when its parameters come and go.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A backward in two halves gives what one in one gives, of any module.
 #include "lockstep/parallel/pipeline/split_backward.h"
 

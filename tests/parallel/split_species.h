@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules whose graphs are unlike each other, for tests of a backward in two halves.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every way to spread a model trains as one process does, whichever strategy its groups have.
 #include <gtest/gtest.h>
 

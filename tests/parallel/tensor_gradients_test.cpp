@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of parameters that every tensor-parallel rank has, over several backwards.
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model that tensor-parallel ranks share, for tests.
 #pragma once
 

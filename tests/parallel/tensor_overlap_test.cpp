@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In backward the gradient of a shared layer's input travels while that of its weight is computed:
 // shown by the trace.
 #include <gtest/gtest.h>

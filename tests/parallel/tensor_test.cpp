@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules that ranks share compute what one process computes, with exactly the collectives that
 // they need.
 #include <gmock/gmock.h>

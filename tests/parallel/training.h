@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One training loop for all ways to spread it, so that curves can be compared.
 #pragma once
 

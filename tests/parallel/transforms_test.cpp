@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What torch does to functions (TorchScript, functorch's transforms, forward mode), with sharded
 // and offloaded parameters and with recomputed functions.
 #include <ATen/functorch/BatchedTensorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Updates through a ring of every size have the bits of updates in place.
 #include "lockstep/parallel/offload/update_ring.h"
 

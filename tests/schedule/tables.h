@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The orders of four ranks, written out: what the generators are compared with.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A process for what a process cannot undo: limits, users, file systems, devices that it sees.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small models for tests, each with its data and its loss. A task has
 //   Model                      the torch module holder
 //   make(seed)                 a model whose weights are a function of the seed alone

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Input that is refused with exactly this message.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `make test` takes samples of what `make check-all` tests whole.
 #pragma once
 

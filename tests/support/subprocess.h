@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a command and keeps what it prints, for tests of the launcher.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trace tells: which spans a rank had, and whether two of them overlap.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What plan::memory_per_rank says against what ranks take: each layout trains a few steps, in
 // processes, because memory is counted by process.
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What users of `lockstep train` meet of checkpoints beyond saving and going on.
 #include <gmock/gmock.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small training run of the command, for tests of what its users meet.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep train` on a GPU: ranks that share it follow one process, over NCCL itself; running out
 // of its memory is reported.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What users of `lockstep train` meet where the data is not what it was, or not the same
 // everywhere.
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training with activations on disk: the command, its folder, its trace, its refusals.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/group.h"
 #include "lockstep/config/inputs.h"
 #include "lockstep/config/train_arguments.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `lockstep train` with offload: the same losses, to the last digit, and refusals of one line.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

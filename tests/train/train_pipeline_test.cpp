@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pipelines of the trainer: the command, its checkpoints, its traces, its refusals.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

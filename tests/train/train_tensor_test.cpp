@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism and three axes at once in the trainer: the command, its checkpoints, its
 // refusals.
 #include <gmock/gmock.h>

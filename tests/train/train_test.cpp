@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trainer as its users meet it: the command, its files, its exit codes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

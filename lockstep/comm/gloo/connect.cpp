@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gloo takes whatever connects to its ports first for the peer that it waits for, and cannot be
 // told that this was a stranger, such as a port scan. So an attempt to connect a group is made on a
 // thread that can be given up, every pair of ranks exchanges a word that only they know, and all

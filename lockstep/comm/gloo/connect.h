@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The Gloo engine of a group, connected rank by rank.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/gloo/gloo.h"
 
 #include "lockstep/comm/gloo/connect.h"

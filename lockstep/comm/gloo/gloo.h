@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gloo, by way of the process group in libtorch.
 #pragma once
 

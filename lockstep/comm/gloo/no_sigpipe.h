@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gloo writes to its sockets without asking for no signal: a peer that has gone would end the whole
 // process.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // c10d's engines run an operation on threads of their own and call back when it is done. What Gloo
 // lacks is composed: uneven all_gather is a broadcast of each block, reduce_scatter an all_to_all
 // and a local reduction in the fixed order.

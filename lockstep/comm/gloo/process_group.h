@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group over an engine of c10d: the Gloo group that we make, or one that a program has made.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Our meeting point in the shape that c10d wants.
 #pragma once
 

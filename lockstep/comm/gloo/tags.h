@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tags under which Gloo's calls of different ranks meet only if they are of the same operation.
 // Private to gloo/.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The half of adopt_mpi.h that needs no header of MPI.
 #pragma once
 

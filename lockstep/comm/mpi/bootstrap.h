@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first contact under an MPI launcher, whatever backend is used afterwards.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The calls of MPI that an operation becomes. Private to mpi/.
 #pragma once
 

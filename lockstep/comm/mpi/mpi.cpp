@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits, and by a
 // thread where nobody does. Large collectives are its blocking calls, which are faster, on a thread
 // of their own. The two kinds use different communicators: each sees its calls in the same order on

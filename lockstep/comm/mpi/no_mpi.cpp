@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Takes the place of mpi.cpp in a build without MPI.
 #include "lockstep/comm/mpi/adopt.h"
 #include "lockstep/comm/mpi/bootstrap.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MPI as a process-wide thing: started once, ended at exit. Private to mpi/.
 #pragma once
 

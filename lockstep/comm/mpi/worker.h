@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations that MPI has, and the thread that brings them to an end. Private to mpi/.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of NCCL that Lockstep calls, as a table of its functions: filled from libnccl.so.2 where
 // that is found, or by a test. NCCL's own header is not needed: its numbers never change.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A communicator of NCCL and the stream that its operations run on.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether every rank has a GPU of its own, which NCCL demands: all ranks must come to one answer.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From an operation to the calls of NCCL that do it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations of one communicator on their way: a thread watches them, so that errors, deadlines and
 // lost peers are found though nobody waits.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives of a group run on one communicator and stream. Messages must depend on nothing else,
 // so each direction between two ranks has a communicator of its own, made when it is first used: a
 // send on the device waits for its recv, and whatever was queued behind it would wait too.

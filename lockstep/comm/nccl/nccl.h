@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks with a GPU each. What lies in host memory goes through a companion: a group of the backend
 // that would be used without NCCL.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of CUDA's runtime that the NCCL backend calls, as a table: CUDA's own in a build with
 // CUDA, a test's elsewhere. Every function throws CommError where CUDA reports an error.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Takes the place of runtime_cuda.cpp in a build without CUDA.
 #include "lockstep/comm/nccl/runtime.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether the processes behind a group's ranks are alive.
 #pragma once
 

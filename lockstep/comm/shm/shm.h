@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that are processes of one host: memory files, futexes and the collectives of fabric.
 #pragma once
 

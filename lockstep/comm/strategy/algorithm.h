@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A way to form collectives out of operations of other groups. Private to comm.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every host has at least `places` ranks, and the first so many of each host are its carriers:
 // those at one place exchange one share of the data with each other, so that all of a host's ranks
 // put the network to use and every byte crosses it as often as one rank per host would need. Where

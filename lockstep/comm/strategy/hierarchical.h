@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shared memory inside each host, the network between them.
 #pragma once
 

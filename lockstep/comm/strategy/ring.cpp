@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // n ranks, a vector of n blocks. reduce_scatter: partial sums of a block travel around the ring,
 // each rank adding its own, and end at the block's owner after n - 1 steps. all_gather: finished
 // blocks travel on. all_reduce is the two after each other: 2 (n - 1) / n of the vector is sent by

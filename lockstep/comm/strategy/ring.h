@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks in a circle: each sends to the next and receives from the one before.
 #pragma once
 

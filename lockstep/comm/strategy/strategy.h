@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups whose collectives are formed by a strategy of ours instead of the backend's own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A group some of whose collectives are run by algorithms, the others by its backend.
 #pragma once
 

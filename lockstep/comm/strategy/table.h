@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which strategy is the fastest for which operation and size: measured by `lockstep bench
 // collectives --calibrate`, kept in a file of this machine, read by CommStrategy::adaptive.
 #pragma once

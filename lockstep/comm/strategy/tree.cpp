@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tree is the one that sums are taken in (fabric/reduce.h): at distance d = 1, 2, 4 ... rank r
 // takes in what rank r + d has, if r is a multiple of 2 d. So a sum has the same bits as under
 // shared memory. 2 log2(n) messages follow each other, which is the least there is; large vectors

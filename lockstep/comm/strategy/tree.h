@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks in a binary tree: partial sums go up to rank 0, results come down.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/thread/thread.h"
 
 #include "lockstep/comm/local_group.h"

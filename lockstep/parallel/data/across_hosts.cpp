@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients in full precision inside a host, compressed between hosts.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

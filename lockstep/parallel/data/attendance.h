@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who still trains, when ranks may run out of data at different times.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/data/bucket.h"
 
 #include <ATen/ops/empty.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of several parameters side by side in memory that the whole group can reach.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradient hooks that send fewer bytes: 16-bit floats, and the table of hooks by name.
 #include <ATen/ATen.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/data/data_parallel.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism inside one process: several devices, one replica of the model on each.
 //
 //   auto parallel = parallel::data_parallel(model);        // on all devices that are found

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism over the ranks of a group: every rank trains its own copy of the model on its
 // own data, and backward leaves the same averaged gradients everywhere.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happens to gradients between backward and the optimizer, where plain averaging is not
 // wanted.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PowerSGD: a gradient matrix M is sent as two thin factors, M ~ P Q^T, found by one step of the
 // power method from the last step's Q.
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Averages gradients over a group while backward produces them.
 //
 // A round is one backward pass. Gradients arrive in it one by one; each is moved into its bucket,

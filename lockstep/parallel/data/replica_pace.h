@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which replica may take its next step, and whose gradients are due.
 #pragma once
 

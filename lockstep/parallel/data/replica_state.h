@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What replicas of a model have in common: parameters, buffers, modes and gradients.
 #pragma once
 

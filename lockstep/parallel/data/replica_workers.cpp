@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/data/replica_workers.h"
 
 #include <ATen/Parallel.h>

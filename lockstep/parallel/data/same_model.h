@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All ranks of a data-parallel group must have the same parameters and buffers.
 #pragma once
 

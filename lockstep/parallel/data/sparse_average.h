@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Averages gradients of which only some rows are non-zero.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adds up the gradients of the micro-batches of a step as a binary tree, whatever their number and
 // the order in which they come.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decides what of a model rests where. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What of a flat rests where. Private: not installed.
 #pragma once
 

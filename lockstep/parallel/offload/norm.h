@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradients of models whose parameters are updated in backward. Private: not installed.
 #pragma once
 

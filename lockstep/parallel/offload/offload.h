@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training what does not fit on the device: parameters, gradients and optimizer state rest in host
 // memory or on disk and come when they are used (ZeRO-3 with offload). docs/offload.md.
 //

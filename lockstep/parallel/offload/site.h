@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where updates are faster. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimizer's state of one tensor, in slices that rest on the device, on the host or on disk.
 // Private: not installed.
 #pragma once

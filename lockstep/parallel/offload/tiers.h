@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory that an offloaded model has on the device, on the host and on disk, and the queues
 // that move bytes between them. Private: not installed.
 #pragma once

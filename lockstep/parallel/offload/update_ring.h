@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A ring of device memory through which state that rests elsewhere streams, and the updates that
 // are made there or on the CPU. Private: not installed.
 #pragma once

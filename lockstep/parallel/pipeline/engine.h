@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a rank's program: a list of actions over its stages. Private: not installed.
 #pragma once
 

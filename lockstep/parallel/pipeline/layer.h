@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a pipeline is built from: layers that a rank builds only if they are its own.
 //
 //   std::vector<parallel::Layer> layers;

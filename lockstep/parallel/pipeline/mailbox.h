@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors from stage to stage. Private: not installed.
 //
 // A message says first what it is made of, so shapes may change from micro-batch to micro-batch.

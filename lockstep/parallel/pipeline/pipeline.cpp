@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/pipeline/pipeline.h"
 
 #include "lockstep/parallel/offload/norm.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pipeline parallelism: a model in stages on the ranks of a group, run by a schedule.
 //
 //   parallel::Pipeline pipeline(layers, mesh, {.schedule = layout::PipelineSchedule::zb_h1,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where each rank of a pipeline is, and which of them holds up the others. Private: not installed.
 //
 // A message may have to wait for all that other ranks compute first, so how long one waits says

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward of any graph in two halves: first the gradients of its inputs, later those of the
 // parameters. Private: not installed.
 #pragma once

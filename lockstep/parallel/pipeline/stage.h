@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One stage of a pipeline, on the rank that has it. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters that are in several stages and are one. Private: not installed.
 //
 // The first stage that has it owns it: the optimizer updates it there. The other stages have copies

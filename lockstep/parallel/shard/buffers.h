@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that sharded training takes and gives back in every step. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread that copies memory beside the computation. Private: not installed.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that are built without memory for their large tensors.
 //
 //   auto model = parallel::materialize(parallel::deferred([] { return Net(8192); }), {.seed = 1});

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one fallback that Lockstep has in torch's dispatcher.
 #pragma once
 

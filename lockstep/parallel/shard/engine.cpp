@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/shard/engine.h"
 
 #include <ATen/core/grad_mode.h>

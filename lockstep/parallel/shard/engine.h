@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Everything that happens while a sharded model runs.
 //
 // Operators say which flats they are about to use; the engine gathers them, lets others go and

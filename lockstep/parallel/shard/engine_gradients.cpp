@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The engine's backward: when gradients arrive, when they are reduced, and how ranks stay together.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

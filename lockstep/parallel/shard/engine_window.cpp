@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When shards may be written, and how ranks agree that they are.
 //
 // The window is open from the end of a backward, or from begin_update(), to the next use of a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters of one kind in one unit, end to end in one line of memory that ranks share out.
 //
 // A line is gathered from the shards of all ranks before it is used and dropped afterwards; the

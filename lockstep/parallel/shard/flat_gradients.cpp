@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The way of gradients: from the model's parameters into a line, over the group, to the shards.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

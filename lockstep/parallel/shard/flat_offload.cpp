@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an offloaded flat does besides: its parameters come from the host, its gradients go there,
 // and its shard may be updated while others compute.
 #include <ATen/ATen.h>

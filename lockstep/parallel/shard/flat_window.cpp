@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is written into a flat's shard: how it is noticed, and shown to those who gather it.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From a model and a mesh to flats: who shares what with whom.
 #include "lockstep/parallel/shard/fully_shard.h"
 

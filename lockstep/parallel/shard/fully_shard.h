@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism in which no rank holds the whole model: every rank has a shard of the
 // parameters, of their gradients and of the optimizer's state.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/shard/operator_facts.h"
 
 #include <map>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happens to an operator that is given a parameter, a shard or a gradient of a sharded model.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // In which order units are used, as it was the last time. Private: not installed.
 #pragma once
 

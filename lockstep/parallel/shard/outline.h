@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operators that are called for the shapes of their results alone.
 #pragma once
 

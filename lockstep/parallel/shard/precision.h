@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which types parameters are gathered, computed and reduced in. Private: not installed.
 #pragma once
 

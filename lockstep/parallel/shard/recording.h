@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Construction as a list of operators, and the values that they give to tensors.
 #pragma once
 

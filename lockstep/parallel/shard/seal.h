@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Notices writes that no operator made: through data_ptr(), or by a kernel of the user's. Private:
 // not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sharded model: the module, and the engine that runs it. Private: not installed.
 #pragma once
 

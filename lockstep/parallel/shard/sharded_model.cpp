@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a user asks of a sharded model.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

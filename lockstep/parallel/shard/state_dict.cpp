@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The values of a sharded model, whole and in parts.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

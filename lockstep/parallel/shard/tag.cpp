@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/shard/tag.h"
 
 #include <c10/core/StorageImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the storage of a sharded model says about itself. Operators are handed tensors; by the tag
 // in a tensor's storage they are found to be parameters, shards or gradients of an engine. Private:
 // not installed.

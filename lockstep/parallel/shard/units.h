@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which parameters of a model go together. Private: not installed.
 #pragma once
 

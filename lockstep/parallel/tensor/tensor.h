@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism: ranks share the matrices of a model, each has some rows or columns of them.
 //
 //   const layout::TensorPlan plan{{"*.up", layout::TensorStyle::column},

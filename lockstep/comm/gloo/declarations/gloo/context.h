@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Wheels of torch have Gloo inside and c10d's header for it, but not the Gloo headers that it
 // includes. c10d's header only names these types, so naming them is enough. Used only where the
 // real headers are missing.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands before the real one in the path of a program that shall be of another version.
 #pragma once
 
