@@ -312,8 +312,10 @@ Measured measure(const TrainConfig& config) {
   const bool offloads = config.offload.any();
   // Threads of the last model may still have some of its memory: least is what none of them had.
   static int64_t least = memory::Meter::current();
+  static auto least_symmetric = static_cast<int64_t>(symmetric_memory());
   least = std::min(least, memory::Meter::current());
-  const int64_t before = least + (offloads ? 0 : static_cast<int64_t>(symmetric_memory()));
+  least_symmetric = std::min(least_symmetric, static_cast<int64_t>(symmetric_memory()));
+  const int64_t before = least + (offloads ? 0 : least_symmetric);
   const auto mesh = mesh::Mesh::parallel(world(), config.dims(world().size()));
   TrainedModel model(config, at::kCPU, mesh);
   const auto optimizer = optimizer_of(model, offloads);
