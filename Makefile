@@ -129,7 +129,7 @@ check-wide: tests
 	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*:OffloadWrites*'
 	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
 	$(BUILD)/bin/train_tests
-	@$(ctest) $(BUILD) -R '^package_consumer$$'
+	@$(ctest) $(BUILD) -R '^(cluster_train|package_consumer)$$'
 	for ranks in 1 4 8; do for backend in shm gloo mpi; do \
 	  $(BUILD)/bin/lockstep selftest -n $$ranks --backend $$backend || exit 1; done; done
 	for backend in shm gloo; do $(BUILD)/bin/lockstep selftest -n 2 --backend $$backend --large || exit 1; done

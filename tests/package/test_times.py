@@ -34,7 +34,7 @@ def main(build, budget, write=False):
     budget = pathlib.Path(budget)
     if write:
         rows = sorted(times.items(), key=lambda row: -row[1])
-        budget.write_text("# Seconds of each test in `make test` on 2 cores, two tests at a time; `make test-times` compares.\n"
+        budget.write_text("# Seconds of each test in `make test` on 2 cores; `make test-times` compares.\n"
                           + "".join(f"{seconds:7.1f} {name}\n" for name, seconds in rows))
         return
     allowed = read_budget(budget)
