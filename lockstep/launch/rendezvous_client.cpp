@@ -189,7 +189,8 @@ class RendezvousClient::Impl {
     }
   }
 
-  // A server that was there and is gone does not come back: nobody waits for that.
+  // The server of a job is never started again: one that has ended is an error at once, not at the
+  // deadline.
   Fd join_again(Identity& identity, const Deadline& deadline) {
     while (true) {
       try {

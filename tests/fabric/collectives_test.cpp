@@ -280,7 +280,7 @@ INSTANTIATE_TEST_SUITE_P(, Collectives, ::testing::ValuesIn(cases()), [](const a
 });
 
 // While one thread drives its own message to the end, another submits one and forgets it: the first
-// may see it too late, and nobody waits.
+// may see it too late, and no thread waits for it.
 TEST(Engine, AMessageSubmittedWhileAnotherThreadDrives) {
   std::atomic<bool> arrived{false};
   const auto errors = run_ranks(Memory::threads, 2, [&](Member& me) {
