@@ -167,7 +167,12 @@ endfunction()
 function(lockstep_test_pch target)
   set(gtest <gmock/gmock.h> <gtest/gtest.h>)
   if("TORCH" IN_LIST ARGN)
-    lockstep_pch(${target} lockstep_torch_test_headers <torch/torch.h> ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS -O0)
+    # Not torch/torch.h: every program would instantiate the templates of all its modules again.
+    set(torch <torch/autograd.h> <torch/types.h> <torch/utils.h> <torch/optim/adamw.h> <torch/optim/sgd.h>)
+    foreach(module activation batchnorm embedding linear normalization container/sequential)
+      list(APPEND torch <torch/nn/modules/${module}.h>)
+    endforeach()
+    lockstep_pch(${target} lockstep_torch_test_headers ${torch} ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS -O0)
     target_compile_definitions(${target} PRIVATE GTEST_HAS_PTHREAD=1)  # as that header was precompiled
   else()
     lockstep_pch(${target} lockstep_test_headers ${gtest} LIBRARIES GTest::gmock GTest::gtest OPTIONS -O0)

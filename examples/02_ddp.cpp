@@ -7,7 +7,10 @@
 //
 // $ build/bin/02_ddp
 // 1 ranks, 256 examples a step: the network has learned to multiply
-#include <torch/torch.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <iostream>
 

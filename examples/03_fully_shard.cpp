@@ -8,7 +8,11 @@
 //
 // $ build/bin/03_fully_shard
 // 1 ranks: this one has 100 % of 1055233 parameters; it has learned to find the largest
-#include <torch/torch.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
 
 #include <cmath>
 #include <iostream>

@@ -9,7 +9,7 @@
 // $ build/bin/04_own_model 600
 // begins at step 20
 // step 600: it tells the spirals apart: yes
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
 
 #include <iostream>
 #include <string>

@@ -10,7 +10,8 @@
 //
 // $ build/bin/05_tensor
 // 1 ranks, this one with 33410 of 33410 weights; learned
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <cstdio>
 

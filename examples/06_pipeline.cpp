@@ -7,7 +7,8 @@
 //
 // $ build/bin/06_pipeline
 // 1 ranks, this one with 4 of 4 layers and 1 micro-batches in flight at most; learned
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <iostream>
 

@@ -8,7 +8,8 @@
 //
 // $ build/bin/07_three_d
 // dp 1 x tp 1 x pp 1: this rank updates 99650 of 99650 weights; learned
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <cstdio>
 #include <cstdlib>

@@ -7,7 +7,7 @@
 // [rank0]: ddp over sockets averages gradients: 2
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cerrno>
 #include <cstring>

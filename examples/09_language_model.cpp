@@ -4,7 +4,6 @@
 //
 // $ lockstep run -n 2 build/bin/09_language_model
 // [rank0]: one two three one two three one two three one two three
-#include <torch/torch.h>
 
 #include <fstream>
 #include <iostream>

@@ -11,7 +11,11 @@
 //
 // $ build/bin/10_checkpoint
 // 1 ranks: steps 200 to 300, saved checkpoints/step-00000300
-#include <torch/torch.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
 
 #include <iostream>
 

@@ -8,7 +8,10 @@
 //
 // $ lockstep run -n 2 build/bin/11_offload
 // [rank0]: 2 ranks: 128 MB of state in all, the device kept its limit of 32 MB, the loss has halved
-#include <torch/torch.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <iostream>
 

@@ -3,7 +3,8 @@
 //   adopt_rank gloo RANK SIZE FILE [die|null|BACKEND]   a c10d group that meets in FILE
 //   adopt_rank mpi [null|single|unstarted|BACKEND]         all but rank 0 of mpirun, in reverse
 //   order
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include <csignal>
 #include <cstdio>

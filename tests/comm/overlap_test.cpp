@@ -17,9 +17,9 @@ namespace lockstep::comm {
 namespace {
 
 using nlohmann::json;
-using test::overlap;
-using test::read_trace;
-using test::spans;
+using lockstep::test::overlap;
+using lockstep::test::read_trace;
+using lockstep::test::spans;
 
 // Its own process sets LOCKSTEP_TRACE before anything reads it: see main below.
 TEST(Overlap, CommunicationRunsBesideComputation) {

@@ -3,7 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn.h>
+#include <torch/utils.h>
 
 #include <array>
 #include <cmath>

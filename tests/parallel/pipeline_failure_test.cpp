@@ -2,7 +2,7 @@
 // What fails on one rank of a pipeline ends the step on all, with the reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <atomic>
 #include <barrier>

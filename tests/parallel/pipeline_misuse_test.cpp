@@ -2,7 +2,7 @@
 // What does not fit together is refused, in one line that has the numbers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
 
 #include <chrono>
 

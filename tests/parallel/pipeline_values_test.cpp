@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whatever goes between stages, a pipeline trains as one process does.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
 #include <tuple>
 

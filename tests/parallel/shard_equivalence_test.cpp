@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every way to shard follows the one process that runs the same micro-batches.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <cmath>
 #include <mutex>

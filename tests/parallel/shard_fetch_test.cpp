@@ -2,7 +2,9 @@
 // When parameters are gathered: how often, how far ahead, and how many at a time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <set>

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of a sharded model: their norms, and what they add up to.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/optim/sgd.h>
 
 #include <cmath>
 #include <limits>

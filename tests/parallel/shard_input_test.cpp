@@ -2,7 +2,7 @@
 // What fully_shard refuses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
 
 #include <memory>
 #include <optional>

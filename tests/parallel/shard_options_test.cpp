@@ -2,7 +2,10 @@
 // What the options of fully_shard do: where things are, layouts of ranks, what optimizers see.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
 #include <memory>
 #include <mutex>

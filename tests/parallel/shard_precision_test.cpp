@@ -3,7 +3,9 @@
 // multiply 16-bit matrices the model computes in float32; its parameters' type tells.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 

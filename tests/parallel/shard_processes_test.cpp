@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sharded training with processes as ranks, on the backend that LOCKSTEP_TEST_BACKEND names.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include "tests/parallel/process_world.h"
 #include "tests/parallel/shard_support.h"

@@ -2,7 +2,8 @@
 // The values of a sharded model: gathered by hand, whole, in parts.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
 
 #include <cstring>
 #include <mutex>

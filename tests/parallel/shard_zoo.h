@@ -3,7 +3,9 @@
 // gradients is the gradient: everything can be compared bit for bit.
 #pragma once
 
-#include <torch/torch.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <map>

@@ -4,7 +4,8 @@
 
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
 
 #include <functional>
 #include <map>

@@ -2,7 +2,9 @@
 // Modules whose graphs are unlike each other, for tests of a backward in two halves.
 #pragma once
 
-#include <torch/torch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn.h>
+#include <torch/utils.h>
 
 #include <array>
 #include <functional>
@@ -81,7 +83,7 @@ struct Specimen {
   Tensors inputs = {};
 };
 
-class Zoo {
+class SplitZoo {
  public:
   // `use` is given the module and the inputs, and returns tensors in any form.
   template <class Module, class Use>
@@ -108,7 +110,7 @@ class Zoo {
   std::vector<Specimen> all_;
 };
 
-inline void add_layers(Zoo& zoo) {
+inline void add_layers(SplitZoo& zoo) {
   using namespace torch::nn;
   const at::Tensor x = random({3, 4}, 1), sequence = random({5, 3, 4}, 2);
   zoo.add("linear", Linear(4, 5), {x});
@@ -133,7 +135,7 @@ inline void add_layers(Zoo& zoo) {
           {x});
 }
 
-inline void add_shapes(Zoo& zoo) {
+inline void add_shapes(SplitZoo& zoo) {
   using torch::nn::Linear;
   const at::Tensor x = random({3, 4}, 1), y = random({3, 4}, 2);
   const auto add = [&](const std::string& name, Tensors inputs, auto use) {
@@ -212,7 +214,7 @@ inline void add_shapes(Zoo& zoo) {
 
 inline std::vector<Specimen> split_species() {
   torch::manual_seed(1);
-  Zoo zoo;
+  SplitZoo zoo;
   add_layers(zoo);
   add_shapes(zoo);
   return zoo.take();

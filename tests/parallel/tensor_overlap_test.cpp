@@ -2,7 +2,8 @@
 // In backward the gradient of a shared layer's input travels while that of its weight is computed:
 // shown by the trace.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 
 #include <cstdlib>
 

@@ -3,7 +3,8 @@
 // they need.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/normalization.h>
 
 #include <limits>
 #include <map>
