@@ -61,7 +61,7 @@ int main(int argc, char** argv) {
 
   torch::manual_seed(1);
   at::Tensor loss;
-  for (int step = 0; step < 200; ++step) {
+  for (int step = 0; step < 140; ++step) {
     const at::Tensor x = torch::rand({kMicroBatches, 16, 2}) * 2 - 1;
     const at::Tensor y = torch::stack({x.prod(2), (3 * x).sin().sum(2)}, 2);
     loss = pipeline

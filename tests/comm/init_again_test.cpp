@@ -42,6 +42,7 @@ std::vector<std::string> at_an_address(const std::string& ranks) {
 }
 
 #ifdef LOCKSTEP_TORCHRUN_PYTHON
+// Debian's torch 1.13 cannot read its own default of --redirects and --tee under Python 3.11.
 std::vector<std::string> torchrun(const std::string& ranks) {
   return {LOCKSTEP_TORCHRUN_PYTHON,
           "-m",
@@ -60,34 +61,41 @@ std::vector<std::string> torchrun(const std::string& ranks) {
 int cycles() { return tests_all() ? 1000 : 8; }
 milliseconds limit() { return milliseconds{tests_all() ? 1'200'000 : 60'000}; }
 
-void expect_cycles(std::vector<std::string> argv, const std::string& backend) {
+// Three ranks, which use one backend after another; "auto" is shm on one host.
+void expect_cycles(std::vector<std::string> argv, const std::vector<std::string>& backends) {
   const std::string count = std::to_string(cycles());
-  argv.insert(argv.end(), {kRankProgram, "--cycles", count, backend});
+  std::string list;
+  for (const std::string& backend : backends) list += "," + backend;
+  argv.insert(argv.end(), {kRankProgram, "--cycles", count, list.substr(1)});
   const Result result = Subprocess(argv).wait(limit());
-  EXPECT_EQ(result.code, 0) << backend << ": " << result.err;
-  EXPECT_THAT(result.out, HasSubstr(count + " cycles are right")) << backend;
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr(count + " cycles are right"));
+  for (const std::string& backend : backends) {
+    const std::string used = backend == "auto" ? "shm" : backend;
+    for (const std::string rank : {"0", "1", "2"})
+      EXPECT_THAT(result.out, HasSubstr("rank " + rank + " of 3, local " + rank +
+                                        " of 3, backend " + used + ", sum 6"));
+  }
 }
 
 TEST(InitAgain, UnderOurLauncher) {
-  for (const std::string backend : {"shm", "gloo"})
-    expect_cycles({LOCKSTEP_COMMAND, "run", "-n", "3"}, backend);
+  expect_cycles({LOCKSTEP_COMMAND, "run", "-n", "3"}, {"auto", "gloo"});
+  if (tests_all()) expect_cycles({LOCKSTEP_COMMAND, "run", "-n", "3"}, {"gloo", "shm"});
 }
 
-TEST(InitAgain, AtAnAddress) {
-  for (const std::string backend : {"shm", "gloo"}) expect_cycles(at_an_address("3"), backend);
-}
+TEST(InitAgain, AtAnAddress) { expect_cycles(at_an_address("3"), {"shm", "gloo"}); }
 
 #ifdef LOCKSTEP_MPIRUN
 TEST(InitAgain, UnderMpirun) {
-  std::vector<std::string> backends{"mpi"};
-  if (tests_all()) backends.insert(backends.end(), {"shm", "gloo"});
-  for (const std::string& backend : backends)
-    expect_cycles({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3"}, backend);
+  const std::vector<std::string> mpirun{LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe",
+                                        "-n", "3"};
+  expect_cycles(mpirun, {"mpi", "gloo", "auto"});
+  if (tests_all()) expect_cycles(mpirun, {"gloo", "shm"});
 }
 #endif
 
 #ifdef LOCKSTEP_TORCHRUN_PYTHON
-TEST(InitAgain, UnderTorchrun) { expect_cycles(torchrun("3"), "gloo"); }
+TEST(InitAgain, UnderTorchrun) { expect_cycles(torchrun("3"), {"shm", "gloo"}); }
 #endif
 
 // Two programs one after the other in the script of a rank.
@@ -104,7 +112,7 @@ void expect_second_is_right(std::vector<std::string> argv, const std::string& fi
 
 TEST(InitAgain, ByTheNextProgramOfARank) {
   const std::vector<std::string> ours{LOCKSTEP_COMMAND, "run", "-n", "2"};
-  expect_second_is_right(ours, kRankProgram + " shm >/dev/null", "shm");
+  if (tests_all()) expect_second_is_right(ours, kRankProgram + " shm >/dev/null", "shm");
   // The first ends badly, on one rank without a word.
   expect_second_is_right(ours, kRankProgram + " --vanish gloo 2>/dev/null", "gloo");
   expect_second_is_right(at_an_address("2"), kRankProgram + " gloo >/dev/null", "gloo");

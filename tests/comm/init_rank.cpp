@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank for tests of init(): says who it is and what it sums up to.
-//   init_rank [BACKEND [ELEMENTS [STRATEGY]]]
-//   init_rank --cycles N [BACKEND ...]   init, collectives, drop, N times, with random delays
-//   init_rank --vanish [BACKEND ...]     the last rank ends without a word after init
+// A rank for tests of init(): says who it is and what it sums up to, with one backend after
+// another.
+//   init_rank [BACKEND,BACKEND... [ELEMENTS [STRATEGY]]]
+//   init_rank --cycles N ...   before that: init, collectives, drop, N times, with random delays
+//   init_rank --vanish ...     the last rank ends without a word after init
 #include <ATen/ATen.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <sstream>
 #include <thread>
 #include <vector>
 
@@ -30,11 +32,14 @@ struct Arguments {
       words.erase(words.begin());
     }
     words.resize(std::max<size_t>(words.size(), 3));
-    if (!words[0].empty()) options.backend = words[0];
+    std::istringstream list(words[0]);
+    for (std::string backend; std::getline(list, backend, ',');) backends.push_back(backend);
+    if (backends.empty()) backends.push_back(options.backend);
     if (!words[1].empty()) elements = std::stol(words[1]);
     if (!words[2].empty()) options.strategy = layout::parse_comm_strategy(words[2]);
   }
   comm::InitOptions options;
+  std::vector<std::string> backends;
   int64_t elements = 3;
   int cycles = 0;
   bool vanish = false;
@@ -79,27 +84,31 @@ void run_cycle(const Arguments& arguments, int cycle, std::mt19937& random) {
   dawdle(random);
 }
 
+void run(const Arguments& arguments, std::mt19937& random) {
+  for (int cycle = 0; cycle < arguments.cycles; ++cycle) {
+    run_cycle(arguments, cycle, random);
+    dawdle(random);
+  }
+  if (arguments.cycles > 0) std::printf("%d cycles are right\n", arguments.cycles);
+  const comm::Group world = comm::init(arguments.options);
+  if (arguments.vanish && world.rank() + 1 == world.size()) _exit(3);
+  at::Tensor sum = at::full({arguments.elements}, world.rank() + 1, at::kLong);
+  comm::all_reduce(sum, world).wait();
+  std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
+              world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),
+              sum[0].item<int64_t>());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    const Arguments arguments({argv + 1, argv + argc});
+    Arguments arguments({argv + 1, argv + argc});
     std::mt19937 random(static_cast<unsigned>(getpid()));
-    for (int cycle = 0; cycle < arguments.cycles; ++cycle) {
-      run_cycle(arguments, cycle, random);
-      dawdle(random);
+    for (const std::string& backend : arguments.backends) {
+      arguments.options.backend = backend;
+      run(arguments, random);
     }
-    if (arguments.cycles > 0) {
-      std::printf("%d cycles are right\n", arguments.cycles);
-      return 0;
-    }
-    const comm::Group world = comm::init(arguments.options);
-    if (arguments.vanish && world.rank() + 1 == world.size()) _exit(3);
-    at::Tensor sum = at::full({arguments.elements}, world.rank() + 1, at::kLong);
-    comm::all_reduce(sum, world).wait();
-    std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
-                world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),
-                sum[0].item<int64_t>());
     return 0;
   } catch (const ConfigError& error) {
     std::fprintf(stderr, "config error: %s\n", error.what());

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs started by our launcher, by torchrun, by mpirun, by Slurm's variables, or by nobody, all
-// come together.
+// Programs started by our launcher, by Slurm, with variables set by hand, or alone, all come
+// together; init_again_test.cpp has mpirun and torchrun.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
 
 #include "lockstep/launch/rendezvous.h"
-#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -27,18 +26,6 @@ TEST(Init, NobodyMeansAGroupOfOne) {
   const Result result = run({kInitRank});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 0 of 1, local 0 of 1, backend none, sum 1"));
-}
-
-TEST(Init, OurLauncherAndEveryBackend) {
-  for (const std::string backend : {"auto", "shm", "gloo"}) {
-    const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "3", kInitRank, backend});
-    EXPECT_EQ(result.code, 0) << result.err;
-    for (int rank = 0; rank < 3; ++rank) {
-      const std::string r = std::to_string(rank);
-      EXPECT_THAT(result.out, HasSubstr("rank " + r + " of 3, local " + r + " of 3, backend " +
-                                        (backend == "auto" ? "shm" : backend) + ", sum 6"));
-    }
-  }
 }
 
 TEST(Init, AutoOverTwoHostsIsGlooAndLocalRanksAreReal) {
@@ -62,16 +49,6 @@ TEST(Init, ShmOverTwoHostsIsRefused) {
 }
 
 #ifdef LOCKSTEP_MPIRUN
-TEST(Init, Mpirun) {
-  for (const std::string backend : {"auto", "mpi", "gloo", "shm"}) {
-    const Result result = run(
-        {LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", kInitRank, backend});
-    EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("rank 1 of 3, local 1 of 3, backend " +
-                                      (backend == "auto" ? "shm" : backend) + ", sum 6"));
-  }
-}
-
 TEST(Init, MpiWithoutAnMpiLauncherSaysSo) {
   const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", kInitRank, "mpi"});
   EXPECT_EQ(result.code, 2);
@@ -80,18 +57,6 @@ TEST(Init, MpiWithoutAnMpiLauncherSaysSo) {
 #endif
 
 #ifdef LOCKSTEP_TORCHRUN_PYTHON
-TEST(Init, Torchrun) {
-  for (const std::string backend : {"shm", "gloo"}) {
-    if (backend == "gloo" && !tests_all()) continue;  // InitAgain has it
-    // Debian's torch 1.13 cannot read its own default of these two options under Python 3.11.
-    const Result result = run({LOCKSTEP_TORCHRUN_PYTHON, "-m", "torch.distributed.run",
-                               "--standalone", "--nproc_per_node", "2", "--redirects", "1", "--tee",
-                               "1", "--no_python", kInitRank, backend});
-    EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, backend " + backend + ", sum 3"));
-  }
-}
-
 TEST(Init, PythonProgramsUnderOurLauncher) {
   const std::string program =
       "import torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.full((3,), "

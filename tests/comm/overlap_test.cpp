@@ -16,10 +16,10 @@
 namespace lockstep::comm {
 namespace {
 
-using nlohmann::json;
 using lockstep::test::overlap;
 using lockstep::test::read_trace;
 using lockstep::test::spans;
+using nlohmann::json;
 
 // Its own process sets LOCKSTEP_TRACE before anything reads it: see main below.
 TEST(Overlap, CommunicationRunsBesideComputation) {

@@ -20,6 +20,7 @@
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/train/trained_model.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::train {
 namespace {
@@ -274,7 +275,10 @@ std::vector<Layout> of_this_world() {
   for (const Layout& layout : layouts()) {
     if (layout.ranks == ranks) mine.push_back(layout);
   }
-  return mine;
+  if (test::tests_all()) return mine;
+  std::vector<Layout> every_other;
+  for (size_t i = 0; i < mine.size(); i += 2) every_other.push_back(mine[i]);
+  return every_other;
 }
 
 struct Measured {
