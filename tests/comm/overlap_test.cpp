@@ -21,7 +21,7 @@ using lockstep::test::read_trace;
 using lockstep::test::spans;
 using nlohmann::json;
 
-// Its own process sets LOCKSTEP_TRACE before anything reads it: see main below.
+// main(), below, sets LOCKSTEP_TRACE before anything reads it.
 TEST(Overlap, CommunicationRunsBesideComputation) {
   for (const std::string backend : {"thread", "shm", "gloo", "fake"}) {
     run_threads(2,

@@ -2,6 +2,7 @@
 // Ranks on CUDA devices, which may share one, train as the CPU does: as pipelines, and with
 // matrices that they share.
 #include <gtest/gtest.h>
+#include <torch/cuda.h>
 
 #include "tests/parallel/pipeline_training.h"
 
