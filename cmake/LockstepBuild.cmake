@@ -98,10 +98,13 @@ if(LOCKSTEP_TORCH)
   message(STATUS "Lockstep: libtorch ${Libtorch_VERSION} (${Libtorch_LIBRARY_DIR}), MPI ${MPI_CXX_FOUND}, CUDA ${Libtorch_CUDA}")
 endif()
 
-# lockstep_layer(name SOURCES ... HEADERS ... [DEPENDS ...] [PRIVATE ...] [TORCH])
+# What reads options, prints, or calls what computes: time spent optimising it is not won back.
+set(lockstep_cold $<$<CONFIG:Release,RelWithDebInfo>:-O1>)
+
+# lockstep_layer(name SOURCES ... HEADERS ... [DEPENDS ...] [PRIVATE ...] [TORCH] [COLD])
 # One folder, one namespace, one target lockstep::name. HEADERS are what is installed; DEPENDS is public.
 function(lockstep_layer name)
-  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;HEADERS;DEPENDS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(ARG "TORCH;COLD" "" "SOURCES;HEADERS;DEPENDS;PRIVATE" ${ARGN})
   set(target lockstep_${name})
   add_library(${target} STATIC ${ARG_SOURCES})
   add_library(lockstep::${name} ALIAS ${target})
@@ -110,6 +113,9 @@ function(lockstep_layer name)
   if(ARG_TORCH)
     target_link_libraries(${target} PUBLIC Libtorch::Libtorch)
     lockstep_torch_pch(${target})
+  endif()
+  if(ARG_COLD)
+    target_compile_options(${target} PRIVATE ${lockstep_cold})
   endif()
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${name} VERIFY_INTERFACE_HEADER_SETS ON)
   target_sources(${target} PUBLIC FILE_SET HEADERS
@@ -163,8 +169,10 @@ function(lockstep_torch_pch target)
   lockstep_pch(${target} lockstep_torch_headers <ATen/ATen.h> LIBRARIES Libtorch::Libtorch)
 endfunction()
 
-# Tests are not optimised: what they call is, and compiling them is most of the time that a build takes.
+# Tests are not optimised: what they call is, and compiling them is most of the time that a build takes. PRESET=dev has their lines
+# for debuggers.
 function(lockstep_test_pch target)
+  set(quickly -O0 $<$<CONFIG:RelWithDebInfo>:-g0>)
   set(gtest <gmock/gmock.h> <gtest/gtest.h>)
   if("TORCH" IN_LIST ARGN)
     # Not torch/torch.h: every program would instantiate the templates of all its modules again.
@@ -172,10 +180,10 @@ function(lockstep_test_pch target)
     foreach(module activation batchnorm embedding linear normalization container/sequential)
       list(APPEND torch <torch/nn/modules/${module}.h>)
     endforeach()
-    lockstep_pch(${target} lockstep_torch_test_headers ${torch} ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS -O0)
+    lockstep_pch(${target} lockstep_torch_test_headers ${torch} ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS ${quickly})
     target_compile_definitions(${target} PRIVATE GTEST_HAS_PTHREAD=1)  # as that header was precompiled
   else()
-    lockstep_pch(${target} lockstep_test_headers ${gtest} LIBRARIES GTest::gmock GTest::gtest OPTIONS -O0)
+    lockstep_pch(${target} lockstep_test_headers ${gtest} LIBRARIES GTest::gmock GTest::gtest OPTIONS ${quickly})
   endif()
 endfunction()
 
