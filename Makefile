@@ -123,6 +123,7 @@ check-wide: tests
 	$(BUILD)/bin/equivalence_tests
 	$(BUILD)/bin/checkpoint_tests
 	$(BUILD)/bin/comm_tests
+	$(BUILD)/bin/fault_tests --gtest_filter='StrategyFaults*'
 	$(BUILD)/bin/fabric_tests --gtest_filter='Collectives*'
 	$(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
 	$(BUILD)/bin/init_tests --gtest_filter='Init*'
@@ -134,7 +135,7 @@ check-wide: tests
 	for ranks in 1 2 4; do $(BUILD)/bin/lockstep run -n $$ranks $(BUILD)/bin/process_tests --gtest_filter='*MemoryPrediction*' || exit 1; done
 	if command -v mpirun >/dev/null; then LOCKSTEP_TEST_BACKEND=mpi mpirun -n 4 --oversubscribe --allow-run-as-root --bind-to none \
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi
-	for ranks in 1 2 4 8; do for backend in shm gloo mpi; do \
+	for ranks in 1 2 3 4 8; do for backend in shm gloo mpi; do \
 	  $(BUILD)/bin/lockstep selftest -n $$ranks --backend $$backend || exit 1; done; done
 	for backend in shm gloo; do $(BUILD)/bin/lockstep selftest -n 2 --backend $$backend --large || exit 1; done
 

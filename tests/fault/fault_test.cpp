@@ -7,6 +7,7 @@
 #include <regex>
 #include <sstream>
 
+#include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -152,6 +153,7 @@ TEST_P(StrategyFaults, AKilledRankIsNamedByEverySurvivor) {
 }
 
 TEST_P(StrategyFaults, ALateRankIsATimeoutForAll) {
+  if (GetParam().second != std::string("hierarchical") && !tests_all()) return;
   const Result result = run(4, "late", 1, 3'500, "2000");
   const auto caught = lines_with(result.out, "caught");
   ASSERT_EQ(caught.size(), 3) << result.out << result.err;
