@@ -98,7 +98,8 @@ if(LOCKSTEP_TORCH)
   message(STATUS "Lockstep: libtorch ${Libtorch_VERSION} (${Libtorch_LIBRARY_DIR}), MPI ${MPI_CXX_FOUND}, CUDA ${Libtorch_CUDA}")
 endif()
 
-# What reads options, prints, or calls what computes: time spent optimising it is not won back.
+# What reads options and prints runs once: time spent optimising it is not won back. Not for what shares a precompiled header, which
+# GCC 13 takes only with the options that it was made with.
 set(lockstep_cold $<$<CONFIG:Release,RelWithDebInfo>:-O1>)
 
 # lockstep_layer(name SOURCES ... HEADERS ... [DEPENDS ...] [PRIVATE ...] [TORCH] [COLD])
