@@ -107,6 +107,8 @@ TIDY = $(foreach layer,core codec layout schedule formats config plan launch fab
 tidy: setup
 	$(call configure,release,build/tidy,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_WERROR=OFF -DCMAKE_UNITY_BUILD=OFF)
 	@if ! command -v clang-tidy >/dev/null; then echo "tidy: clang-tidy is not installed; nothing is checked"; exit; fi; \
+	if [ -n "$(SINCE)" ] && ! git rev-parse --verify --quiet "$(SINCE)^{commit}" >/dev/null; then \
+	  echo "tidy: this clone does not have $(SINCE); nothing is checked"; exit; fi; \
 	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else ls $(TIDY); fi); \
 	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
