@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "tests/support/subprocess.h"
 
@@ -11,7 +12,6 @@ namespace lockstep::test {
 namespace {
 
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 TEST(Commands, BenchPrintsOneArray) {
   std::vector<std::string> backends{"shm", "thread", "gloo"};
@@ -49,6 +49,15 @@ TEST(Commands, BenchPrintsATable) {
   EXPECT_THAT(result.out, HasSubstr("shm      all-reduce    all_reduce      symmetric"));
 }
 
+// What a command said, but for warnings of ranks that waited for a core of a busy machine.
+std::string without_waits(const std::string& text) {
+  std::istringstream lines(text);
+  std::string rest;
+  for (std::string line; std::getline(lines, line);)
+    if (line.find(" has waited ") == std::string::npos) rest += line + "\n";
+  return rest;
+}
+
 TEST(Commands, BenchCalibratesForAdaptive) {
   const TempDir cache;
   const std::string table = cache.path() + "/lockstep/collectives.json";
@@ -68,7 +77,7 @@ TEST(Commands, BenchCalibratesForAdaptive) {
 
   const Result adaptive = bench({"--strategy", "all", "--json"});
   EXPECT_EQ(adaptive.code, 0) << adaptive.err;
-  EXPECT_THAT(adaptive.err, Not(HasSubstr("ignored")));
+  EXPECT_EQ(without_waits(adaptive.err), "");
   const auto rows = nlohmann::json::parse(adaptive.out);
   std::vector<std::string> strategies;
   for (size_t i = 0; i < 5; ++i) strategies.push_back(rows[i]["strategy"]);
@@ -82,7 +91,8 @@ TEST(Commands, BenchCalibratesForAdaptive) {
     const Result result = bench({"--strategy", "adaptive"});
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.err, HasSubstr(table + " is ignored: " + why));
-    EXPECT_EQ(result.err.find("is ignored"), result.err.rfind("is ignored")) << result.err;
+    const std::string said = without_waits(result.err);
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << result.err;
   };
   expect_ignored(good.substr(0, good.size() / 2), "");
   auto foreign = nlohmann::json::parse(good);

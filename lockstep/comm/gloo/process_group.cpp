@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// c10d's engines run an operation on threads of their own and call back when it is done. What Gloo
-// lacks is composed: uneven all_gather is a broadcast of each block, reduce_scatter an all_to_all
-// and a local reduction in the fixed order.
+// c10d's engines run operations on threads of their own and call back. Gloo has no uneven
+// all_gather: each block is broadcast. reduce_scatter is an all_to_all and a sum in fixed order.
 #include "lockstep/comm/gloo/process_group.h"
 
 #include <ATen/ops/from_blob.h>
