@@ -103,13 +103,13 @@ lint:
 
 # clang-tidy 14 reads neither gcc's precompiled headers nor libtorch as C++20, so it sees the half without them. SINCE=COMMIT: only
 # what has changed since then.
-TIDY = $(foreach layer,core codec layout schedule formats config plan launch fabric,lockstep/$(layer)/*.cpp)
+TIDY = $(foreach layer,core codec layout schedule io formats data config plan launch fabric,'lockstep/$(layer)/*.cpp')
 tidy: setup
 	$(call configure,release,build/tidy,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_TESTS=OFF -DLOCKSTEP_WERROR=OFF -DCMAKE_UNITY_BUILD=OFF)
 	@if ! command -v clang-tidy >/dev/null; then echo "tidy: clang-tidy is not installed; nothing is checked"; exit; fi; \
 	if [ -n "$(SINCE)" ] && ! git rev-parse --verify --quiet "$(SINCE)^{commit}" >/dev/null; then \
 	  echo "tidy: this clone does not have $(SINCE); nothing is checked"; exit; fi; \
-	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else ls $(TIDY); fi); \
+	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else git ls-files $(TIDY); fi); \
 	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
 check-all: lint test check-wide check-asan check-tsan check-no-pch
@@ -149,7 +149,7 @@ check-asan check-tsan: check-%: setup
 
 # Precompiled headers, and sources compiled together, hide a forgotten include.
 check-no-pch: setup
-	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
+	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF -DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O0)
 	@cmake --build build/check-no-pch -j $(JOBS) --target all all_verify_interface_header_sets
 
 clean:

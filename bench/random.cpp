@@ -12,7 +12,7 @@
 #include <string>
 
 #include "lockstep/nn/dropout.h"
-#include "lockstep/nn/random.h"
+#include "lockstep/nn/random/random.h"
 
 namespace {
 

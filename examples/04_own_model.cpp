@@ -16,7 +16,7 @@
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/nn/initialize.h"
+#include "lockstep/nn/init_model.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/lr_schedule.h"

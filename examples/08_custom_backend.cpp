@@ -14,7 +14,7 @@
 #include <iostream>
 #include <set>
 
-#include "lockstep/comm/conformance.h"
+#include "lockstep/comm/conformance/conformance.h"
 #include "lockstep/comm/custom_backend.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

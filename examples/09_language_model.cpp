@@ -9,7 +9,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/formats/batch_reader.h"
+#include "lockstep/data/batch_reader.h"
 #include "lockstep/model/generate.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/nn/loss.h"
@@ -24,8 +24,8 @@ int main() {
     std::ofstream text(path);
     for (int i = 0; i < 500; ++i) text << "one two three ";
   }
-  const auto tokenizer = formats::Tokenizer::bytes();
-  const auto corpus = formats::Corpus::open(path, tokenizer);
+  const auto tokenizer = data::Tokenizer::bytes();
+  const auto corpus = data::Corpus::open(path, tokenizer);
 
   const auto spec =
       config::ModelSpec{
@@ -36,13 +36,13 @@ int main() {
   auto ddp = parallel::ddp(model, group);
   optim::AdamW optimizer(*model, {.lr = 3e-3});
 
-  formats::BatchReader reader(corpus, {.seq_len = 64,
-                                       .micro_batch = 4,
-                                       .dp = group.size(),
-                                       .dp_rank = group.rank(),
-                                       .vocab = spec.vocab});
+  data::BatchReader reader(corpus, {.seq_len = 64,
+                                    .micro_batch = 4,
+                                    .dp = group.size(),
+                                    .dp_rank = group.rank(),
+                                    .vocab = spec.vocab});
   for (int step = 0; step < 60; ++step) {
-    const formats::Batch batch = reader.next();
+    const data::Batch batch = reader.next();
     const at::Tensor input = torch::tensor(batch.input).view({batch.rows, 64});
     const at::Tensor logits = ddp.forward(input).flatten(0, 1);
     nn::cross_entropy(logits, torch::tensor(batch.target), {.scale = 1.0 / (4 * 64)}).backward();

@@ -76,7 +76,7 @@ void prune(const std::string& dir, const Contents& contents) {
 }
 
 // After a failure, when all ranks have come to an end: a full disk gets its space back.
-void abandon(const formats::FolderLock& lock, int64_t step) {
+void abandon(const io::FolderLock& lock, int64_t step) {
   const std::string& dir = lock.dir();
   try {
     lock.require_held();  // else what is there may be another job's
@@ -86,7 +86,7 @@ void abandon(const formats::FolderLock& lock, int64_t step) {
   }
 }
 
-std::string fill(const std::string& folder, const formats::FolderLock* lock, const std::string& dir,
+std::string fill(const std::string& folder, const io::FolderLock* lock, const std::string& dir,
                  const Contents& contents, const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
   const auto parts = together("save", group, [&]() -> std::string {
@@ -120,7 +120,7 @@ void give_bytes(const at::Tensor& tensor, const Sink& sink) {
 
 void take_lock(Lock& lock, const std::string& dir) {
   if (lock) return lock->renew();
-  lock = std::make_unique<formats::FolderLock>(dir);
+  lock = std::make_unique<io::FolderLock>(dir);
 }
 
 std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,

@@ -38,7 +38,7 @@ class Saver::Writer {
     detail::together("save", group_, [&]() -> std::string {
       try {
         if (lock_) lock_->renew();
-      } catch (const formats::LockLost&) {
+      } catch (const io::LockLost&) {
         throw;
       } catch (const Error&) {  // the save that follows will tell
       }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
-#include "lockstep/optim/parameters.h"
+#include "lockstep/optim/parameters/parameters.h"
 
 namespace lockstep::checkpoint::detail {
 

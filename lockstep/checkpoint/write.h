@@ -11,7 +11,7 @@
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/comm/group.h"
-#include "lockstep/formats/folder_lock.h"
+#include "lockstep/io/folder_lock.h"
 
 namespace lockstep::checkpoint::detail {
 
@@ -27,7 +27,7 @@ using Bytes = std::function<void(size_t slice, const Sink& sink)>;
 void give_bytes(const at::Tensor& tensor, const Sink& sink);
 
 // The folder's lock, which rank 0 holds for all.
-using Lock = std::unique_ptr<formats::FolderLock>;
+using Lock = std::unique_ptr<io::FolderLock>;
 
 // Takes it, or makes sure that it is still held. Not collective.
 void take_lock(Lock& lock, const std::string& dir);

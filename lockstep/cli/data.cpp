@@ -8,14 +8,14 @@
 #include <span>
 #include <string_view>
 
-#include "lockstep/cli/options.h"
+#include "lockstep/cli/common/options.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
-#include "lockstep/formats/text_files.h"
-#include "lockstep/formats/token_file.h"
-#include "lockstep/formats/tokenizer.h"
+#include "lockstep/data/text_files.h"
+#include "lockstep/data/tokenizer/tokenizer.h"
+#include "lockstep/data/tokens/token_file.h"
 
 namespace lockstep::cli {
 namespace {
@@ -24,8 +24,8 @@ using Words = std::vector<std::string>;
 namespace fs = std::filesystem;
 
 // One file, one document.
-void pack_file(const std::string& path, const formats::Tokenizer& tokenizer,
-               formats::TokenFileWriter& writer) {
+void pack_file(const std::string& path, const data::Tokenizer& tokenizer,
+               data::TokenFileWriter& writer) {
   const InputFile file(path);
   // Bytes may be cut anywhere; where other tokenizers may be cut only they know.
   const uint64_t most = tokenizer.name() == "bytes" ? uint64_t{1} << 20 : file.size();
@@ -37,18 +37,14 @@ void pack_file(const std::string& path, const formats::Tokenizer& tokenizer,
   }
 }
 
-void check_output(const std::string& output, formats::TokenLayout layout, bool force) {
+void check_output(const std::string& output, data::TokenLayout layout, bool force) {
   Words written{output};
-  if (layout == formats::TokenLayout::megatron) written.push_back(formats::index_path(output));
+  if (layout == data::TokenLayout::megatron) written.push_back(data::index_path(output));
   for (const std::string& path : written) {
     if (!force && fs::exists(path)) {
       throw ConfigError(format("data pack: {} exists; --force replaces it", path));
     }
   }
-}
-
-std::string counted(int64_t count, const char* what) {
-  return format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
 int pack(const Words& arguments) {
@@ -74,9 +70,9 @@ int pack(const Words& arguments) {
     return *status;
 
   const auto start = Clock::now();
-  const formats::TokenLayout layout = formats::token_layout(layout_name);
+  const data::TokenLayout layout = data::token_layout(layout_name);
   check_output(output, layout, force);
-  const auto tokenizer = formats::Tokenizer::open(tokenizer_name);
+  const auto tokenizer = data::Tokenizer::open(tokenizer_name);
   std::optional<int32_t> end;
   if (append_end) {
     end = tokenizer.end_of_text();
@@ -86,13 +82,12 @@ int pack(const Words& arguments) {
                  tokenizer_name));
     }
   }
-  const formats::DataFiles files = formats::find_data_files(input);
-  if (const auto found =
-          std::find_if(files.paths.begin(), files.paths.end(), formats::is_token_file);
+  const data::DataFiles files = data::find_data_files(input);
+  if (const auto found = std::find_if(files.paths.begin(), files.paths.end(), data::is_token_file);
       found != files.paths.end()) {
     throw ConfigError(format("data pack: {} has token ids already; --input must be text", *found));
   }
-  formats::TokenFileWriter writer(output, layout, tokenizer.vocab_size() <= 65536 ? 2 : 4);
+  data::TokenFileWriter writer(output, layout, tokenizer.vocab_size() <= 65536 ? 2 : 4);
   for (const std::string& path : files.paths) {
     pack_file(path, tokenizer, writer);
     if (end) writer.write(std::span(&*end, 1));

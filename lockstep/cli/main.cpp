@@ -8,18 +8,18 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/cli/bench.h"
-#include "lockstep/cli/checkpoint.h"
+#include "lockstep/cli/bench/bench.h"
+#include "lockstep/cli/checkpoint/checkpoint.h"
 #include "lockstep/cli/data.h"
-#include "lockstep/cli/doctor.h"
+#include "lockstep/cli/doctor/doctor.h"
 #include "lockstep/cli/plan.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/schedule.h"
-#include "lockstep/cli/torch_commands.h"
-#include "lockstep/cli/train.h"
+#include "lockstep/cli/selftest.h"
+#include "lockstep/cli/train/train.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/core/version.h"
-#include "lockstep/launch/guard.h"
+#include "lockstep/launch/processes/guard.h"
 
 namespace {
 

@@ -37,7 +37,7 @@ constexpr const char* kPlanHelp =
 config::ModelSpec model_of(const TrainConfig& config) {
   const bool open = config.model.vocab == 0 && config.model_path.empty();
   return config::resolve_model(
-      config, open ? formats::Tokenizer::open(config::tokenizer_name(config)).vocab_size() : 0);
+      config, open ? data::Tokenizer::open(config::tokenizer_name(config)).vocab_size() : 0);
 }
 
 std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {

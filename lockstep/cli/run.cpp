@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/run.h"
 
-#include "lockstep/cli/options.h"
+#include "lockstep/cli/common/options.h"
 #include "lockstep/core/error.h"
 #include "lockstep/launch/launcher.h"
 

@@ -11,12 +11,12 @@
 #include <optional>
 #include <string_view>
 
-#include "lockstep/cli/options.h"
+#include "lockstep/cli/common/options.h"
 #include "lockstep/cli/schedule_trace.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/schedule/lower.h"
-#include "lockstep/schedule/render.h"
+#include "lockstep/schedule/render/render.h"
 #include "lockstep/schedule/schedule.h"
 #include "lockstep/schedule/simulate.h"
 

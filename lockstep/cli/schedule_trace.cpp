@@ -13,8 +13,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
-#include "lockstep/formats/json.h"
-#include "lockstep/schedule/render.h"
+#include "lockstep/io/json.h"
+#include "lockstep/schedule/render/render.h"
 
 namespace lockstep::cli {
 namespace {
@@ -46,7 +46,7 @@ void read_trace(const fs::path& path, Steps& steps) {
   for (std::string line; std::getline(file, line);) {
     if (line.find("\"cat\":\"pipeline\"") == std::string::npos) continue;
     const auto end = line.find_last_of('}');
-    const auto json = formats::parse_json_line(line.substr(0, end + 1));
+    const auto json = io::parse_json_line(line.substr(0, end + 1));
     if (json.is_discarded()) continue;
     try {
       const std::string name = json.at("name");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep selftest`: the conformance checks of the communication layer, on the user's machine.
+// `lockstep selftest`: the half that starts the ranks. They run in lockstep-torch
+// (selftest_rank.h).
 #pragma once
 
 #include <string>
@@ -7,7 +8,6 @@
 
 namespace lockstep::cli {
 
-// What one rank does, in lockstep-torch.
-int selftest_rank(const std::vector<std::string>& arguments);
+int selftest(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

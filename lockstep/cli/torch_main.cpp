@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/cli/bench_collectives.h"
-#include "lockstep/cli/doctor_torch.h"
-#include "lockstep/cli/selftest.h"
-#include "lockstep/cli/train_rank.h"
+#include "lockstep/cli/bench/collectives_rank.h"
+#include "lockstep/cli/doctor/doctor_torch.h"
+#include "lockstep/cli/selftest_rank.h"
+#include "lockstep/cli/train/train_rank.h"
 #include "lockstep/core/input_file.h"
 
 int main(int argc, char** argv) {

@@ -15,8 +15,8 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/fabric/heap.h"
 #include "lockstep/fabric/operation.h"
-#include "lockstep/launch/rendezvous.h"
-#include "lockstep/launch/store.h"
+#include "lockstep/launch/rendezvous/rendezvous.h"
+#include "lockstep/launch/rendezvous/store.h"
 #include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::comm::detail {

@@ -12,7 +12,7 @@
 
 #include "lockstep/core/clock.h"
 #include "lockstep/fabric/operation.h"
-#include "lockstep/launch/store.h"
+#include "lockstep/launch/rendezvous/store.h"
 
 namespace lockstep::comm {
 

@@ -15,24 +15,24 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/config/hf_model.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
+#include "lockstep/data/tokenizer/tokenizer.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/elements.h"
 #include "lockstep/formats/hf_writer.h"
-#include "lockstep/formats/json.h"
-#include "lockstep/formats/staged_folder.h"
-#include "lockstep/formats/tokenizer.h"
+#include "lockstep/io/json.h"
+#include "lockstep/io/staged_folder.h"
 
 namespace lockstep::config {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = formats::OrderedJson;
+using Json = io::OrderedJson;
 
 constexpr int64_t kWriteElements = int64_t{1} << 20;  // elements that are converted at a time
 
@@ -144,7 +144,7 @@ class Conversion {
 
 // Whatever else a configuration names is not copied into a folder that will be given away.
 bool is_tokenizer(const std::string& path) {
-  const auto json = formats::parse_json_line(read_text(path, formats::kMaxJsonBytes));
+  const auto json = io::parse_json_line(read_text(path, io::kMaxJsonBytes));
   return json.is_object() && json.contains("model");
 }
 
@@ -157,23 +157,22 @@ std::string tokenizer_file(const TrainConfig& config) {
   return fs::is_regular_file(file, error) && is_tokenizer(file) ? file : std::string();
 }
 
-void copy_file(const std::string& from, const formats::StagedFolder& folder,
-               const std::string& name) {
-  folder.write(name, read_text(from, formats::kMaxJsonBytes));
+void copy_file(const std::string& from, const io::StagedFolder& folder, const std::string& name) {
+  folder.write(name, read_text(from, io::kMaxJsonBytes));
 }
 
 // None where there is no tokenizer, or one that only others can read.
 std::optional<int32_t> end_of_text(const std::string& tokenizer) {
   if (tokenizer.empty()) return std::nullopt;
   try {
-    return formats::Tokenizer::from_file(tokenizer).end_of_text();
+    return data::Tokenizer::from_file(tokenizer).end_of_text();
   } catch (const ConfigError&) {
     return std::nullopt;
   }
 }
 
 // What is written beside the weights.
-void write_descriptions(const formats::StagedFolder& folder, const ModelSpec& model, DType dtype,
+void write_descriptions(const io::StagedFolder& folder, const ModelSpec& model, DType dtype,
                         const std::string& tokenizer) {
   Json config = Json::parse(hf_config_json(model));
   // transformers 5 and 4
@@ -199,7 +198,7 @@ HfExported export_hf(const std::string& checkpoint, const std::string& out,
   require_model(reader.manifest(), config.model, checkpoint);
   Conversion conversion(reader, config.model, options.dtype);
   const std::string tokenizer = tokenizer_file(config);
-  formats::StagedFolder folder(out, {.replaces = options.replace ? "config.json" : ""});
+  io::StagedFolder folder(out, {.replaces = options.replace ? "config.json" : ""});
   write_descriptions(folder, config.model, conversion.dtype(), tokenizer);
   const formats::HfFiles written = formats::write_hf_model(
       folder.folder(), conversion.tensors(),

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/core/dtype.h"
 
 namespace lockstep::config {

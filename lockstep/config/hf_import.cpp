@@ -11,20 +11,20 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/config/hf_model.h"
 #include "lockstep/config/inputs.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/formats/durable.h"
 #include "lockstep/formats/elements.h"
-#include "lockstep/formats/folder_lock.h"
 #include "lockstep/formats/hf_directory.h"
-#include "lockstep/formats/json.h"
 #include "lockstep/formats/shard_file.h"
-#include "lockstep/formats/staged_folder.h"
+#include "lockstep/io/durable.h"
+#include "lockstep/io/folder_lock.h"
+#include "lockstep/io/json.h"
+#include "lockstep/io/staged_folder.h"
 
 namespace lockstep::config {
 namespace {
@@ -39,7 +39,7 @@ ModelSpec model_in(const std::string& folder) {
   if (!fs::exists(path, error)) {
     throw ConfigError(format("there is no {}; it must be a Hugging Face model folder", path));
   }
-  const ModelSpec spec = model_spec_from_hf(read_text(path, formats::kMaxJsonBytes), path);
+  const ModelSpec spec = model_spec_from_hf(read_text(path, io::kMaxJsonBytes), path);
   return spec.resolved(spec.positions, spec.vocab);
 }
 
@@ -187,7 +187,7 @@ class Unfinished {
   explicit Unfinished(std::string folder) : folder_(std::move(folder)) {}
   ~Unfinished() {
     try {
-      formats::remove_tree(folder_);
+      io::remove_tree(folder_);
     } catch (const Error&) {  // the failure that brought us here is the one to report
     }
   }
@@ -211,8 +211,8 @@ HfImported import_hf(const std::string& folder, const std::string& dir,
   Weights weights(folder, model);
   HfImported imported{.config = config_of(model, folder)};
 
-  formats::MadeFolders made(dir);
-  const formats::FolderLock lock(dir);
+  io::MadeFolders made(dir);
+  const io::FolderLock lock(dir);
   const std::string temporary = formats::begin_checkpoint(dir, 0);
   const Unfinished unfinished(temporary);  // after the commit there is nothing under this name
   std::vector<formats::ShardSlice> slices;

@@ -11,17 +11,17 @@
 #include <string_view>
 #include <system_error>
 
-#include "lockstep/config/hf_model.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/config/pipeline.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
+#include "lockstep/data/sampler.h"
+#include "lockstep/data/text_files.h"
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/formats/json.h"
-#include "lockstep/formats/sampler.h"
-#include "lockstep/formats/text_files.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::config {
 namespace {
@@ -32,7 +32,7 @@ namespace fs = std::filesystem;
 // read.
 constexpr int64_t kTokensLookedAt = int64_t{1} << 26;
 
-void check_vocabulary(const formats::Corpus& corpus, const char* key, int64_t vocab) {
+void check_vocabulary(const data::Corpus& corpus, const char* key, int64_t vocab) {
   const int64_t largest = corpus.max_token(kTokensLookedAt);
   if (largest < vocab) return;
   throw ConfigError(
@@ -99,9 +99,9 @@ Checked check_data(const TrainConfig& config) {
     check_vocabulary(data.validation, "data.validation", model.vocab);
     return {model, std::move(data)};
   }
-  formats::find_data_files(config.data.path);
-  if (!config.data.validation_fraction()) formats::find_data_files(config.data.validation);
-  const int64_t vocab = formats::Tokenizer::open(name).vocab_size();
+  data::find_data_files(config.data.path);
+  if (!config.data.validation_fraction()) data::find_data_files(config.data.validation);
+  const int64_t vocab = data::Tokenizer::open(name).vocab_size();
   const ModelSpec model = resolve_model(config, vocab);
   if (model.vocab < vocab) {
     throw ConfigError(
@@ -161,7 +161,7 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
     throw ConfigError(
         format("model.path: there is no {}; it must be a Hugging Face model folder", path));
   }
-  ModelSpec spec = model_spec_from_hf(read_text(path, formats::kMaxJsonBytes), path);
+  ModelSpec spec = model_spec_from_hf(read_text(path, io::kMaxJsonBytes), path);
   spec.dropout = config.model.dropout;
   if (config.train.seq_len > spec.positions) {
     throw ConfigError(format("train.seq_len is {}, but the model in {} has {} positions",
@@ -182,19 +182,18 @@ Data open_data(const TrainConfig& config) {
   if (config.data.path.empty()) {
     throw ConfigError("data.path is not set: name a text file, a folder of text, or token files");
   }
-  formats::Tokenizer tokenizer = formats::Tokenizer::open(tokenizer_name(config));
-  const formats::Corpus all = formats::Corpus::open(config.data.path, tokenizer);
+  data::Tokenizer tokenizer = data::Tokenizer::open(tokenizer_name(config));
+  const data::Corpus all = data::Corpus::open(config.data.path, tokenizer);
   const auto fraction = config.data.validation_fraction();
-  const formats::Split split = formats::hold_out(all, fraction.value_or(0));
-  if (formats::window_count(split.train.size(), config.train.seq_len) < 1) {
+  const data::Split split = data::hold_out(all, fraction.value_or(0));
+  if (data::window_count(split.train.size(), config.train.seq_len) < 1) {
     throw ConfigError(
         format("data.path: {} has {} tokens to train on, fewer than one sequence of "
                "train.seq_len {} + 1; use more data or a smaller train.seq_len",
                config.data.path, split.train.size(), config.train.seq_len));
   }
   return {tokenizer, split.train,
-          fraction ? split.validation : formats::Corpus::open(config.data.validation, tokenizer),
-          all};
+          fraction ? split.validation : data::Corpus::open(config.data.validation, tokenizer), all};
 }
 
 DataIdentities Data::identities(const DataConfig& config) const {
@@ -229,12 +228,12 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
     if (name == "validation" && before.data.validation != config.data.validation) continue;
     const std::string key = name == "data" ? "path" : name;
     const std::string origin = format("{}: state {}", path, name);
-    const auto json = formats::parse_json(found->second, origin);
-    const std::string crc = formats::string_member(json, "crc32c", origin);
-    const formats::DataIdentity was{
-        .tokens = formats::integer(formats::member(json, "tokens", origin), origin),
+    const auto json = io::parse_json(found->second, origin);
+    const std::string crc = io::string_member(json, "crc32c", origin);
+    const data::DataIdentity was{
+        .tokens = io::integer(io::member(json, "tokens", origin), origin),
         .crc = static_cast<uint32_t>(std::strtoul(crc.c_str(), nullptr, 16)),
-        .modified = formats::integer(formats::member(json, "modified", origin), origin)};
+        .modified = io::integer(io::member(json, "modified", origin), origin)};
     if (was != now && !config.checkpoint.other_data) {
       throw ConfigError(
           format("{} was trained on data.{} of {}, but {} has {}; restore the data, accept it with "

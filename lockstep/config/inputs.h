@@ -8,9 +8,9 @@
 #include <string>
 
 #include "lockstep/config/train_config.h"
-#include "lockstep/formats/corpus.h"
+#include "lockstep/data/corpus.h"
+#include "lockstep/data/tokenizer/tokenizer.h"
 #include "lockstep/formats/manifest.h"
-#include "lockstep/formats/tokenizer.h"
 
 namespace lockstep::config {
 
@@ -20,12 +20,12 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab);
 // data.tokenizer with nothing left open: "bytes", or an absolute path.
 std::string tokenizer_name(const TrainConfig& config);
 
-using DataIdentities = std::map<std::string, formats::DataIdentity>;
+using DataIdentities = std::map<std::string, data::DataIdentity>;
 
 struct Data {
-  formats::Tokenizer tokenizer;
-  formats::Corpus train, validation;  // validation may be empty
-  formats::Corpus all;                // data.path
+  data::Tokenizer tokenizer;
+  data::Corpus train, validation;  // validation may be empty
+  data::Corpus all;                // data.path
 
   // What was read, by the name that a checkpoint keeps it under: "data", and "validation" where
   // that is files of its own. Reads all of it, or runs of what is long.

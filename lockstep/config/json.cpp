@@ -4,12 +4,12 @@
 #include "lockstep/config/settings.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::config {
 namespace {
 
-using Json = formats::OrderedJson;
+using Json = io::OrderedJson;
 
 Value value_of(const Json& json, const std::string& name, const std::string& path) {
   if (json.is_boolean()) return json.get<bool>();
@@ -49,7 +49,7 @@ void collect(const Json& object, const std::string& prefix, const std::string& p
 
 std::vector<Setting> read_json(const std::string& text, const std::string& path) {
   std::vector<Setting> settings;
-  collect(formats::parse_user_json(text, path), "", path, settings);
+  collect(io::parse_user_json(text, path), "", path, settings);
   return settings;
 }
 

@@ -2,7 +2,7 @@
 // Tensor parallelism of the models that a specification describes.
 #pragma once
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/layout/tensor_plan.h"
 

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/schema.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/layout/offload.h"

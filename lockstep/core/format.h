@@ -17,6 +17,7 @@ using fmt::format;
 }
 #endif
 
+#include <cstdint>
 #include <string>
 
 namespace lockstep {
@@ -30,6 +31,11 @@ std::string join(const Range& values, const char* separator = ", ") {
     text += format("{}", value);
   }
   return text;
+}
+
+// "1 file", "2 files".
+inline std::string counted(int64_t count, const char* what) {
+  return format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
 }  // namespace lockstep

@@ -7,17 +7,17 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/formats/crc32c.h"
+#include "lockstep/io/crc32c.h"
 
 namespace lockstep::formats {
 namespace {
 
 // Of a long read at a time: few calls, and most of it is still in the cache for the checksums.
-constexpr uint64_t kStride = 4 * kBlockBytes;
+constexpr uint64_t kStride = 4 * io::kBlockBytes;
 
 }  // namespace
 
-CheckedFile::CheckedFile(std::string path, const FileRecord& record, bool verify)
+CheckedFile::CheckedFile(std::string path, const io::FileRecord& record, bool verify)
     : file_(std::move(path)), record_(record), verify_(verify) {
   if (file_.size() != record_.bytes) {
     throw CheckpointError(format("{}: has {} bytes, its manifest says {}", file_.path(),
@@ -28,11 +28,11 @@ CheckedFile::CheckedFile(std::string path, const FileRecord& record, bool verify
 void CheckedFile::read(uint64_t offset, std::span<std::byte> out) {
   check(offset <= record_.bytes && out.size() <= record_.bytes - offset, "reads lie in the file");
   while (!out.empty()) {
-    const uint64_t block = offset / kBlockBytes;
-    const uint64_t skipped = offset % kBlockBytes;
+    const uint64_t block = offset / io::kBlockBytes;
+    const uint64_t skipped = offset % io::kBlockBytes;
     // Up to the last end of a block, if any.
     uint64_t end = offset + out.size();
-    if (end != record_.bytes) end -= end % kBlockBytes;
+    if (end != record_.bytes) end -= end % io::kBlockBytes;
     size_t count = 0;
     if (skipped == 0 && end > offset) {
       count = end - offset;
@@ -62,7 +62,7 @@ void CheckedFile::read_blocks(uint64_t block, std::span<std::byte> out) {
   while (!out.empty()) {
     const auto bytes = out.first(std::min<size_t>(kStride, out.size()));
     out = out.subspan(bytes.size());
-    file_.read(block * kBlockBytes, bytes);
+    file_.read(block * io::kBlockBytes, bytes);
     bytes_read_ += bytes.size();
     if (comparing.valid()) comparing.get();
     if (verify_ && !out.empty()) {
@@ -70,17 +70,18 @@ void CheckedFile::read_blocks(uint64_t block, std::span<std::byte> out) {
     } else if (verify_) {
       compare(block, bytes);
     }
-    block += kStride / kBlockBytes;
+    block += kStride / io::kBlockBytes;
   }
 }
 
 void CheckedFile::compare(uint64_t block, std::span<const std::byte> bytes) const {
   for (; !bytes.empty(); ++block) {
-    const auto part = bytes.first(std::min<size_t>(kBlockBytes, bytes.size()));
-    if (const uint32_t crc = crc32c(part); crc != record_.blocks[block]) {
-      throw CheckpointError(format(
-          "{}: is damaged: bytes {} to {} have CRC32C {:08x}, the manifest says {:08x}", path(),
-          block * kBlockBytes, block * kBlockBytes + part.size(), crc, record_.blocks[block]));
+    const auto part = bytes.first(std::min<size_t>(io::kBlockBytes, bytes.size()));
+    if (const uint32_t crc = io::crc32c(part); crc != record_.blocks[block]) {
+      throw CheckpointError(
+          format("{}: is damaged: bytes {} to {} have CRC32C {:08x}, the manifest says {:08x}",
+                 path(), block * io::kBlockBytes, block * io::kBlockBytes + part.size(), crc,
+                 record_.blocks[block]));
     }
     bytes = bytes.subspan(part.size());
   }
@@ -90,7 +91,7 @@ std::span<const std::byte> CheckedFile::kept(uint64_t block) {
   if (kept_.empty() || kept_block_ != block) {
     // Nothing is kept if this fails.
     auto bytes = std::exchange(kept_, {});
-    bytes.resize(std::min(kBlockBytes, record_.bytes - block * kBlockBytes));
+    bytes.resize(std::min(io::kBlockBytes, record_.bytes - block * io::kBlockBytes));
     read_blocks(block, bytes);
     kept_ = std::move(bytes);
     kept_block_ = block;

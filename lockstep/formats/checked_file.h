@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/formats/file_record.h"
-#include "lockstep/formats/regular_file.h"
 #include "lockstep/formats/safetensors_header.h"
+#include "lockstep/io/file_record.h"
+#include "lockstep/io/regular_file.h"
 
 namespace lockstep::formats {
 
@@ -19,7 +19,7 @@ namespace lockstep::formats {
 // CheckpointError with its name. `record` must stay; without `verify` only its size is compared.
 class CheckedFile {
  public:
-  CheckedFile(std::string path, const FileRecord& record, bool verify);
+  CheckedFile(std::string path, const io::FileRecord& record, bool verify);
 
   const std::string& path() const { return file_.path(); }
   // Fills `out`; blocks that go into it entirely are read right there.
@@ -34,8 +34,8 @@ class CheckedFile {
   void compare(uint64_t block, std::span<const std::byte> bytes) const;
   std::span<const std::byte> kept(uint64_t block);
 
-  RegularFile file_;
-  const FileRecord& record_;
+  io::RegularFile file_;
+  const io::FileRecord& record_;
   bool verify_;
   std::vector<std::byte> kept_;
   uint64_t kept_block_ = 0;  // where kept_ is not empty

@@ -15,9 +15,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
-#include "lockstep/formats/durable.h"
-#include "lockstep/formats/folder_lock.h"
-#include "lockstep/formats/regular_file.h"
+#include "lockstep/io/durable.h"
+#include "lockstep/io/folder_lock.h"
+#include "lockstep/io/regular_file.h"
 
 namespace lockstep::formats {
 namespace {
@@ -76,10 +76,10 @@ std::map<int64_t, Remains> scan(const std::string& dir) {
 // cut off at any point; the name must be on disk before the first file goes.
 void discard(const std::string& dir, int64_t step, std::string_view end) {
   const auto temporary = path_of(dir, step, kTemporary);
-  remove_tree(temporary);
-  rename_path(path_of(dir, step, end), temporary);
-  sync_folder(dir);
-  remove_tree(temporary);
+  io::remove_tree(temporary);
+  io::rename_path(path_of(dir, step, end), temporary);
+  io::sync_folder(dir);
+  io::remove_tree(temporary);
 }
 
 // Ends a replacement that was cut off: the old one goes if the new one is there, and comes back if
@@ -89,9 +89,9 @@ void settle(const std::string& dir, int64_t step, const Remains& remains) {
   if (has_manifest(path_of(dir, step))) {
     discard(dir, step, kAside);
   } else {
-    remove_tree(path_of(dir, step));
-    rename_path(path_of(dir, step, kAside), path_of(dir, step));
-    sync_folder(dir);
+    io::remove_tree(path_of(dir, step));
+    io::rename_path(path_of(dir, step, kAside), path_of(dir, step));
+    io::sync_folder(dir);
   }
 }
 
@@ -110,7 +110,7 @@ void require_sizes(const Manifest& manifest, const std::string& folder) {
     if (lstat(path.c_str(), &status) != 0) {
       throw CheckpointError(format("{}: {}", path, std::generic_category().message(errno)));
     }
-    require_regular(path, status.st_mode);
+    io::require_regular(path, status.st_mode);
     const auto size = static_cast<uint64_t>(status.st_size);
     if (size != record.bytes) {
       throw CheckpointError(
@@ -141,27 +141,27 @@ std::string step_folder_name(int64_t step) {
 
 void check_writable(const std::string& dir) {
   try {
-    make_folders(dir);
+    io::make_folders(dir);
     const auto path = format("{}/.write-test-{}", dir, getpid());
-    write_text(path, "test");
-    remove_tree(path);
+    io::write_text(path, "test");
+    io::remove_tree(path);
   } catch (const SystemError& failure) {
     throw ConfigError(format("checkpoint folder {} cannot be written: {}", dir, failure.what()));
   }
-  FolderLock::require_free(dir);
+  io::FolderLock::require_free(dir);
 }
 
 std::string begin_checkpoint(const std::string& dir, int64_t step) {
-  make_folders(dir);
+  io::make_folders(dir);
   settle(dir, step, scan(dir)[step]);
   const auto temporary = path_of(dir, step, kTemporary);
-  remove_tree(temporary);
-  make_folders(temporary);
+  io::remove_tree(temporary);
+  io::make_folders(temporary);
   return temporary;
 }
 
 std::string commit_checkpoint(const std::string& dir, const Manifest& manifest,
-                              const FolderLock* lock) {
+                              const io::FolderLock* lock) {
   const auto require_held = [lock] {
     if (lock != nullptr) lock->require_held();
   };
@@ -172,24 +172,24 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest,
   settle(dir, manifest.step, scan(dir)[manifest.step]);
   manifest.validate(temporary);
   require_sizes(manifest, temporary);
-  write_text(format("{}/{}", temporary, kManifest), manifest.to_json());
-  sync_folder(temporary);
+  io::write_text(format("{}/{}", temporary, kManifest), manifest.to_json());
+  io::sync_folder(temporary);
   require_held();  // again: a disk may have kept this process waiting
   const bool replaces = has_manifest(final);
   if (replaces) {
-    rename_path(final, aside);
+    io::rename_path(final, aside);
   } else {
-    remove_tree(final);
+    io::remove_tree(final);
   }
-  rename_path(temporary, final);
-  sync_folder(dir);
+  io::rename_path(temporary, final);
+  io::sync_folder(dir);
   if (replaces) discard(dir, manifest.step, kAside);
   return final;
 }
 
 void abandon_checkpoint(const std::string& dir, int64_t step) {
   settle(dir, step, scan(dir)[step]);
-  remove_tree(path_of(dir, step, kTemporary));
+  io::remove_tree(path_of(dir, step, kTemporary));
 }
 
 std::vector<Checkpoint> list_complete(const std::string& dir) {
@@ -221,7 +221,7 @@ std::vector<Checkpoint> list_sound(const std::string& dir) {
 }
 
 Manifest read_manifest(const std::string& path) {
-  const RegularFile file(format("{}/{}", path, kManifest));
+  const io::RegularFile file(format("{}/{}", path, kManifest));
   if (file.size() > kMaxManifest) {
     throw CheckpointError(
         format("{}: has {} bytes, must have at most {}", file.path(), file.size(), kMaxManifest));
@@ -244,7 +244,7 @@ void prune(const std::string& dir, int keep) {
   for (size_t i = 0; i < removed; ++i) discard(dir, checkpoints[i].step, {});
   for (const auto& [step, remains] : steps) {
     if (remains.temporary && step <= checkpoints.back().step) {
-      remove_tree(path_of(dir, step, kTemporary));
+      io::remove_tree(path_of(dir, step, kTemporary));
     }
   }
 }

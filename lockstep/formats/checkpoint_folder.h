@@ -12,9 +12,11 @@
 
 #include "lockstep/formats/manifest.h"
 
-namespace lockstep::formats {
-
+namespace lockstep::io {
 class FolderLock;
+}
+
+namespace lockstep::formats {
 
 // A complete checkpoint. The path may end in ".old": a replacement of that step was cut off.
 struct Checkpoint {
@@ -38,7 +40,7 @@ std::string begin_checkpoint(const std::string& dir, int64_t step);
 // step. CheckpointError where the manifest does not hold together, its files are not there, or the
 // lock is no longer this process's.
 std::string commit_checkpoint(const std::string& dir, const Manifest& manifest,
-                              const FolderLock* lock = nullptr);
+                              const io::FolderLock* lock = nullptr);
 // After a save that failed: removes what it wrote, so that a full disk gets its space back. What
 // was complete stays, also where it was about to be replaced.
 void abandon_checkpoint(const std::string& dir, int64_t step);

@@ -12,7 +12,7 @@
 namespace lockstep::formats {
 namespace {
 
-constexpr uint64_t kBytesAtATime = 16 * kBlockBytes;  // read at a time
+constexpr uint64_t kBytesAtATime = 16 * io::kBlockBytes;  // read at a time
 
 struct Expected {
   std::string dtype;

@@ -7,8 +7,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
-#include "lockstep/formats/json.h"
 #include "lockstep/formats/manifest.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::formats {
 namespace {
@@ -29,8 +29,8 @@ HfDirectory::HfDirectory(std::string path) : path_(std::move(path)) {
   if (!fs::exists(index, error)) {
     throw CheckpointError(format("{}: has neither {} nor {}", path_, kSingle, kIndex));
   }
-  const auto json = parse_json(read_text(index, kMaxJsonBytes), index);
-  for (const auto& [name, file] : object_member(json, "weight_map", index).items()) {
+  const auto json = io::parse_json(read_text(index, io::kMaxJsonBytes), index);
+  for (const auto& [name, file] : io::object_member(json, "weight_map", index).items()) {
     if (!file.is_string() || !is_plain_file_name(file.get_ref<const std::string&>())) {
       throw CheckpointError(
           format("{}: tensor {}: {} must be the plain name of a file in the folder", index, name,

@@ -6,8 +6,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/formats/durable.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/durable.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::formats {
 namespace {
@@ -47,7 +47,7 @@ HfFiles write_hf_model(const std::string& folder, const std::vector<SafetensorsT
   }
   const auto files = into_files(tensors, max_file_bytes);
   HfFiles written{.files = static_cast<int64_t>(files.size())};
-  Json weight_map = Json::object();
+  io::Json weight_map = io::Json::object();
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = files.size() == 1
                                  ? "model.safetensors"
@@ -63,8 +63,9 @@ HfFiles write_hf_model(const std::string& folder, const std::vector<SafetensorsT
     writer.finish();
   }
   if (files.size() > 1) {
-    const Json index = {{"metadata", {{"total_size", written.bytes}}}, {"weight_map", weight_map}};
-    write_text(folder + "/model.safetensors.index.json", index.dump(2) + "\n");
+    const io::Json index = {{"metadata", {{"total_size", written.bytes}}},
+                            {"weight_map", weight_map}};
+    io::write_text(folder + "/model.safetensors.index.json", index.dump(2) + "\n");
   }
   return written;
 }

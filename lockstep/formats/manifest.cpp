@@ -145,10 +145,10 @@ void Manifest::validate(const std::string& origin) const {
     if (!is_plain_file_name(name) || name == "manifest.json") {
       throw CheckpointError(format("{}: file '{}' must be a plain name", origin, name));
     }
-    if (record.blocks.size() != num_blocks(record.bytes)) {
+    if (record.blocks.size() != io::num_blocks(record.bytes)) {
       throw CheckpointError(format("{}: file {}: {} bytes with {} checksums, must have {}", origin,
                                    name, record.bytes, record.blocks.size(),
-                                   num_blocks(record.bytes)));
+                                   io::num_blocks(record.bytes)));
     }
   }
   for (const auto& [name, tensor] : tensors) {

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/formats/file_record.h"
+#include "lockstep/io/file_record.h"
 #include "lockstep/layout/box.h"
 
 namespace lockstep::formats {
@@ -34,7 +34,7 @@ struct TensorRecord {
 struct Manifest {
   int64_t step = 0;
   std::map<std::string, TensorRecord> tensors = {};
-  std::map<std::string, FileRecord> files = {};
+  std::map<std::string, io::FileRecord> files = {};
   std::map<std::string, std::string> state = {};  // of the run: samples, tokens, scaler, ...
   std::string config = "{}";
 

@@ -10,7 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::formats {
 namespace {
@@ -25,7 +25,7 @@ constexpr const char* kMetadata = "__metadata__";
 
 // Takes the JSON as events, so that what does not belong is refused before it takes memory, and a
 // key given twice is seen.
-class HeaderSax : public nlohmann::json_sax<Json> {
+class HeaderSax : public nlohmann::json_sax<io::Json> {
  public:
   HeaderSax(const std::string& path, SafetensorsHeader& header) : path_(path), header_(header) {}
 
@@ -125,8 +125,8 @@ class HeaderSax : public nlohmann::json_sax<Json> {
   }
 
   bool parse_error(size_t /*position*/, const std::string& /*token*/,
-                   const Json::exception& failure) override {
-    fail(path_, "the header is not valid JSON: " + reason_of(failure));
+                   const io::Json::exception& failure) override {
+    fail(path_, "the header is not valid JSON: " + io::reason_of(failure));
   }
 
  private:
@@ -213,7 +213,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> head, uint64_t si
   // The parser takes a zero byte for the end of its input.
   if (text.find('\0') != std::string_view::npos) fail(path, "the header holds a zero byte");
   HeaderSax sax(path, header);
-  Json::sax_parse(text.begin(), text.end(), &sax);
+  io::Json::sax_parse(text.begin(), text.end(), &sax);
   require_tiles(header.entries, size - header.data_begin, path);
   return header;
 }
@@ -223,9 +223,9 @@ std::string safetensors_header_text(std::span<const SafetensorsEntry> entries,
   std::string text = "{";
   const auto add = [&](const std::string& name, const std::string& value) {
     if (text.size() > 1) text += ',';
-    text += Json(name).dump() + ':' + value;
+    text += io::Json(name).dump() + ':' + value;
   };
-  if (!metadata.empty()) add(kMetadata, Json(metadata).dump());
+  if (!metadata.empty()) add(kMetadata, io::Json(metadata).dump());
   for (const auto& entry : entries) {
     add(entry.name, format(R"({{"dtype":"{}","shape":[{}],"data_offsets":[{},{}]}})", entry.dtype,
                            join(entry.shape, ","), entry.begin, entry.end));

@@ -9,9 +9,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/formats/durable.h"
-#include "lockstep/formats/json.h"
 #include "lockstep/formats/safetensors_header.h"
+#include "lockstep/io/durable.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::formats {
 namespace {
@@ -50,11 +50,11 @@ SafetensorsWriter::SafetensorsWriter(std::string path, std::vector<SafetensorsTe
   std::string header;
   try {
     header = safetensors_header_text(entries_, metadata);
-  } catch (const Json::exception& failure) {
-    throw ConfigError(format("{}: names must be UTF-8: {}", path, reason_of(failure)));
+  } catch (const io::Json::exception& failure) {
+    throw ConfigError(format("{}: names must be UTF-8: {}", path, io::reason_of(failure)));
   }
   const uint64_t data = entries_.empty() ? 0 : entries_.back().end;
-  file_ = std::make_unique<DurableFile>(std::move(path), header.size() + data);
+  file_ = std::make_unique<io::DurableFile>(std::move(path), header.size() + data);
   file_->write(std::as_bytes(std::span(header)));
   skip_written();
 }
@@ -82,7 +82,7 @@ void SafetensorsWriter::write(std::string_view name, std::span<const std::byte> 
   skip_written();
 }
 
-FileRecord SafetensorsWriter::finish() {
+io::FileRecord SafetensorsWriter::finish() {
   if (current_ != entries_.size()) {
     throw ConfigError(format("{}: {} bytes of {} are missing", file_->path(),
                              entries_[current_].end - written_, entries_[current_].name));

@@ -11,9 +11,13 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/formats/file_record.h"
 #include "lockstep/formats/safetensors.h"
+#include "lockstep/io/file_record.h"
 #include "lockstep/layout/box.h"
+
+namespace lockstep::io {
+class DurableFile;
+}
 
 namespace lockstep::formats {
 
@@ -41,13 +45,13 @@ class SafetensorsWriter {
   void write(std::string_view name, std::span<const std::byte> bytes);
 
   // The file is on disk when this returns. ConfigError where bytes are missing.
-  FileRecord finish();
+  io::FileRecord finish();
 
  private:
   void skip_written();
 
   std::vector<SafetensorsEntry> entries_;
-  std::unique_ptr<class DurableFile> file_;
+  std::unique_ptr<io::DurableFile> file_;
   size_t current_ = 0;    // the tensor whose bytes are due
   uint64_t written_ = 0;  // of all tensors
 };

@@ -7,7 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::formats {
 
@@ -32,7 +32,7 @@ std::vector<std::vector<size_t>> shard_parts(const std::vector<ShardSlice>& slic
 
 SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
                              const std::vector<ShardSlice>& slices) {
-  auto sharding = Json::object();
+  auto sharding = io::Json::object();
   std::vector<SafetensorsTensor> tensors;
   for (const auto& slice : slices) {
     if (slice.box.ranges.size() != layout::Box::whole(slice.shape).ranges.size()) {
@@ -45,13 +45,13 @@ SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
   std::map<std::string, std::string> metadata = {{"DCP_VERSION", "1.0"}, {"format", "pt"}};
   try {
     metadata["DCP_SHARDING_INFO"] = sharding.dump();
-  } catch (const Json::exception& failure) {
-    throw ConfigError(format("[open_shard] names must be UTF-8: {}", reason_of(failure)));
+  } catch (const io::Json::exception& failure) {
+    throw ConfigError(format("[open_shard] names must be UTF-8: {}", io::reason_of(failure)));
   }
   return SafetensorsWriter(folder + "/" + file, std::move(tensors), metadata);
 }
 
-Manifest shard_manifest(int64_t step, const std::string& file, const FileRecord& record,
+Manifest shard_manifest(int64_t step, const std::string& file, const io::FileRecord& record,
                         const std::vector<ShardSlice>& slices) {
   Manifest manifest{.step = step};
   manifest.files.emplace(file, record);

@@ -35,7 +35,7 @@ SafetensorsWriter open_shard(const std::string& folder, const std::string& file,
                              const std::vector<ShardSlice>& slices);
 
 // The file as part of a manifest, to be merged into it.
-Manifest shard_manifest(int64_t step, const std::string& file, const FileRecord& record,
+Manifest shard_manifest(int64_t step, const std::string& file, const io::FileRecord& record,
                         const std::vector<ShardSlice>& slices);
 
 }  // namespace lockstep::formats

@@ -10,7 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/launch/affinity.h"
+#include "lockstep/launch/processes/affinity.h"
 
 namespace lockstep::launch {
 namespace {

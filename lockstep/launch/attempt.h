@@ -8,16 +8,16 @@
 #include <set>
 #include <vector>
 
-#include "lockstep/launch/console.h"
-#include "lockstep/launch/guard.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/node_link.h"
 #include "lockstep/launch/outcome.h"
-#include "lockstep/launch/poller.h"
-#include "lockstep/launch/process.h"
+#include "lockstep/launch/processes/console.h"
+#include "lockstep/launch/processes/guard.h"
+#include "lockstep/launch/processes/poller.h"
+#include "lockstep/launch/processes/process.h"
+#include "lockstep/launch/processes/signals.h"
+#include "lockstep/launch/processes/worker_log.h"
 #include "lockstep/launch/rank_variables.h"
-#include "lockstep/launch/signals.h"
-#include "lockstep/launch/worker_log.h"
 
 namespace lockstep::launch {
 

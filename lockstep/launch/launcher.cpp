@@ -10,11 +10,11 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/open_files.h"
-#include "lockstep/launch/affinity.h"
 #include "lockstep/launch/attempt.h"
-#include "lockstep/launch/interface.h"
-#include "lockstep/launch/secret.h"
-#include "lockstep/launch/socket.h"
+#include "lockstep/launch/processes/affinity.h"
+#include "lockstep/launch/rendezvous/network_interface.h"
+#include "lockstep/launch/rendezvous/secret.h"
+#include "lockstep/launch/rendezvous/socket.h"
 
 namespace lockstep::launch {
 namespace {

@@ -14,8 +14,8 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/version.h"
-#include "lockstep/launch/interface.h"
-#include "lockstep/launch/socket.h"
+#include "lockstep/launch/rendezvous/network_interface.h"
+#include "lockstep/launch/rendezvous/socket.h"
 
 namespace lockstep::launch {
 namespace {

@@ -24,11 +24,11 @@
 #include <thread>
 
 #include "lockstep/core/fd.h"
-#include "lockstep/launch/console.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/outcome.h"
-#include "lockstep/launch/rendezvous.h"
-#include "lockstep/launch/signals.h"
+#include "lockstep/launch/processes/console.h"
+#include "lockstep/launch/processes/signals.h"
+#include "lockstep/launch/rendezvous/rendezvous.h"
 
 namespace lockstep::launch {
 

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "lockstep/launch/affinity.h"
+#include "lockstep/launch/processes/affinity.h"
 
 namespace lockstep::launch {
 

@@ -12,12 +12,12 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/linear.h"
-#include "lockstep/parallel/recompute.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::model {
 

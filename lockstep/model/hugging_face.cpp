@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include "lockstep/comm/tensor.h"
-#include "lockstep/config/hf_model.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/dtype_names.h"

@@ -10,10 +10,10 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/model/layers.h"
-#include "lockstep/nn/initialize.h"
-#include "lockstep/nn/random_context.h"
+#include "lockstep/nn/init_model.h"
+#include "lockstep/nn/random/random_context.h"
 
 namespace lockstep::model {
 

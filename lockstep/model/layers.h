@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/layout/parallel_config.h"
-#include "lockstep/nn/random_context.h"
-#include "lockstep/parallel/activation_store.h"
+#include "lockstep/nn/random/random_context.h"
 #include "lockstep/parallel/pipeline/layer.h"
+#include "lockstep/parallel/recompute/activation_store.h"
 
 namespace lockstep::model {
 

@@ -7,9 +7,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/nn/activation_kernels.h"
-#include "lockstep/nn/fused_cuda.h"
-#include "lockstep/nn/one_derivative.h"
+#include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/kernels/activation_kernels.h"
+#include "lockstep/nn/kernels/fused_cuda.h"
 
 namespace lockstep::nn {
 namespace {

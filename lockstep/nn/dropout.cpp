@@ -10,10 +10,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/nn/capsule.h"
-#include "lockstep/nn/random_cuda.h"
-#include "lockstep/nn/random_kernels.h"
-#include "lockstep/nn/random_runs.h"
+#include "lockstep/nn/autograd/capsule.h"
+#include "lockstep/nn/random/random_cuda.h"
+#include "lockstep/nn/random/random_kernels.h"
+#include "lockstep/nn/random/random_runs.h"
 
 namespace lockstep::nn {
 namespace {

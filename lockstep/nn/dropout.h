@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "lockstep/core/philox.h"
-#include "lockstep/nn/random.h"
-#include "lockstep/nn/random_context.h"
-#include "lockstep/nn/sharing.h"
+#include "lockstep/nn/random/random.h"
+#include "lockstep/nn/random/random_context.h"
+#include "lockstep/nn/tensor/sharing.h"
 
 namespace lockstep::nn {
 

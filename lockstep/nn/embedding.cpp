@@ -5,8 +5,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/nn/column_linear.h"
-#include "lockstep/nn/sequence.h"
+#include "lockstep/nn/tensor/column_linear.h"
+#include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
 

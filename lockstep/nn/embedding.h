@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <ostream>
 
-#include "lockstep/nn/sharing.h"
+#include "lockstep/nn/tensor/sharing.h"
 
 namespace lockstep::nn {
 

@@ -10,7 +10,7 @@
 
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/placement.h"
-#include "lockstep/nn/random.h"
+#include "lockstep/nn/random/random.h"
 
 namespace lockstep::nn::init {
 

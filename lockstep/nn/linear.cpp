@@ -3,8 +3,8 @@
 
 #include <ATen/ATen.h>
 
-#include "lockstep/nn/column_linear.h"
-#include "lockstep/nn/sequence.h"
+#include "lockstep/nn/tensor/column_linear.h"
+#include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
 

@@ -6,8 +6,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/nn/fused_cuda.h"
-#include "lockstep/nn/one_derivative.h"
+#include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/vocab_loss.h"
 
 namespace lockstep::nn {
@@ -21,7 +21,7 @@ struct FusedCrossEntropy : torch::autograd::Function<FusedCrossEntropy> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
                             const at::Tensor& targets, double scale, bool overwrite) {
     const at::Tensor gradient = overwrite ? logits.detach() : at::empty_like(logits);
-    const at::Tensor losses = cuda::cross_entropy(logits, targets, scale, gradient);
+    const at::Tensor losses = cuda::cross_entropy(logits, targets, kIgnoredTarget, scale, gradient);
     context->save_for_backward({gradient});  // let go by backward
     return losses.sum();
   }

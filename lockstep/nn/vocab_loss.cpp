@@ -8,7 +8,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/layout/shard_math.h"
-#include "lockstep/nn/one_derivative.h"
+#include "lockstep/nn/autograd/one_derivative.h"
 
 namespace lockstep::nn {
 namespace {

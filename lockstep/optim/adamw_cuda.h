@@ -4,7 +4,7 @@
 #pragma once
 
 #include "lockstep/optim/elementwise_optimizer.h"
-#include "lockstep/optim/kernels.h"
+#include "lockstep/optim/kernels/kernels.h"
 
 namespace lockstep::optim::detail::cuda {
 

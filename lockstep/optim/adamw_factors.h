@@ -3,7 +3,7 @@
 #pragma once
 
 #include "lockstep/optim/adamw.h"
-#include "lockstep/optim/kernels.h"
+#include "lockstep/optim/kernels/kernels.h"
 
 namespace lockstep::optim::detail {
 

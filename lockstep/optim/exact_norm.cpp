@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/optim/blocks.h"
 #include "lockstep/optim/gradients.h"
+#include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/memory.h"
 
 namespace lockstep::optim::detail {

@@ -8,7 +8,7 @@
 #include <span>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/optim/kernels.h"
+#include "lockstep/optim/kernels/kernels.h"
 
 namespace lockstep::optim::detail {
 

@@ -12,7 +12,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"
 #include "lockstep/optim/gradients.h"
-#include "lockstep/optim/named_state.h"
+#include "lockstep/optim/parameters/named_state.h"
 
 namespace lockstep::optim {
 namespace {

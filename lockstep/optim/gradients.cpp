@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/optim/blocks.h"
+#include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/memory.h"
 
 namespace lockstep::optim::detail {

@@ -8,7 +8,7 @@
 
 #include "lockstep/core/dtype.h"
 #include "lockstep/optim/elementwise_optimizer.h"
-#include "lockstep/optim/kernels.h"
+#include "lockstep/optim/kernels/kernels.h"
 
 namespace lockstep::optim::detail {
 

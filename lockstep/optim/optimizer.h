@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/parameters.h"
+#include "lockstep/optim/parameters/parameters.h"
 
 namespace lockstep::optim {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
 
 namespace lockstep::plan {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "lockstep/config/model_spec.h"
+#include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/plan/tape.h"
 
@@ -13,7 +13,7 @@ namespace lockstep::plan {
 
 // Which of several ways the operators go.
 struct Kernels {
-  bool cuda = false;             // with the kernels of nn/fused_kernels.cu
+  bool cuda = false;             // with the kernels of nn/kernels/fused_kernels.cu
   bool fused_attention = false;  // libtorch's, from 2.0 on; else nn::blockwise_causal_attention
   bool mean_saves = false;       // its input, as before 2.0; it has only to know the size
 };

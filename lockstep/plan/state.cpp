@@ -8,7 +8,7 @@
 #include "lockstep/config/pipeline.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/layout/flat_layout.h"
-#include "lockstep/plan/gather.h"
+#include "lockstep/plan/gather_arena.h"
 
 namespace lockstep::plan {
 namespace {
@@ -18,7 +18,7 @@ using config::TrainConfig;
 using layout::Shape;
 
 constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
-constexpr int64_t kGradientBlocks = 2;     // parallel/shard/buffers.cpp
+constexpr int64_t kGradientBlocks = 2;     // parallel/flat/buffers.cpp
 
 int64_t aligned(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 

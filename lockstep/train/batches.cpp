@@ -7,9 +7,9 @@
 
 namespace lockstep::train {
 
-static_assert(formats::kIgnoredTarget == nn::kIgnoredTarget);
+static_assert(data::kIgnoredTarget == nn::kIgnoredTarget);
 
-Tensors to_tensors(const formats::Batch& batch, int64_t seq_len, c10::Device device) {
+Tensors to_tensors(const data::Batch& batch, int64_t seq_len, c10::Device device) {
   const auto tensor = [&](const std::vector<int64_t>& values) {
     return at::tensor(values, at::kLong).to(device);
   };

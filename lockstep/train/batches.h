@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "lockstep/formats/batch.h"
+#include "lockstep/data/batch.h"
 
 namespace lockstep::train {
 
@@ -13,6 +13,6 @@ struct Tensors {
   at::Tensor target;  // (rows * seq_len)
 };
 
-Tensors to_tensors(const formats::Batch& batch, int64_t seq_len, c10::Device device);
+Tensors to_tensors(const data::Batch& batch, int64_t seq_len, c10::Device device);
 
 }  // namespace lockstep::train

@@ -7,16 +7,16 @@
 #include <algorithm>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/formats/batch.h"
+#include "lockstep/data/batch.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/train/batches.h"
 
 namespace lockstep::train {
-Evaluator::Evaluator(formats::Corpus corpus, comm::Group group, EvaluatorOptions options)
+Evaluator::Evaluator(data::Corpus corpus, comm::Group group, EvaluatorOptions options)
     : corpus_(std::move(corpus)),
       group_(std::move(group)),
       options_(options),
-      windows_(formats::evaluation_windows(corpus_.size(), options.seq_len)) {
+      windows_(data::evaluation_windows(corpus_.size(), options.seq_len)) {
   batches_ = (windows_ + options.rows - 1) / options.rows;
   if (options.max_tokens > 0) {
     const int64_t batch = options.seq_len * options.rows;
@@ -44,7 +44,7 @@ double Evaluator::loss(TrainedModel& model) const {
     std::vector<double> counts;
     for (int64_t i = round; i < std::min(rounds, round + model.batches_at_once()); ++i) {
       const int64_t batch = i * group_.size() + group_.rank();
-      const auto rows = formats::evaluation_batch(
+      const auto rows = data::evaluation_batch(
           corpus_, {.seq_len = options_.seq_len,
                     .vocab = options_.vocab,
                     .first_window = first_window(std::min(batch, batches_ - 1)),

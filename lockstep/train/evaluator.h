@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/formats/corpus.h"
+#include "lockstep/data/corpus.h"
 #include "lockstep/train/trained_model.h"
 
 namespace lockstep::train {
@@ -20,7 +20,7 @@ struct EvaluatorOptions {
 // The same windows each time, whatever the number of ranks.
 class Evaluator {
  public:
-  Evaluator(formats::Corpus corpus, comm::Group group, EvaluatorOptions options);
+  Evaluator(data::Corpus corpus, comm::Group group, EvaluatorOptions options);
 
   // Mean over all tokens of all ranks' shares. Collective.
   double loss(TrainedModel& model) const;
@@ -31,7 +31,7 @@ class Evaluator {
   // Of batch i of `batches_`, the first window.
   int64_t first_window(int64_t batch) const;
 
-  formats::Corpus corpus_;
+  data::Corpus corpus_;
   comm::Group group_;
   EvaluatorOptions options_;
   int64_t windows_, batches_;

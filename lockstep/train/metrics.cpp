@@ -12,7 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/json.h"
 #include "lockstep/train/device.h"
 
 namespace lockstep::train {
@@ -30,7 +30,7 @@ std::vector<std::string> kept_lines(const std::string& path, int64_t last_step) 
   if (!std::filesystem::exists(path)) return kept;
   std::istringstream old(read_text(path, kMostBytes));
   for (std::string line; std::getline(old, line);) {
-    const auto parsed = formats::parse_json_line(line);
+    const auto parsed = io::parse_json_line(line);
     if (!parsed.is_object() || !parsed.contains("step") || !parsed["step"].is_number_integer()) {
       break;
     }

@@ -10,7 +10,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
-#include "lockstep/parallel/activation_store.h"
+#include "lockstep/parallel/recompute/activation_store.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::train {

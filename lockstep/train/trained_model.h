@@ -14,7 +14,7 @@
 #include "lockstep/checkpoint/slices.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
-#include "lockstep/nn/random_context.h"
+#include "lockstep/nn/random/random_context.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"

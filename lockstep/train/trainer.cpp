@@ -14,14 +14,14 @@
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/compare.h"
+#include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/core/version.h"
-#include "lockstep/formats/batch_reader.h"
-#include "lockstep/formats/entropy.h"
+#include "lockstep/data/batch_reader.h"
+#include "lockstep/data/entropy.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lr_schedule.h"
@@ -89,7 +89,7 @@ c10::Device limited_device(const TrainConfig& config, const comm::Group& group) 
 }
 
 // With nothing left open that a later reader of the checkpoint would have to know.
-TrainConfig completed(TrainConfig config, const formats::Tokenizer& tokenizer) {
+TrainConfig completed(TrainConfig config, const data::Tokenizer& tokenizer) {
   config.model = config::resolve_model(config, tokenizer.vocab_size());
   config.data.tokenizer = config::tokenizer_name(config);
   return config;
@@ -140,7 +140,7 @@ struct Trainer::State {
   int64_t skipped_in_a_row = 0;
   bool stopping = false;
   std::string resumed_from;
-  std::optional<formats::BatchReader> reader;
+  std::optional<data::BatchReader> reader;
   std::optional<MetricsFile> metrics;
   std::optional<Progress> progress;
   StopRequest stop;
@@ -179,14 +179,14 @@ Trainer::State::State(TrainConfig given, comm::Group group)
     saver->lock();  // before it is decided what to resume from
   }
   resume();
-  reader.emplace(data.train, formats::BatchPlan{.seq_len = config.train.seq_len,
-                                                .micro_batch = config.train.micro_batch,
-                                                .accumulation = accumulation,
-                                                .dp = dp.size(),
-                                                .dp_rank = dp.rank(),
-                                                .seed = static_cast<uint64_t>(config.train.seed),
-                                                .vocab = config.model.vocab,
-                                                .first_sample = samples});
+  reader.emplace(data.train, data::BatchPlan{.seq_len = config.train.seq_len,
+                                             .micro_batch = config.train.micro_batch,
+                                             .accumulation = accumulation,
+                                             .dp = dp.size(),
+                                             .dp_rank = dp.rank(),
+                                             .seed = static_cast<uint64_t>(config.train.seed),
+                                             .vocab = config.model.vocab,
+                                             .first_sample = samples});
   if (saver) saver->reserve(model.slices(*optimizer));
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
@@ -260,7 +260,7 @@ void Trainer::State::say_what_is_trained() {
   progress->line(format("data   {}; {} tokens held out", data.train.describe(),
                         short_number(static_cast<double>(data.validation.size()))));
   if (config.model.vocab <= 256) {
-    if (const auto entropy = formats::entropy(data.train)) {
+    if (const auto entropy = data::entropy(data.train)) {
       progress->line(
           format("       a model that knows how often each token occurs has loss {:.3f}; "
                  "after each other token, {:.3f}",
@@ -436,7 +436,7 @@ Trainer::Trainer(config::TrainConfig config, comm::Group group) {
   } catch (const std::exception& error) {
     if (!is_out_of_memory(error)) throw;
     const TrainConfig known =
-        completed(config, formats::Tokenizer::open(config::tokenizer_name(config)));
+        completed(config, data::Tokenizer::open(config::tokenizer_name(config)));
     const int64_t peak = peak_tensor_bytes(choose_device(config, group), nullptr);
     throw Error(out_of_memory_message(
         error, {group.rank(), predicted(known, group), {.activations = peak}}));

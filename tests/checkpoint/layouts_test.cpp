@@ -10,9 +10,9 @@
 #include "lockstep/checkpoint/saver.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/checkpoint_reader.h"
-#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/dtype_names.h"
-#include "tests/parallel/pipeline_training.h"
+#include "lockstep/io/crc32c.h"
+#include "tests/parallel/pipeline/training.h"
 #include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 
@@ -106,7 +106,7 @@ std::map<std::string, uint32_t> hashes(const std::string& path) {
     std::vector<std::byte> bytes(
         static_cast<size_t>(formats::byte_size(tensor.dtype, tensor.shape).value()));
     reader.read(name, layout::Box::whole(tensor.shape), bytes);
-    all[name] = formats::crc32c(bytes);
+    all[name] = io::crc32c(bytes);
   }
   return all;
 }

@@ -15,8 +15,8 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/data/ddp.h"
-#include "tests/parallel/offload_training.h"
-#include "tests/parallel/shard_support.h"
+#include "tests/parallel/offload/training.h"
+#include "tests/parallel/shard/support.h"
 #include "tests/support/sampling.h"
 #include "tests/support/subprocess.h"
 

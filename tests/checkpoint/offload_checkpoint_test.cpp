@@ -6,7 +6,7 @@
 #include <string>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "tests/parallel/offload_training.h"
+#include "tests/parallel/offload/training.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

@@ -5,9 +5,9 @@
 
 #include <filesystem>
 
-#include "lockstep/formats/corpus.h"
-#include "lockstep/formats/token_file.h"
-#include "tests/formats/small_tokenizer.h"
+#include "lockstep/data/corpus.h"
+#include "lockstep/data/tokens/token_file.h"
+#include "tests/data/tokenizer/small_tokenizer.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -39,7 +39,7 @@ class DataPack : public ::testing::Test {
 };
 
 TEST_F(DataPack, AllLayoutsHoldWhatTheTextHolds) {
-  const auto text = formats::Corpus::open(path("text"), formats::Tokenizer::bytes());
+  const auto text = data::Corpus::open(path("text"), data::Tokenizer::bytes());
   std::vector<int64_t> expected(11);
   text.read(0, expected);
   for (const std::string layout : {"llm.c", "nanogpt", "megatron"}) {
@@ -50,8 +50,8 @@ TEST_F(DataPack, AllLayoutsHoldWhatTheTextHolds) {
                                          ": 2 documents, 11 tokens, [0-9]+ bytes, [0-9.]+ "
                                          "seconds\n"));
     EXPECT_THAT(result.err, HasSubstr("passed over 1 binary file and 0 unreadable files"));
-    const auto file = formats::TokenFile::open(path(output));
-    EXPECT_EQ(formats::name_of(file.kind()), layout);
+    const auto file = data::TokenFile::open(path(output));
+    EXPECT_EQ(data::name_of(file.kind()), layout);
     std::vector<int64_t> tokens(11);
     ASSERT_EQ(file.size(), 11);
     file.read(0, tokens);
@@ -68,7 +68,7 @@ TEST_F(DataPack, AFileLongerThanOneCut) {
       lockstep_command({"data", "pack", "--input", path("long"), "--output", path("long.bin")});
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("1 document, " + std::to_string(text.size()) + " tokens"));
-  const auto file = formats::TokenFile::open(path("long.bin"));
+  const auto file = data::TokenFile::open(path("long.bin"));
   std::vector<int64_t> tokens(text.size());
   ASSERT_EQ(file.size(), static_cast<int64_t>(text.size()));
   file.read(0, tokens);
@@ -82,7 +82,7 @@ TEST_F(DataPack, EndOfTextFollowsEachDocument) {
                                          path("tokenizer.json"), "--append-end-of-text"});
     ASSERT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("2 documents, 13 tokens"));
-    const auto file = formats::TokenFile::open(path("x.bin"));
+    const auto file = data::TokenFile::open(path("x.bin"));
     EXPECT_EQ(file.width(), width);
     std::vector<int64_t> tokens(13);
     file.read(0, tokens);
@@ -101,7 +101,7 @@ TEST_F(DataPack, ReplacesOnlyByForce) {
   EXPECT_THAT(result.err, HasSubstr("x.bin exists; --force replaces it"));
   EXPECT_EQ(read_file(path("x.bin")), "mine");
   EXPECT_EQ(pack("x.bin", {"--force"}).code, 0);
-  EXPECT_EQ(formats::TokenFile::open(path("x.bin")).size(), 11);
+  EXPECT_EQ(data::TokenFile::open(path("x.bin")).size(), 11);
   fs::remove(path("x.bin"));
   write_file(path("x.idx"), "mine");
   EXPECT_THAT(pack("x.bin", {"--layout", "megatron"}).err, HasSubstr("x.idx exists; --force"));

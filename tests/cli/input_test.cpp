@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "lockstep/core/fd.h"
-#include "tests/cli/checkpoint_arrays.h"
+#include "tests/cli/checkpoint/arrays.h"
 
 namespace lockstep::test {
 namespace {

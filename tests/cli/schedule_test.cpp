@@ -7,7 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/schedule/render.h"
+#include "lockstep/schedule/render/render.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

@@ -14,9 +14,9 @@
 #include <cerrno>
 #include <thread>
 
+#include "lockstep/comm/backends/gloo/no_sigpipe.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/conformance.h"
-#include "lockstep/comm/gloo/no_sigpipe.h"
+#include "lockstep/comm/conformance/conformance.h"
 #include "lockstep/core/error.h"
 #include "tests/comm/unfinished_group.h"
 

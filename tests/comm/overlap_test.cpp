@@ -6,10 +6,10 @@
 
 #include <cstdlib>
 
+#include "lockstep/comm/backends/nccl/nccl.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/core/trace.h"
-#include "tests/comm/fake_nccl.h"
+#include "tests/comm/backends/nccl/fake_nccl.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/trace_spans.h"
 

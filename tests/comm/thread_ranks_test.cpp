@@ -6,7 +6,7 @@
 #include <string>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/conformance.h"
+#include "lockstep/comm/conformance/conformance.h"
 #include "lockstep/core/error.h"
 #include "tests/support/sampling.h"
 

@@ -23,16 +23,16 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/formats/checkpoint_reader.h"
-#include "tests/formats/faulty_io.h"
 #include "tests/formats/memory_dir.h"
 #include "tests/formats/save.h"
+#include "tests/io/faulty_io.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
 namespace {
 
 namespace fs = std::filesystem;
-using io::Fault;
+using io::calls::Fault;
 using test_support::save;
 
 // How far a run came, also for the parent of a process that was killed.
@@ -72,7 +72,7 @@ void expect_sound(const std::string& dir, const Progress& progress) {
 }
 
 void expect_retry(const std::string& dir) {
-  io::arm(Fault::none, 0);
+  io::calls::arm(Fault::none, 0);
   for (int64_t step = 2; step <= 3; ++step) ASSERT_NO_THROW(save(dir, step, 3));
   ASSERT_NO_THROW(prune(dir, 1));
   ASSERT_EQ(verify(newest(dir)->path).state.at("seed"), "3");
@@ -97,7 +97,7 @@ TEST_P(Crash, AtEveryCall) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      io::arm(GetParam(), call);
+      io::calls::arm(GetParam(), call);
       run(dir, *progress);
       _exit(0);
     }
@@ -193,7 +193,7 @@ TEST(Killed, AtAnyMoment) {
   const auto seed = std::random_device{}();
   std::mt19937 random(seed);
   SCOPED_TRACE(testing::Message() << "seed " << seed);
-  io::arm(Fault::none, 0);
+  io::calls::arm(Fault::none, 0);
   const auto start = Clock::now();
   for (int64_t step = 1; step <= 5; ++step) save_by_processes(dir, step, 1, *shared);
   // Two saves: some 10 ms, and ten times that with a sanitizer.
@@ -247,11 +247,11 @@ TEST(Failure, AtEveryCall) {
     const test::TempDir temp;
     const auto dir = temp.path() + "/checkpoints";
     Progress progress;
-    io::arm(Fault::fail, call);
+    io::calls::arm(Fault::fail, call);
     SCOPED_TRACE(testing::Message() << "call " << call);
     try {
       run(dir, progress);
-      ASSERT_LT(io::calls(), call);
+      ASSERT_LT(io::calls::count(), call);
       ASSERT_GT(call, 120);
       return;
     } catch (const SystemError& failure) {
@@ -259,7 +259,7 @@ TEST(Failure, AtEveryCall) {
       ASSERT_TRUE(failure.error_number() == EIO || failure.error_number() == ENOSPC);
     }
     ASSERT_NO_FATAL_FAILURE(expect_sound(dir, progress));
-    io::arm(Fault::none, 0);
+    io::calls::arm(Fault::none, 0);
     for (int64_t step = 1; step <= 3; ++step) {
       ASSERT_NO_THROW(abandon_checkpoint(dir, step));
       for (const char* end : {".tmp", ".old"}) {
@@ -274,9 +274,9 @@ TEST(Failure, AtEveryCall) {
 TEST(Failure, ShortWrites) {
   const test::TempDir temp;
   Progress progress;
-  io::arm(Fault::trickle, 1);
+  io::calls::arm(Fault::trickle, 1);
   run(temp.path(), progress);
-  EXPECT_GT(io::calls(), 400);
+  EXPECT_GT(io::calls::count(), 400);
   expect_sound(temp.path(), progress);
 }
 

@@ -11,7 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/formats/checkpoint_reader.h"
-#include "lockstep/formats/crc32c.h"
+#include "lockstep/io/crc32c.h"
 #include "tests/formats/memory_dir.h"
 #include "tests/formats/mutate.h"
 #include "tests/formats/save.h"
@@ -58,7 +58,7 @@ const char* const kPieces[] = {"{",
 std::string seal(const std::string& manifest) {
   const auto body = manifest.substr(0, manifest.rfind(",\n\"crc32c\""));
   char crc[9];
-  std::snprintf(crc, sizeof crc, "%08x", crc32c(std::as_bytes(std::span(body))));
+  std::snprintf(crc, sizeof crc, "%08x", io::crc32c(std::as_bytes(std::span(body))));
   return body + ",\n\"crc32c\": \"" + crc + "\"\n}\n";
 }
 

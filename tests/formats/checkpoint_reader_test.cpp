@@ -109,10 +109,10 @@ TEST_F(Reader, OnlyTheBlocksThatAreNeeded) {
   // Many runs, of which the first blocks of both files have all.
   const Box rows{{{100, 200}, {0, 1000}}};
   read(reader, "large", rows);
-  EXPECT_EQ(reader.bytes_read(), 2 * kBlockBytes);
+  EXPECT_EQ(reader.bytes_read(), 2 * io::kBlockBytes);
   // The file that was used last keeps its block.
   read(reader, "large", Box{{{0, 10}, {600, 1000}}});
-  EXPECT_EQ(reader.bytes_read(), 2 * kBlockBytes);
+  EXPECT_EQ(reader.bytes_read(), 2 * io::kBlockBytes);
   // Each block is read once, whatever is taken from it; the two at the ends of a tensor twice.
   CheckpointReader again(path);
   read(again, "large", Box::whole({1500, 1000}));
@@ -122,7 +122,7 @@ TEST_F(Reader, OnlyTheBlocksThatAreNeeded) {
   // From the middle of block 1 to that of block 4, and the header.
   CheckpointReader third(path);
   read(third, "rows", Box{{{400, 1200}, {0, 1000}}});
-  EXPECT_EQ(third.bytes_read(), 5 * kBlockBytes);
+  EXPECT_EQ(third.bytes_read(), 5 * io::kBlockBytes);
 }
 
 TEST_F(Reader, DamageIsNoticedInTheBlocksThatAreRead) {
@@ -138,10 +138,10 @@ TEST_F(Reader, DamageIsNoticedInTheBlocksThatAreRead) {
   };
   const Box whole = Box::whole({1500, 1000}), first{{{0, 100}, {0, 600}}};
   const uint64_t size = fs::file_size(file);
-  ASSERT_GT(size, 3 * kBlockBytes);
-  for (const uint64_t at : {kBlockBytes, 2 * kBlockBytes - 1, size - 1}) {
+  ASSERT_GT(size, 3 * io::kBlockBytes);
+  for (const uint64_t at : {io::kBlockBytes, 2 * io::kBlockBytes - 1, size - 1}) {
     flip(file, at);
-    refused(whole, "bytes " + std::to_string(at / kBlockBytes * kBlockBytes) + " to ");
+    refused(whole, "bytes " + std::to_string(at / io::kBlockBytes * io::kBlockBytes) + " to ");
     CheckpointReader reader(path);
     EXPECT_EQ(read(reader, "large", first), numbers({1500, 1000}, first));
     EXPECT_THROW(verify(path), CheckpointError);
@@ -155,17 +155,17 @@ TEST_F(Reader, DamageIsNoticedInTheBlocksThatAreRead) {
     refused(Box{{{1400, 1500}, {0, 600}}}, "bytes 0 to 1048576");
     flip(file, at);
   }
-  flip(file, kBlockBytes - 1);
+  flip(file, io::kBlockBytes - 1);
   refused(first, "bytes 0 to 1048576");
-  flip(file, kBlockBytes - 1);
+  flip(file, io::kBlockBytes - 1);
   verify(path);
   // A block that was refused is not kept.
   CheckpointReader reader(path);
-  flip(file, kBlockBytes + 1);
+  flip(file, io::kBlockBytes + 1);
   const Box second{{{500, 501}, {0, 600}}};
   EXPECT_THROW(read(reader, "large", second), CheckpointError);
   EXPECT_THROW(read(reader, "large", second), CheckpointError);
-  flip(file, kBlockBytes + 1);
+  flip(file, io::kBlockBytes + 1);
   EXPECT_EQ(read(reader, "large", second), numbers({1500, 1000}, second));
 }
 
@@ -263,7 +263,7 @@ TEST_F(Reader, OtherContents) {
   const std::vector<ShardSlice> declared = {{"w", "I32", {4}, {{{0, 4}}}}};
   test::write_file(folder + "/f", "no header");
   CheckpointReader reader(
-      commit_checkpoint(dir_, shard_manifest(2, "f", record_of(folder + "/f"), declared)));
+      commit_checkpoint(dir_, shard_manifest(2, "f", io::record_of(folder + "/f"), declared)));
   EXPECT_THAT([&] { read(reader, "w", Box::whole({4})); },
               ThrowsMessage<CheckpointError>(HasSubstr("/f: a header of ")));
 }

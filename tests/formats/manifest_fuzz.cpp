@@ -10,15 +10,15 @@
 #include <string>
 
 #include "lockstep/core/error.h"
-#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/manifest.h"
+#include "lockstep/io/crc32c.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using lockstep::formats::Manifest;
   std::string text(reinterpret_cast<const char*>(data), size);
   char seal[40];
   std::snprintf(seal, sizeof seal, ",\n\"crc32c\": \"%08x\"\n}\n",
-                lockstep::formats::crc32c(std::as_bytes(std::span(text))));
+                lockstep::io::crc32c(std::as_bytes(std::span(text))));
   text += seal;
   try {
     const auto manifest = Manifest::from_json(text, "f");

@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/core/error.h"
-#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/io/crc32c.h"
 #include "lockstep/layout/shard_math.h"
 
 namespace lockstep::formats {
@@ -27,7 +27,7 @@ Manifest sample() {
                   {"empty", {"F32", {0, 3}, {{"g", Box::whole({0, 3})}}}}},
       .files = {{"f", {123, {0xabcdef}}},
                 {"f2", {0, {}}},
-                {"g", {2 * kBlockBytes + 1, {1, 2, 0xffffffff}}}},
+                {"g", {2 * io::kBlockBytes + 1, {1, 2, 0xffffffff}}}},
       .state = {{"samples", "18446744073709551615"}, {"scaler", R"({"scale":65536.1})"}},
       .config = R"({"model":{"layers":2}})"};
 }
@@ -46,7 +46,7 @@ TEST(Manifest, RoundTrip) {
 // The text of version 2, which later versions of Lockstep must read.
 TEST(Manifest, Frozen) {
   Manifest manifest{.step = 7};
-  manifest.files["f"] = {kBlockBytes + 1, {0x0a, 0xfedcba98}};
+  manifest.files["f"] = {io::kBlockBytes + 1, {0x0a, 0xfedcba98}};
   manifest.tensors["w"] = {"F32", {2, 3}, {{"f", Box::whole({2, 3})}}};
   manifest.state["tokens"] = "12";
   EXPECT_EQ(manifest.to_json(), R"({
@@ -72,7 +72,7 @@ TEST(Manifest, Frozen) {
 std::string sealed(const std::string& text) {
   const auto body = text.substr(0, text.rfind(",\n\"crc32c\""));
   char crc[9];
-  std::snprintf(crc, sizeof crc, "%08x", crc32c(std::as_bytes(std::span(body))));
+  std::snprintf(crc, sizeof crc, "%08x", io::crc32c(std::as_bytes(std::span(body))));
   return body + ",\n\"crc32c\": \"" + crc + "\"\n}\n";
 }
 

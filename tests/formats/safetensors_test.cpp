@@ -78,7 +78,7 @@ TEST_F(Safetensors, WritesGolden) {
   writer.write("a", as_bytes(kGolden).subspan(160));
   const auto record = writer.finish();
   EXPECT_EQ(test::read_file(path()), kGolden);
-  EXPECT_EQ(record, record_of(path()));
+  EXPECT_EQ(record, io::record_of(path()));
   EXPECT_EQ(record.bytes, kGolden.size());
 }
 
@@ -127,7 +127,7 @@ TEST_F(Safetensors, LargeTensors) {
     }
   }
   const auto record = writer.finish();
-  EXPECT_EQ(record, record_of(path()));
+  EXPECT_EQ(record, io::record_of(path()));
   EXPECT_EQ(test::read_file(path()).substr(record.bytes - bytes.size()), bytes);
 }
 

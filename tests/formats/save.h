@@ -14,8 +14,8 @@
 
 namespace lockstep::formats::test_support {
 
-inline FileRecord write_shard(const std::string& folder, const std::string& file,
-                              const std::vector<ShardSlice>& slices, int seed) {
+inline io::FileRecord write_shard(const std::string& folder, const std::string& file,
+                                  const std::vector<ShardSlice>& slices, int seed) {
   auto writer = open_shard(folder, file, slices);
   for (const auto& entry : writer.entries()) {
     const std::vector<std::byte> bytes(entry.size(), static_cast<std::byte>(seed));
@@ -39,8 +39,8 @@ inline std::string save(const std::string& dir, int64_t step, int seed = 0) {
 }
 
 // Tensors of 4-byte types, whose i-th element (row-major, in the whole tensor) is `first` + i.
-inline FileRecord write_numbers(const std::string& folder, const std::string& file,
-                                const std::vector<ShardSlice>& slices, int32_t first = 0) {
+inline io::FileRecord write_numbers(const std::string& folder, const std::string& file,
+                                    const std::vector<ShardSlice>& slices, int32_t first = 0) {
   auto writer = open_shard(folder, file, slices);
   for (const auto& entry : writer.entries()) {
     for (const auto& slice : slices) {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/formats/crc32c.h"
 #include "lockstep/formats/safetensors.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/io/crc32c.h"
 #include "lockstep/layout/shard_math.h"
 
 namespace {
@@ -101,7 +101,8 @@ void print(const std::string& path) {
   const SafetensorsFile file(path);
   for (const auto& entry : file.entries()) {
     std::printf("%s %s %s %08x\n", entry.name.c_str(), entry.dtype.c_str(),
-                lockstep::layout::describe(entry.shape).c_str(), crc32c(file.bytes(entry)));
+                lockstep::layout::describe(entry.shape).c_str(),
+                lockstep::io::crc32c(file.bytes(entry)));
   }
 }
 

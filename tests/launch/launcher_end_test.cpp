@@ -11,7 +11,7 @@
 #include <sstream>
 
 #include "lockstep/core/error.h"
-#include "lockstep/launch/socket.h"
+#include "lockstep/launch/rendezvous/socket.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

@@ -11,9 +11,9 @@
 #include <set>
 
 #include "lockstep/core/rank_env.h"
-#include "lockstep/launch/affinity.h"
-#include "lockstep/launch/rendezvous.h"
-#include "lockstep/launch/socket.h"
+#include "lockstep/launch/processes/affinity.h"
+#include "lockstep/launch/rendezvous/rendezvous.h"
+#include "lockstep/launch/rendezvous/socket.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

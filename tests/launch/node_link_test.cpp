@@ -7,9 +7,9 @@
 #include <csignal>
 #include <memory>
 
-#include "lockstep/launch/rendezvous.h"
-#include "lockstep/launch/secret.h"
-#include "lockstep/launch/socket.h"
+#include "lockstep/launch/rendezvous/rendezvous.h"
+#include "lockstep/launch/rendezvous/secret.h"
+#include "lockstep/launch/rendezvous/socket.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

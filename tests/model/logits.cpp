@@ -11,7 +11,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/config/hf_model.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/mapped_file.h"
 #include "lockstep/formats/safetensors.h"

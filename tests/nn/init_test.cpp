@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/nn/initialize.h"
+#include "lockstep/nn/init_model.h"
 
 namespace lockstep::nn {
 namespace {

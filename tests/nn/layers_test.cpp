@@ -17,7 +17,7 @@
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/heads.h"
 #include "lockstep/nn/init.h"
-#include "lockstep/nn/initialize.h"
+#include "lockstep/nn/init_model.h"
 #include "lockstep/nn/linear.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/nn/norm.h"

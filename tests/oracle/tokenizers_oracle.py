@@ -17,7 +17,7 @@ import tempfile
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "formats"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "data/tokenizer"))
 from random_text import random_text  # noqa: E402
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

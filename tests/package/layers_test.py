@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The layer rule and the other rules about what a source file may hold. Reads the tree; builds nothing.
+"""The layer rule, the same rule for the rooms inside a layer, and what a source file may hold. Reads the tree; builds nothing.
 
 usage: layers_test.py SOURCE_DIR
 """
@@ -10,10 +10,11 @@ import sys
 import tempfile
 
 # A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
-WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "formats", "config", "plan", "launch", "fabric"]
+WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "io", "formats", "data", "config", "plan", "launch", "fabric"]
 WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 
+MAX_FILES = 30  # sources in a folder, without those in its rooms
 MAX_LINES = 500  # without the line of the license
 LICENSE = b"SPDX-License-Identifier: Apache-2.0"
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".py"}
@@ -41,7 +42,7 @@ def installed_headers(root):
     return headers
 
 
-def include_errors(path, name, installed):
+def include_errors(root, path, name, installed):
     """What is wrong with the includes of one file under lockstep/. `name` is its path from the root."""
     layer = name.split("/")[1]
     if layer not in LAYERS:
@@ -53,6 +54,8 @@ def include_errors(path, name, installed):
             yield f'{name}: includes "{included}"; write our headers from the root, "lockstep/...", and others with <>'
         if included.startswith("lockstep/"):
             target = included.split("/")[1]
+            if not (root / included).is_file():
+                yield f"{name}: includes {included}, which does not exist"
             if target not in LAYERS or LAYERS.index(target) > LAYERS.index(layer):
                 yield f"{name}: includes {included}, but {layer} may use only: {' '.join(LAYERS[:LAYERS.index(layer) + 1])}"
             if public and included not in installed:
@@ -67,13 +70,44 @@ def include_errors(path, name, installed):
             yield f"{name}: includes {included}; only lockstep/core/log.cpp may"
 
 
+def room_errors(root):
+    """Folders that include each other, at any depth and by any way round, and folders that hold too much."""
+    uses = {}
+    for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
+        folder = path.parent.relative_to(root / "lockstep").as_posix()
+        uses.setdefault(folder, set())
+        for mark, included in INCLUDE.findall(path.read_text(errors="replace")):
+            if included.startswith(f"lockstep/{folder.split('/')[0]}/"):  # other layers are the layer rule's business
+                uses[folder].add(included[len("lockstep/"):].rpartition("/")[0])
+
+    def reaches(start):
+        seen, todo = set(), [start]
+        while todo:
+            for folder in uses.get(todo.pop(), ()):
+                if folder not in seen:
+                    seen.add(folder)
+                    todo.append(folder)
+        return seen
+
+    reached = {folder: reaches(folder) - {folder} for folder in uses}
+    cycles = {tuple(sorted({folder} | {other for other in reached[folder] if folder in reached.get(other, ())})) for folder in uses}
+    for cycle in sorted(cycles):
+        if len(cycle) > 1:
+            yield f"lockstep: these folders include each other: {' '.join(cycle)}"
+    for folder in sorted(uses):
+        count = sum(1 for path in (root / "lockstep" / folder).glob("*") if path.suffix in {".h", ".cpp", ".cu"})
+        if count > MAX_FILES:
+            yield f"lockstep/{folder}: {count} sources, at most {MAX_FILES}; give it rooms"
+
+
 def errors(root):
     installed = installed_headers(root)
     for name in sorted(installed):
         if not (root / name).is_file():
             yield f"lockstep/CMakeLists.txt: installs {name}, which does not exist"
     for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
-        yield from include_errors(path, path.relative_to(root).as_posix(), installed)
+        yield from include_errors(root, path, path.relative_to(root).as_posix(), installed)
+    yield from room_errors(root)
     for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
         lines = path.read_bytes().split(b"\n")
         if not any(LICENSE in line for line in lines[:2]):
@@ -94,6 +128,7 @@ def self_test():
         "lockstep/CMakeLists.txt": cmake,
         "lockstep/core/a.h": "#include <string>\n",
         "lockstep/core/hidden.h": "",
+        "lockstep/core/format.h": "",
         "lockstep/core/a.cpp": '#include "lockstep/core/a.h"\n#include "lockstep/core/format.h"\n',
         "lockstep/core/log.cpp": "#include <spdlog/spdlog.h>\n",
         "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\n',
@@ -101,6 +136,13 @@ def self_test():
     broken = {
         "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
         "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
+        "which does not exist": {"lockstep/core/a.cpp": '#include "lockstep/core/gone.h"\n'},
+        "include each other": {
+            "lockstep/core/a.cpp": '#include "lockstep/core/room/b.h"\n',
+            "lockstep/core/room/b.h": '#include "lockstep/core/room/deep/c.h"\n',
+            "lockstep/core/room/deep/c.h": '#include "lockstep/core/a.h"\n',
+        },
+        "give it rooms": {f"lockstep/core/many{n}.h": "" for n in range(MAX_FILES)},
         "from the root": {"lockstep/core/a.cpp": '#include "../comm/c.h"\n'},
         "half without torch": {"lockstep/core/a.cpp": "  # include <c10/core/Device.h>\n"},
         "14 s": {"lockstep/comm/c.cpp": "#include <torch/torch.h>\n"},

@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "tests/parallel/pipeline_training.h"
+#include "tests/parallel/pipeline/training.h"
 #include "tests/support/sampling.h"
 
 namespace lockstep::test {
@@ -94,21 +94,15 @@ PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, con
 
 class EveryLayout : public testing::TestWithParam<layout::ParallelDims> {};
 
-// Three of the choices for each, in turns; or everything with everything.
+// Three of the choices for each, in turns; or each choice with every other one.
 TEST_P(EveryLayout, TrainsAsOneProcess) {
   const layout::ParallelDims& dims = GetParam();
   if (tests_all()) {
-    for (const Model& model : kModels) {
-      for (const Order& order : kOrders) {
-        if (dims.pp == 1 && &order != &kOrders[0]) continue;
-        for (const MemoryStrategy memory : kMemory) {
-          for (const auto& shard : kShards) {
-            if (dims.dp == 1 && shard) continue;
-            for (const bool sequence : {false, true}) {
-              if (dims.tp == 1 && sequence) continue;
-              compare_layout(make_case(dims, model, order, memory, shard, sequence));
-            }
-          }
+    for (size_t order = 0; order < 6; ++order) {
+      for (size_t shard = 0; shard < 5; ++shard) {
+        for (size_t n = order + shard; n < order + shard + 2; ++n) {
+          compare_layout(make_case(dims, kModels[n % 4], kOrders[order], kMemory[(n + shard) % 4],
+                                   kShards[shard], (order / 2 + shard / 2) % 2 == 1));
         }
       }
     }

@@ -5,9 +5,9 @@
 
 #include <set>
 
-#include "lockstep/comm/nccl/nccl.h"
-#include "tests/comm/fake_nccl.h"
-#include "tests/parallel/pipeline_training.h"
+#include "lockstep/comm/backends/nccl/nccl.h"
+#include "tests/comm/backends/nccl/fake_nccl.h"
+#include "tests/parallel/pipeline/training.h"
 
 namespace lockstep::test {
 namespace {

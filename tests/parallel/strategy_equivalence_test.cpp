@@ -2,7 +2,7 @@
 // Every way to spread a model trains as one process does, whichever strategy its groups have.
 #include <gtest/gtest.h>
 
-#include "tests/parallel/pipeline_training.h"
+#include "tests/parallel/pipeline/training.h"
 
 namespace lockstep::test {
 namespace {

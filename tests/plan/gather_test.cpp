@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/gather.h"
+#include "lockstep/plan/gather_arena.h"
 
 #include <gtest/gtest.h>
 

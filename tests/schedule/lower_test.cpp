@@ -12,7 +12,7 @@
 #include <set>
 
 #include "lockstep/core/error.h"
-#include "lockstep/schedule/render.h"
+#include "lockstep/schedule/render/render.h"
 
 namespace lockstep::schedule {
 namespace {

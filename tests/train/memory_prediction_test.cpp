@@ -16,7 +16,7 @@
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/optim/parameters.h"
+#include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/train/trained_model.h"

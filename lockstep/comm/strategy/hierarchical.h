@@ -2,7 +2,7 @@
 // Shared memory inside each host, the network between them.
 #pragma once
 
-#include "lockstep/comm/host_layout.h"
+#include "lockstep/comm/control/host_layout.h"
 #include "lockstep/comm/strategy/algorithm.h"
 
 namespace lockstep::comm::strategy {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "lockstep/comm/host_layout.h"
-#include "lockstep/comm/shm/shm.h"
+#include "lockstep/comm/backends/shm/shm.h"
+#include "lockstep/comm/control/host_layout.h"
 #include "lockstep/comm/strategy/hierarchical.h"
 #include "lockstep/comm/strategy/ring.h"
 #include "lockstep/comm/strategy/strategy_group.h"

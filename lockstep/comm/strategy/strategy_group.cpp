@@ -8,8 +8,8 @@
 #include <exception>
 #include <utility>
 
-#include "lockstep/comm/adapt.h"
-#include "lockstep/comm/watch.h"
+#include "lockstep/comm/control/operation_watchdog.h"
+#include "lockstep/comm/reduction_lowering.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

@@ -4,8 +4,8 @@
 
 #include <mutex>
 
-#include "lockstep/comm/lane.h"
 #include "lockstep/comm/op_trace.h"
+#include "lockstep/comm/serial_executor.h"
 #include "lockstep/comm/strategy/algorithm.h"
 #include "lockstep/comm/strategy/table.h"
 

@@ -10,12 +10,12 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/comm/meeting.h"
+#include "lockstep/comm/control/job_roster.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
-#include "lockstep/formats/json.h"
+#include "lockstep/io/json.h"
 
 namespace lockstep::comm::strategy {
 namespace {
@@ -43,7 +43,7 @@ OpKind kind_of(const std::string& name) {
 // The whole file, checked: every table in it can be read. Throws ConfigError with the reason.
 Json parse_file(const std::string& text) {
   try {
-    Json file = formats::parse_user_json(text, "its text");
+    Json file = io::parse_user_json(text, "its text");
     if (file.at("format") != kFormat)
       throw ConfigError(format("its format is {}, must be {}", file["format"].dump(), kFormat));
     if (file.at("machine") != machine()) {
@@ -58,7 +58,7 @@ Json parse_file(const std::string& text) {
 }
 
 std::string read_file(const std::string& path) {
-  return fs::exists(path) ? read_text(path, formats::kMaxJsonBytes) : "";
+  return fs::exists(path) ? read_text(path, io::kMaxJsonBytes) : "";
 }
 
 // All tables of this machine as one JSON object, or nothing.
@@ -121,7 +121,7 @@ std::string Table::to_json() const {
 Table Table::from_json(const std::string& text) {
   Table table;
   try {
-    const Json json = formats::parse_user_json(text, "a table");
+    const Json json = io::parse_user_json(text, "a table");
     for (const auto& [name, rows] : json.items()) {
       const OpKind kind = kind_of(name);
       for (const auto& row : rows) {
@@ -176,7 +176,7 @@ Table shared_table(const detail::Membership& membership, const std::string& key,
     world.strategy_tables = world.store->get(name, Deadline(world.timeout));
   }
   if (!world.strategy_tables->empty()) {
-    const Json tables = formats::parse_user_json(*world.strategy_tables, "the tables");
+    const Json tables = io::parse_user_json(*world.strategy_tables, "the tables");
     if (tables.contains(key)) {
       Table table = Table::from_json(tables[key].dump());
       if (has_hierarchy || table.strategies().count(CommStrategy::hierarchical) == 0) return table;

@@ -13,7 +13,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/hosts.h"
+#include "lockstep/comm/control/hosts.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/layout/shard_math.h"

@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/parallel/data/attendance.h"
 #include "lockstep/parallel/data/bucket.h"
 #include "lockstep/parallel/data/ddp.h"
-#include "lockstep/parallel/data/sum_tree.h"
+#include "lockstep/parallel/data/uneven_inputs.h"
+#include "lockstep/parallel/gradients/sum_tree.h"
 
 namespace torch::autograd {
 struct Node;

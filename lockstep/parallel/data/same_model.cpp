@@ -10,7 +10,7 @@
 #include <set>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/compare.h"
+#include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/bucket.h"

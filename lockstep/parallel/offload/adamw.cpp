@@ -11,11 +11,11 @@
 #include "lockstep/memory/later_event.h"
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/gradients.h"
-#include "lockstep/optim/named_state.h"
+#include "lockstep/optim/parameters/named_state.h"
 #include "lockstep/parallel/offload/offload.h"
-#include "lockstep/parallel/offload/state.h"
-#include "lockstep/parallel/offload/update_ring.h"
 #include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/tiers/state.h"
+#include "lockstep/parallel/tiers/update_ring.h"
 
 namespace lockstep::parallel {
 

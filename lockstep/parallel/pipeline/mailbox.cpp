@@ -13,7 +13,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/watch.h"
+#include "lockstep/comm/control/operation_watchdog.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kMaxTensors = 8, kMaxDims = 8;
 constexpr int64_t kTensorWords = 4 + kMaxDims;  // kind, dtype, requires_grad, dims, sizes
 constexpr int64_t kHeaderWords = 1 + kMaxTensors * kTensorWords;
-enum Kind : int64_t { kUndefined, kOnCpu, kOnDevice };
+enum TensorPlace : int64_t { kUndefined, kOnCpu, kOnDevice };
 
 at::Tensor header_of(const Tensors& tensors) {
   if (static_cast<int64_t>(tensors.size()) > kMaxTensors) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/pipeline/pipeline.h"
 
-#include "lockstep/parallel/offload/norm.h"
 #include "lockstep/parallel/pipeline/engine.h"
+#include "lockstep/parallel/shard/consumed_norm.h"
 
 namespace lockstep::parallel {
 namespace {

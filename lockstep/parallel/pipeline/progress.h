@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/activity_reporter.h"
+#include "lockstep/comm/control/activity_reporter.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/schedule/lower.h"
 

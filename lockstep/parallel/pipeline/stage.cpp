@@ -8,7 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/recompute.h"
+#include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/sharded.h"
 
 namespace lockstep::parallel::detail {
@@ -170,8 +170,9 @@ Tensors Stage::backward_input(int microbatch, const Tensors& gradients) {
 void Stage::backward_weight(int microbatch, bool syncs) {
   const NoSyncGuard guard = synchronised(microbatch, syncs);
   Flight flight = std::move(flights_.extract(microbatch).mapped());
-  kept_bytes_ -= flight.split->kept_bytes();
-  if (!flight.split->run_weights() && syncs) reduced_ = false;
+  SplitBackward& split = flight.split.value();
+  kept_bytes_ -= split.kept_bytes();
+  if (!split.run_weights() && syncs) reduced_ = false;
 }
 
 void Stage::begin_step() {

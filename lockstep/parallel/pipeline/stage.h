@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/optim/parameters.h"
+#include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"

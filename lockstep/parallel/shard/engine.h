@@ -22,8 +22,8 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/core/torch_fwd.h"
-#include "lockstep/parallel/shard/buffers.h"
-#include "lockstep/parallel/shard/copy_thread.h"
+#include "lockstep/parallel/flat/buffers.h"
+#include "lockstep/parallel/flat/copy_thread.h"
 #include "lockstep/parallel/shard/flat.h"
 #include "lockstep/parallel/shard/options.h"
 #include "lockstep/parallel/shard/order.h"

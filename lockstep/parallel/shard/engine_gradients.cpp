@@ -14,8 +14,8 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
-#include "lockstep/parallel/offload/tiers.h"
 #include "lockstep/parallel/shard/engine.h"
+#include "lockstep/parallel/tiers/tiers.h"
 
 namespace lockstep::parallel::detail {
 

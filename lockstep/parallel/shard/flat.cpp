@@ -13,7 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
-#include "lockstep/parallel/shard/recording.h"
+#include "lockstep/parallel/intercept/recording.h"
 
 namespace lockstep::parallel::detail {
 namespace {

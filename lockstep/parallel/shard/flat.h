@@ -21,15 +21,15 @@
 #include "lockstep/comm/work.h"
 #include "lockstep/layout/flat_layout.h"
 #include "lockstep/layout/placement.h"
-#include "lockstep/parallel/data/sum_tree.h"
-#include "lockstep/parallel/offload/flat_offload.h"
-#include "lockstep/parallel/shard/buffers.h"
-#include "lockstep/parallel/shard/copy_thread.h"
+#include "lockstep/parallel/flat/buffers.h"
+#include "lockstep/parallel/flat/copy_thread.h"
+#include "lockstep/parallel/flat/seal.h"
+#include "lockstep/parallel/gradients/sum_tree.h"
+#include "lockstep/parallel/intercept/tag.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/shard/options.h"
-#include "lockstep/parallel/shard/seal.h"
-#include "lockstep/parallel/shard/tag.h"
 #include "lockstep/parallel/shard/units.h"
+#include "lockstep/parallel/tiers/flat_offload.h"
 
 namespace lockstep::parallel {
 

@@ -14,10 +14,10 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/same_model.h"
-#include "lockstep/parallel/offload/arrange.h"
-#include "lockstep/parallel/shard/dispatch.h"
+#include "lockstep/parallel/intercept/dispatch.h"
+#include "lockstep/parallel/intercept/recording.h"
+#include "lockstep/parallel/shard/arrange_offload.h"
 #include "lockstep/parallel/shard/precision.h"
-#include "lockstep/parallel/shard/recording.h"
 #include "lockstep/parallel/shard/sharded.h"
 
 namespace lockstep::parallel {
@@ -82,7 +82,8 @@ ShardGroups make_groups(const mesh::Mesh& mesh, Strategy strategy) {
 }
 
 // Parameters of one unit that can share a line.
-using Kind = std::tuple<bool /*whole*/, bool /*trained*/, at::ScalarType, std::string /*device*/>;
+using FlatKind =
+    std::tuple<bool /*whole*/, bool /*trained*/, at::ScalarType, std::string /*device*/>;
 
 class Plans {
  public:
@@ -98,9 +99,9 @@ class Plans {
  private:
   void add(const UnitPlan& unit, c10::Device meta_device) {
     const bool whole = options_.strategy == Strategy::no_shard;
-    std::map<Kind, std::vector<UnitParameter>> kinds;
+    std::map<FlatKind, std::vector<UnitParameter>> kinds;
     for (const UnitParameter& parameter : unit.parameters) {
-      const Kind kind = kind_of(parameter);
+      const FlatKind kind = kind_of(parameter);
       if (!whole && parameter.tensor.numel() < options_.min_num_params) {
         small_[kind].push_back(parameter);
       } else {
@@ -110,13 +111,14 @@ class Plans {
     add_flats(unit.name, kinds, whole, meta_device);
   }
 
-  static Kind kind_of(const UnitParameter& parameter) {
+  static FlatKind kind_of(const UnitParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
     return {false, tensor.requires_grad(), tensor.scalar_type(), tensor.device().str()};
   }
 
-  void add_flats(const std::string& name, const std::map<Kind, std::vector<UnitParameter>>& kinds,
-                 bool whole, c10::Device meta_device) {
+  void add_flats(const std::string& name,
+                 const std::map<FlatKind, std::vector<UnitParameter>>& kinds, bool whole,
+                 c10::Device meta_device) {
     const size_t first = plans_.size();
     for (const auto& [kind, parameters] : kinds) {
       FlatPlan plan{.unit = name, .name = name, .parameters = parameters};
@@ -147,7 +149,7 @@ class Plans {
 
   const ShardGroups& groups_;
   const FullyShardOptions& options_;
-  std::map<Kind, std::vector<UnitParameter>> small_;
+  std::map<FlatKind, std::vector<UnitParameter>> small_;
   std::vector<FlatPlan> plans_;
 };
 

@@ -27,8 +27,8 @@
 #include "lockstep/layout/placement.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/parameters.h"
-#include "lockstep/parallel/shard/deferred.h"
+#include "lockstep/optim/parameters/parameters.h"
+#include "lockstep/parallel/intercept/deferred.h"
 #include "lockstep/parallel/shard/options.h"
 
 namespace lockstep::parallel {

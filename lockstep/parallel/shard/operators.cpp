@@ -9,9 +9,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/shard/dispatch.h"
+#include "lockstep/parallel/intercept/dispatch.h"
+#include "lockstep/parallel/intercept/tag.h"
 #include "lockstep/parallel/shard/engine.h"
-#include "lockstep/parallel/shard/tag.h"
 
 namespace lockstep::parallel::detail {
 namespace {

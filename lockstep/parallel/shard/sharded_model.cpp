@@ -10,7 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/offload/norm.h"
+#include "lockstep/parallel/shard/consumed_norm.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/shard/sharded.h"
 

@@ -12,7 +12,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/nn/sharing.h"
+#include "lockstep/nn/tensor/sharing.h"
 
 namespace lockstep::parallel {
 

@@ -25,9 +25,9 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/placement.h"
 #include "lockstep/layout/tensor_plan.h"
-#include "lockstep/nn/initialize.h"
+#include "lockstep/nn/init_model.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/parameters.h"
+#include "lockstep/optim/parameters/parameters.h"
 
 namespace lockstep::parallel {
 

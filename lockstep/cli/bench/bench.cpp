@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/cli/bench/bench.h"
+
+#include <iostream>
+
+#include "lockstep/cli/bench/codecs.h"
+#include "lockstep/cli/bench/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+
+namespace lockstep::cli {
+
+int bench(const std::vector<std::string>& arguments) {
+  const std::string what = arguments.empty() ? "" : arguments[0];
+  const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1),
+                                      arguments.end());
+  if (what == "--help" || what == "-h") {
+    std::cout
+        << "Measures something on this machine.\n"
+           "Usage: lockstep bench collectives [OPTIONS]    what ranks send to each other\n"
+           "       lockstep bench codecs [OPTIONS]         forms that optimizer state is kept "
+           "in\n";
+    return 0;
+  }
+  if (what == "collectives") return bench_collectives(rest);
+  if (what == "codecs") return bench_codecs(rest);
+  throw ConfigError(format(
+      "bench: '{}' is not known; there are: lockstep bench collectives, lockstep bench codecs",
+      what));
+}
+
+}  // namespace lockstep::cli

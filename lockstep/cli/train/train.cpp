@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/cli/train/train.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+
+#include "lockstep/cli/common/options.h"
+#include "lockstep/cli/common/torch_program.h"
+#include "lockstep/cli/train/sample_options.h"
+#include "lockstep/config/inputs.h"
+#include "lockstep/config/train_arguments.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/plan/report.h"
+
+namespace lockstep::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+
+// What libraries read when they are loaded.
+void set_variables(const config::TrainConfig& config) {
+  if (!config.metrics.trace.empty()) setenv("LOCKSTEP_TRACE", config.metrics.trace.c_str(), 1);
+  // Without it cuBLAS may choose another order of summation from run to run.
+  if (config.train.reproducible) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
+  // Some builds of OpenBLAS take no other word for it.
+  if (config.train.reproducible || config.train.threads > 0) {
+    const std::string threads = std::to_string(config.threads(1));
+    setenv("OMP_NUM_THREADS", threads.c_str(), 1);
+    setenv("OPENBLAS_NUM_THREADS", threads.c_str(), 1);
+  }
+}
+
+}  // namespace
+
+int train(const Words& arguments) {
+  const auto parsed = config::parse_train_arguments(arguments);
+  if (parsed.help) {
+    std::cout
+        << "Trains a language model on text or on token files.\n"
+           "Usage: lockstep train [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
+           "Without -n the ranks are those of the launcher that it runs under, or one.\n"
+        << config::train_help();
+    return 0;
+  }
+  if (parsed.print_config) {
+    std::cout << config::print_config(parsed);
+    return 0;
+  }
+  const RankEnv env = RankEnv::detect();
+  if (parsed.ranks && env.launcher != Launcher::none) {
+    throw ConfigError(
+        format("train: -n {} under {}, which has started the ranks already; leave "
+               "-n out",
+               *parsed.ranks, name_of(env.launcher)));
+  }
+  // One rank looks at the files for all. Where others are waiting for it already it does not read
+  // whole checkpoints; they do when they load them.
+  if (env.rank == 0) {
+    const int world = parsed.ranks.value_or(env.world_size);
+    const auto model =
+        config::check_inputs(parsed.config, world, {.verify = env.launcher == Launcher::none});
+    plan::require_state_fits(parsed.config, model, world);
+  }
+  set_variables(parsed.config);
+  Words command{torch_path(), "train"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  if (!parsed.ranks) become_program(command);
+  launch::LaunchOptions options;
+  options.ranks = *parsed.ranks;
+  options.bare_rank_0 = true;
+  options.stop_grace = std::chrono::minutes{30};  // a step, and a checkpoint of any size
+  options.command = command;
+  return launch::run(options);
+}
+
+int sample(const Words& arguments) {
+  SampleOptions options;
+  if (const auto status = parse_sample(arguments, options)) return *status;
+  Words command{torch_path(), "sample"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  become_program(command);
+}
+
+}  // namespace lockstep::cli

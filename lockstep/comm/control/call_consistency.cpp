@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/comm/control/call_consistency.h"
+
+#include <algorithm>
+
+#include "lockstep/comm/backends/shm/shm.h"
+#include "lockstep/comm/control/watched_operation.h"
+
+namespace lockstep::comm::detail {
+
+std::shared_ptr<GroupImpl> make_announcement_group(const Membership& membership) {
+  const auto& [name, rank, members, world] = membership;
+  const auto host = [&](int member) { return world->hosts[static_cast<size_t>(member)]; };
+  const bool one_host = std::all_of(members.begin(), members.end(),
+                                    [&](int member) { return host(member) == host(members[0]); });
+  return one_host ? shm::create_for_announcements(membership) : nullptr;
+}
+
+Comparison::Comparison(const Membership& membership, Watch& watch)
+    : watch_(watch), compares_(membership.world->check && membership.size() > 1) {
+  if (compares_) board_ = make_announcement_group(membership);
+}
+
+std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t sequence,
+                                          std::function<void()> start, Exchange exchange) {
+  if (!compares_) {
+    if (start) start();
+    return nullptr;
+  }
+  operation.finish = std::move(start);
+  if (board_) return board_->announce(std::move(operation));
+
+  struct Agreement final : Pending {
+    Completion completion{1};
+    void wait() override {
+      while (!completion.wait_for(kDefaultTimeout)) continue;  // the exchange has the deadline
+      if (const auto error = completion.error()) std::rethrow_exception(error);
+    }
+    bool done() const override { return completion.done(); }
+  };
+  const auto agreement = std::make_shared<Agreement>();
+  lane_.post([this, agreement, sequence, operation = std::move(operation),
+              exchange = std::move(exchange)]() mutable {
+    std::exception_ptr error;
+    try {
+      watch_.throw_if_failed();
+      watch_.check_agreement(operation, sequence, exchange);
+      if (operation.finish) operation.finish();
+    } catch (...) {
+      try {
+        const std::exception_ptr failure = std::current_exception();
+        watch_.fail(failure, is_mismatch(failure));  // also where nobody waits
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    // What they own may be the last to have the group.
+    operation.finish = nullptr;
+    exchange = nullptr;
+    agreement->completion.part_done(error);
+  });
+  return agreement;
+}
+
+std::shared_ptr<Pending> Comparison::post_message(fabric::Operation operation) {
+  operation.finish = nullptr;
+  return board_->announce(std::move(operation));
+}
+
+void Comparison::abort(const std::string& why) {
+  if (board_) board_->abort(why);
+}
+
+}  // namespace lockstep::comm::detail

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/data/corpus.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/data/text_files.h"
+#include "lockstep/data/tokens/token_file.h"
+#include "lockstep/data/tokens/token_source.h"
+#include "lockstep/io/crc32c.h"
+
+namespace lockstep::data {
+namespace {
+
+// Files are read where they lie, but small ones are quicker from memory. More descriptors than this
+// are not kept: a process has few of them, and others need some.
+constexpr uint64_t kCopyBelow = uint64_t{64} << 10;
+constexpr size_t kMostOpen = 256;
+
+// Of many tokens an identity looks at so many runs, and at the last.
+constexpr int64_t kRuns = 256, kRun = 4096;
+
+// Text, which a tokenizer encodes as a whole.
+constexpr uint64_t kMostText = uint64_t{1} << 40;
+
+// The tokens of one file, from position `begin` of the stream on.
+struct Piece {
+  int64_t begin = 0;
+  TokenSource tokens;
+  std::string path;
+};
+
+std::vector<std::byte> narrowed(std::span<const int32_t> tokens, TokenType type) {
+  const auto width = static_cast<size_t>(width_of(type));
+  std::vector<std::byte> bytes(width * tokens.size());
+  std::byte* at = bytes.data();
+  for (const int32_t token : tokens) {
+    std::memcpy(at, &token, width);  // little endian: the low bytes come first
+    at += width;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+struct Corpus::Data {
+  std::vector<Piece> pieces;
+  int64_t size = 0, bytes = 0;
+  const char* kind = "text";
+  int64_t unreadable = 0, binary = 0;
+  int64_t modified = 0;  // when the file that was changed last was changed
+  size_t open = 0;       // files
+
+  void add(TokenSource tokens, const std::string& path) {
+    if (tokens.in_file() && ++open > kMostOpen) tokens.close();
+    const int64_t begin = size;
+    size += tokens.size();
+    pieces.push_back({begin, std::move(tokens), path});
+  }
+
+  void note(const InputFile& file, int64_t size_of_tokens) {
+    bytes += size_of_tokens;
+    modified = std::max(modified, file.modified());
+  }
+
+  void add_bytes(const std::string& path) {
+    InputFile file(path);
+    note(file, static_cast<int64_t>(file.size()));
+    if (file.size() >= kCopyBelow) return add({std::move(file), 0, TokenType::uint8}, path);
+    std::vector<std::byte> copy(file.size());
+    file.read(0, copy);
+    add({std::move(copy), TokenType::uint8}, path);
+  }
+
+  void add_encoded(const std::string& path, const Tokenizer& tokenizer, bool last) {
+    const InputFile file(path);
+    note(file, static_cast<int64_t>(file.size()));
+    std::vector<int32_t> tokens = tokenizer.encode(read_text(path, kMostText));
+    if (!last && tokenizer.end_of_text()) tokens.push_back(*tokenizer.end_of_text());
+    const auto type = tokenizer.vocab_size() <= 65536 ? TokenType::uint16 : TokenType::uint32;
+    add({narrowed(tokens, type), type}, path);
+  }
+
+  void add_tokens(const std::string& path) {
+    TokenFile file = TokenFile::open(path);
+    note(InputFile(path), file.size() * file.width());
+    add(file.take(), path);
+  }
+
+  // The piece that holds a position in [0, size).
+  std::vector<Piece>::const_iterator piece_at(int64_t position) const {
+    const auto after =
+        std::upper_bound(pieces.begin(), pieces.end(), position,
+                         [](int64_t value, const Piece& piece) { return value < piece.begin; });
+    return after - 1;
+  }
+};
+
+Corpus Corpus::open(const std::string& path, const Tokenizer& tokenizer) {
+  const DataFiles files = find_data_files(path);
+  auto data = std::make_shared<Data>();
+  data->unreadable = files.unreadable;
+  data->binary = files.binary;
+  const bool tokens = is_token_file(files.paths.front());
+  const auto other = std::find_if(files.paths.begin(), files.paths.end(),
+                                  [&](const auto& name) { return is_token_file(name) != tokens; });
+  if (other != files.paths.end()) {
+    throw ConfigError(
+        format("data path {}: {} and {}: one is text, the other token ids (.bin); name only one "
+               "kind, for example with a pattern",
+               path, files.paths.front(), *other));
+  }
+  for (const std::string& name : files.paths) {
+    if (tokens) {
+      data->add_tokens(name);
+    } else if (tokenizer.name() == "bytes") {
+      data->add_bytes(name);
+    } else {
+      data->add_encoded(name, tokenizer, &name == &files.paths.back());
+    }
+  }
+  if (tokens) data->kind = "token ids";
+  if (data->size == 0) throw ConfigError(format("data path {}: has no tokens", path));
+  const int64_t size = data->size;
+  return {std::move(data), 0, size};
+}
+
+void Corpus::read(int64_t begin, std::span<int64_t> out) const {
+  const auto count = static_cast<int64_t>(out.size());
+  if (begin < 0 || count > size() || begin > size() - count) {
+    throw ConfigError(
+        format("tokens [{}, {} + {}) of data that has [0, {})", begin, begin, count, size()));
+  }
+  if (count == 0) return;
+  int64_t position = begin_ + begin;
+  for (auto piece = data_->piece_at(position); !out.empty(); ++piece) {
+    const int64_t offset = position - piece->begin;
+    const auto here =
+        std::min<size_t>(out.size(), static_cast<size_t>(piece->tokens.size() - offset));
+    piece->tokens.read(offset, out.first(here));
+    out = out.subspan(here);
+    position += static_cast<int64_t>(here);
+  }
+}
+
+int64_t Corpus::max_token(int64_t limit_tokens) const {
+  const int64_t end = begin_ + std::clamp<int64_t>(limit_tokens, 0, size());
+  if (end == begin_) return -1;
+  int64_t largest = -1;
+  for (auto piece = data_->piece_at(begin_); piece != data_->pieces.end() && piece->begin < end;
+       ++piece) {
+    const int64_t first = std::max<int64_t>(begin_ - piece->begin, 0);
+    const int64_t last = std::min(end - piece->begin, piece->tokens.size());
+    largest = std::max(largest, piece->tokens.max(first, last));
+  }
+  return largest;
+}
+
+DataIdentity Corpus::identity() const {
+  std::vector<int64_t> tokens(static_cast<size_t>(kRun));
+  io::Crc32c crc;
+  const auto add = [&](int64_t begin, int64_t count) {
+    const auto run = std::span(tokens).first(static_cast<size_t>(count));
+    read(begin, run);
+    crc.update(std::as_bytes(run));
+  };
+  DataIdentity identity{.tokens = size(), .modified = data_->modified};
+  if (!identity.is_sampled()) {
+    for (int64_t begin = 0; begin < size(); begin += kRun)
+      add(begin, std::min(kRun, size() - begin));
+  } else {
+    for (int64_t run = 0; run < kRuns; ++run) add((size() - kRun) / (kRuns - 1) * run, kRun);
+    add(size() - kRun, kRun);
+  }
+  identity.crc = crc.value();
+  return identity;
+}
+
+Corpus Corpus::slice(int64_t begin, int64_t end) const {
+  if (begin < 0 || end < begin || end > size()) {
+    throw ConfigError(format("slice [{}, {}) of data that has tokens [0, {})", begin, end, size()));
+  }
+  return {data_, begin_ + begin, begin_ + end};
+}
+
+std::string Corpus::describe() const {
+  const size_t files = data_->pieces.size();
+  const double bytes = static_cast<double>(data_->bytes);
+  const std::string amount = bytes < 1e6   ? format("{:.1f} kB", bytes / 1e3)
+                             : bytes < 1e9 ? format("{:.1f} MB", bytes / 1e6)
+                                           : format("{:.1f} GB", bytes / 1e9);
+  std::string text =
+      format("{} {}, {} of {}", files, files == 1 ? "file" : "files", amount, data_->kind);
+  text = size() == data_->size ? format("{}, {} tokens", text, size())
+                               : format("{} of the {} tokens of {}", size(), data_->size, text);
+  if (data_->binary > 0) text += format(", {} binary passed over", data_->binary);
+  if (data_->unreadable > 0) text += format(", {} unreadable passed over", data_->unreadable);
+  return text;
+}
+
+std::string Corpus::locate(int64_t position) const {
+  if (position < 0 || position >= size()) {
+    throw ConfigError(format("token {} of data that has [0, {})", position, size()));
+  }
+  const auto piece = data_->piece_at(begin_ + position);
+  return format("{}, token {}", piece->path, begin_ + position - piece->begin);
+}
+
+std::string DataIdentity::describe() const {
+  return format("{} tokens with checksum {:08x}", tokens, crc);
+}
+
+Split hold_out(const Corpus& corpus, double fraction) {
+  if (!(fraction >= 0 && fraction < 1)) {
+    throw ConfigError(
+        format("the fraction of the data for validation is {}, must be in [0, 1)", fraction));
+  }
+  const auto held = static_cast<int64_t>(static_cast<double>(corpus.size()) * fraction);
+  const int64_t border = corpus.size() - held;
+  return {corpus.slice(0, border), corpus.slice(border, corpus.size())};
+}
+
+}  // namespace lockstep::data

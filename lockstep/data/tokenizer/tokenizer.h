@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Text to token ids and back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace lockstep::data {
+
+// A value: copies share the tables. Threads may use one at the same time.
+class Tokenizer {
+ public:
+  // A token is a byte; 256 of them.
+  static Tokenizer bytes();
+  // A Hugging Face tokenizer.json with byte-level BPE, as GPT-2 and Llama 3 have. Throws
+  // ConfigError with the file, the key and what is supported where it is of another kind.
+  static Tokenizer from_file(const std::string& tokenizer_json);
+  // "bytes", the path of a tokenizer.json, or that of a folder with one.
+  static Tokenizer open(const std::string& name);
+
+  // What the `tokenizers` library gives with add_special_tokens=False and no truncation: tokens
+  // that stand in the text, like <|endoftext|>, are found, others are not added. Any bytes can be
+  // encoded; what is not UTF-8 counts as symbols of one byte.
+  std::vector<int32_t> encode(std::string_view text) const;
+  // The bytes that were encoded (with the spaces that add_prefix_space put before words). Throws
+  // ConfigError where no token has the id.
+  std::string decode(std::span<const int32_t> tokens) const;
+
+  // The largest id, plus 1.
+  int64_t vocab_size() const;
+  // <|endoftext|>, <|end_of_text|> or </s>: the first of these that is an added token.
+  std::optional<int32_t> end_of_text() const;
+  // "bytes", or the path of the file.
+  const std::string& name() const;
+
+ private:
+  struct Tables;
+  explicit Tokenizer(std::shared_ptr<const Tables> tables) : tables_(std::move(tables)) {}
+  std::shared_ptr<const Tables> tables_;
+};
+
+}  // namespace lockstep::data

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/nn/kernels/fused_cuda.h"
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "lockstep/comm/tensor.h"
+#include "lockstep/nn/kernels/fused_kernels.h"
+
+namespace lockstep::nn::cuda {
+namespace {
+
+void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+
+// Of (B, n, T, D).
+HeadStrides strides_of(const at::Tensor& heads) {
+  return {heads.stride(0), heads.stride(2), heads.stride(1)};
+}
+
+}  // namespace
+
+bool has_fused_kernels(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return tensor.is_cuda() && (type == at::kFloat || type == at::kHalf || type == at::kBFloat16);
+}
+
+at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated) {
+  const c10::cuda::CUDAGuard guard(qkv.device());
+  const int64_t width = 2 * rotation.size(2), row = qkv.size(2);
+  at::Tensor out = at::empty_like(qkv);
+  if (out.numel() == 0) return out;
+  const HeadStrides strides{qkv.size(1) * row, row, width};
+  launch_turn({.shape = {qkv.size(0), qkv.size(1), width},
+               .heads = row / width,
+               .turned = rotated,
+               .from = strides,
+               .to = strides,
+               .table = rotation.data_ptr<float>(),
+               .table_positions = rotation.size(1),
+               .sign = 1},
+              comm::detail::dtype_of(qkv, "split_heads"), qkv.data_ptr(), out.data_ptr(),
+              current_stream());
+  return out;
+}
+
+at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& rotation) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const int64_t batch = q.size(0), length = q.size(2), width = q.size(3);
+  const int64_t heads = q.size(1) + k.size(1) + v.size(1), row = heads * width;
+  at::Tensor out = at::empty({batch, length, row}, q.options());
+  if (out.numel() == 0) return out;
+  auto* place = static_cast<char*>(out.data_ptr());
+  const auto put = [&](const at::Tensor& part, bool turned) {
+    // Only the last dimension must be dense.
+    const at::Tensor from = part.stride(3) == 1 ? part : part.contiguous();
+    launch_turn({.shape = {batch, length, width},
+                 .heads = part.size(1),
+                 .turned = turned ? part.size(1) : 0,
+                 .from = strides_of(from),
+                 .to = {length * row, row, width},
+                 .table = rotation.data_ptr<float>(),
+                 .table_positions = rotation.size(1),
+                 .sign = -1},
+                comm::detail::dtype_of(part, "split_heads"), from.data_ptr(), place,
+                current_stream());
+    place += part.size(1) * width * part.element_size();
+  };
+  put(q, true);
+  put(k, true);
+  put(v, false);
+  return out;
+}
+
+at::Tensor swiglu(const at::Tensor& gate_up) {
+  const c10::cuda::CUDAGuard guard(gate_up.device());
+  const int64_t width = gate_up.size(-1) / 2;
+  auto sizes = gate_up.sizes().vec();
+  sizes.back() = width;
+  at::Tensor out = at::empty(sizes, gate_up.options());
+  if (out.numel() == 0) return out;
+  launch_swiglu(out.numel() / width, width, comm::detail::dtype_of(gate_up, "swiglu"),
+                gate_up.data_ptr(), out.data_ptr(), current_stream());
+  return out;
+}
+
+at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad) {
+  const c10::cuda::CUDAGuard guard(gate_up.device());
+  const int64_t width = grad.size(-1);
+  at::Tensor out = at::empty_like(gate_up);
+  if (out.numel() == 0) return out;
+  launch_swiglu_backward(grad.numel() / width, width, comm::detail::dtype_of(gate_up, "swiglu"),
+                         gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), current_stream());
+  return out;
+}
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignored,
+                         double scale, const at::Tensor& gradient) {
+  const c10::cuda::CUDAGuard guard(logits.device());
+  at::Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
+  if (logits.numel() == 0) return losses.zero_();
+  launch_cross_entropy({logits.size(0), logits.size(1), ignored},
+                       comm::detail::dtype_of(logits, "cross_entropy"), logits.data_ptr(),
+                       targets.data_ptr<int64_t>(), static_cast<float>(scale), gradient.data_ptr(),
+                       losses.data_ptr<float>(), current_stream());
+  return losses;
+}
+
+void scale_unless_one(const at::Tensor& tensor, const at::Tensor& factor) {
+  const c10::cuda::CUDAGuard guard(tensor.device());
+  if (tensor.numel() == 0) return;
+  launch_scale_unless_one(tensor.numel(), comm::detail::dtype_of(tensor, "cross_entropy"),
+                          tensor.data_ptr(), factor.data_ptr<float>(), current_stream());
+}
+
+}  // namespace lockstep::nn::cuda

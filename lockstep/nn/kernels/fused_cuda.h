@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels that do on CUDA in one pass what takes several of torch's, in builds that have them;
+// fused_no_cuda.cpp stands in where they are not built. Private: not installed. Tensors are
+// contiguous unless said otherwise; work is queued on the current stream.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/core/torch_fwd.h"
+
+namespace lockstep::nn::cuda {
+
+// Whether the functions below take tensors like this one.
+bool has_fused_kernels(const at::Tensor& tensor);
+
+// A copy of qkv (B, T, n * D) whose first `rotated` heads are turned.
+at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated);
+// Gradients (B, n, T, D) of any strides to that of qkv; those of q and k are turned back.
+at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& rotation);
+
+at::Tensor swiglu(const at::Tensor& gate_up);
+at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad);
+
+// Returns scale * loss of each row, and writes the logits' gradient, which may be their memory.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignored,
+                         double scale, const at::Tensor& gradient);
+// In place; the factor is a float32 scalar on the device, and nothing is touched where it is 1.
+void scale_unless_one(const at::Tensor& tensor, const at::Tensor& factor);
+
+}  // namespace lockstep::nn::cuda

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <numeric>
+#include <string>
+#include <type_traits>
+
+#include "lockstep/core/error.h"
+#include "lockstep/nn/kernels/fused_kernels.h"
+
+namespace lockstep::nn::cuda {
+namespace {
+
+__device__ float load(float stored) { return stored; }
+__device__ float load(__half stored) { return __half2float(stored); }
+__device__ float load(__nv_bfloat16 stored) { return __bfloat162float(stored); }
+template <class T>
+__device__ T store(float value);
+template <>
+__device__ float store<float>(float value) {
+  return value;
+}
+template <>
+__device__ __half store<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __nv_bfloat16 store<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// N elements that are moved as one.
+template <class T, int N>
+struct alignas(N * sizeof(T)) Pack {
+  T lane[N];
+};
+
+template <int N, class T>
+__device__ void read(const T* from, float (&values)[N]) {
+  const auto pack = *reinterpret_cast<const Pack<T, N>*>(from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = load(pack.lane[i]);
+}
+
+template <int N, class T>
+__device__ void write(T* to, const float (&values)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.lane[i] = store<T>(values[i]);
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+__device__ int64_t thread_index() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+// A thread moves N elements of the first half of a head, and their partners in the second.
+template <int N, class T>
+__global__ void turn_kernel(TurnOptions options, const T* in, T* out) {
+  const int64_t half = options.shape.width / 2, packs = half / N;
+  int64_t index = thread_index();
+  if (index >= options.shape.batch * options.shape.length * options.heads * packs) return;
+  const int64_t i = index % packs * N;
+  index /= packs;
+  const int64_t head = index % options.heads;
+  index /= options.heads;
+  const int64_t t = index % options.shape.length, b = index / options.shape.length;
+
+  const auto place = [&](const HeadStrides& strides) {
+    return b * strides.batch + t * strides.position + head * strides.head + i;
+  };
+  const T* source = in + place(options.from);
+  T* target = out + place(options.to);
+  float first[N], second[N];
+  read(source, first);
+  read(source + half, second);
+  if (head < options.turned) {
+    const float* cosines = options.table + t * half + i;
+    const float* sines = cosines + options.table_positions * half;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float cosine = cosines[k], sine = options.sign * sines[k];
+      const float a = first[k], b = second[k];
+      first[k] = a * cosine - b * sine;
+      second[k] = b * cosine + a * sine;
+    }
+  }
+  write(target, first);
+  write(target + half, second);
+}
+
+__device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
+
+template <int N, class T>
+__global__ void swiglu_kernel(int64_t rows, int64_t width, const T* gate_up, T* out) {
+  const int64_t packs = width / N, index = thread_index();
+  if (index >= rows * packs) return;
+  const int64_t row = index / packs, i = index % packs * N;
+  float gate[N], up[N];
+  read(gate_up + row * 2 * width + i, gate);
+  read(gate_up + row * 2 * width + width + i, up);
+#pragma unroll
+  for (int k = 0; k < N; ++k) up[k] *= gate[k] * sigmoid(gate[k]);
+  write(out + row * width + i, up);
+}
+
+template <int N, class T>
+__global__ void swiglu_backward_kernel(int64_t rows, int64_t width, const T* gate_up, const T* grad,
+                                       T* grad_gate_up) {
+  const int64_t packs = width / N, index = thread_index();
+  if (index >= rows * packs) return;
+  const int64_t row = index / packs, i = index % packs * N;
+  float gate[N], up[N], out[N];
+  read(gate_up + row * 2 * width + i, gate);
+  read(gate_up + row * 2 * width + width + i, up);
+  read(grad + row * width + i, out);
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const float s = sigmoid(gate[k]), silu = gate[k] * s;
+    const float slope = s * (1 + gate[k] * (1 - s));
+    gate[k] = out[k] * up[k] * slope;
+    up[k] = out[k] * silu;
+  }
+  write(grad_gate_up + row * 2 * width + i, gate);
+  write(grad_gate_up + row * 2 * width + width + i, up);
+}
+
+// The largest logit seen and the sum of exp(logit - largest): what softmax needs to know of a row.
+struct Summary {
+  float largest, sum;
+};
+
+__device__ Summary combine(Summary a, Summary b) {
+  const float largest = fmaxf(a.largest, b.largest);
+  // Of two empty ones the difference would be NaN.
+  if (largest == -INFINITY) return a;
+  return {largest, a.sum * __expf(a.largest - largest) + b.sum * __expf(b.largest - largest)};
+}
+
+__device__ Summary combine_warp(Summary summary) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const Summary other{__shfl_xor_sync(~0u, summary.largest, offset),
+                        __shfl_xor_sync(~0u, summary.sum, offset)};
+    summary = combine(summary, other);
+  }
+  return summary;
+}
+
+// All threads of the block get the result. Always in the same order, so always with the same bits.
+__device__ Summary combine_block(Summary summary) {
+  __shared__ Summary warps[32];
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  summary = combine_warp(summary);
+  if (lane == 0) warps[warp] = summary;
+  __syncthreads();
+  summary = lane < blockDim.x / 32 ? warps[lane] : Summary{-INFINITY, 0};
+  return combine_warp(summary);
+}
+
+// A block for each row: once over the logits for the loss, once more for the gradient.
+template <int N, class T>
+__global__ void cross_entropy_kernel(CrossEntropyShape shape, const T* logits,
+                                     const int64_t* targets, float scale, T* gradient,
+                                     float* losses) {
+  const int64_t row = blockIdx.x, classes = shape.classes, target = targets[row];
+  const T* in = logits + row * classes;
+  T* out = gradient + row * classes;
+  const int64_t step = static_cast<int64_t>(blockDim.x) * N, first = threadIdx.x * N;
+  float values[N];
+  if (target == shape.ignored) {
+    for (int k = 0; k < N; ++k) values[k] = 0;
+    for (int64_t i = first; i < classes; i += step) write(out + i, values);
+    if (threadIdx.x == 0) losses[row] = 0;
+    return;
+  }
+  Summary summary{-INFINITY, 0};
+  for (int64_t i = first; i < classes; i += step) {
+    read(in + i, values);
+    float largest = values[0];
+#pragma unroll
+    for (int k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum += __expf(values[k] - largest);
+    summary = combine(summary, {largest, sum});
+  }
+  summary = combine_block(summary);
+  if (threadIdx.x == 0) {
+    // A class that is not there has no logit: NaN is noticed, memory of others is not read.
+    const float logit = target >= 0 && target < classes ? load(in[target]) : NAN;
+    losses[row] = scale * (summary.largest + logf(summary.sum) - logit);
+  }
+  __syncthreads();  // the logit of the target is read before it is overwritten
+  const float factor = scale / summary.sum;
+  for (int64_t i = first; i < classes; i += step) {
+    read(in + i, values);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      values[k] = __expf(values[k] - summary.largest) * factor - (i + k == target ? scale : 0);
+    }
+    write(out + i, values);
+  }
+}
+
+template <int N, class T>
+__global__ void scale_kernel(int64_t count, T* data, const float* factor) {
+  const float by = *factor;
+  if (by == 1) return;
+  const int64_t i = thread_index() * N;
+  if (i >= count) return;
+  float values[N];
+  read(data + i, values);
+#pragma unroll
+  for (int k = 0; k < N; ++k) values[k] *= by;
+  write(data + i, values);
+}
+
+constexpr int64_t kThreads = 256;
+
+unsigned blocks_for(int64_t threads) {
+  return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+}
+
+// Calls launch(element type, pack size): 16 bytes at a time where `divisor` elements and all
+// addresses are multiples of that, single elements elsewhere.
+template <class T, class Launch>
+void launch_packed(int64_t divisor, std::initializer_list<const void*> addresses, Launch launch) {
+  constexpr int kPack = 16 / sizeof(T);
+  const bool aligned = std::all_of(addresses.begin(), addresses.end(), [](const void* address) {
+    return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+  });
+  if (aligned && divisor % kPack == 0) {
+    launch(T{}, std::integral_constant<int, kPack>{});
+  } else {
+    launch(T{}, std::integral_constant<int, 1>{});
+  }
+}
+
+template <class Launch>
+void launch_for(DType dtype, const char* operation, int64_t divisor,
+                std::initializer_list<const void*> addresses, Launch launch) {
+  switch (dtype) {
+    case DType::float32:
+      launch_packed<float>(divisor, addresses, launch);
+      break;
+    case DType::float16:
+      launch_packed<__half>(divisor, addresses, launch);
+      break;
+    case DType::bfloat16:
+      launch_packed<__nv_bfloat16>(divisor, addresses, launch);
+      break;
+    default:
+      throw ConfigError("[" + std::string(operation) + "] dtype is " + std::string(name_of(dtype)) +
+                        ", must be float32, float16 or bfloat16");
+  }
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw Error("[" + std::string(operation) + "] CUDA: " + cudaGetErrorString(error));
+  }
+}
+
+template <class T>
+const T* typed(const void* data) {
+  return static_cast<const T*>(data);
+}
+template <class T>
+T* typed(void* data) {
+  return static_cast<T*>(data);
+}
+
+int64_t common_divisor(const HeadStrides& strides) {
+  return std::gcd(std::gcd(strides.batch, strides.position), strides.head);
+}
+
+}  // namespace
+
+void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* out, void* stream) {
+  const int64_t half = options.shape.width / 2;
+  const int64_t divisor =
+      std::gcd(half, std::gcd(common_divisor(options.from), common_divisor(options.to)));
+  launch_for(dtype, "split_heads", divisor, {in, out}, [&](auto type, auto pack) {
+    using T = decltype(type);
+    const int64_t threads =
+        options.shape.batch * options.shape.length * options.heads * (half / pack);
+    turn_kernel<pack><<<blocks_for(threads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        options, typed<T>(in), typed<T>(out));
+  });
+}
+
+void launch_swiglu(int64_t rows, int64_t width, DType dtype, const void* gate_up, void* out,
+                   void* stream) {
+  launch_for(dtype, "swiglu", width, {gate_up, out}, [&](auto type, auto pack) {
+    using T = decltype(type);
+    swiglu_kernel<pack>
+        <<<blocks_for(rows * width / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, width, typed<T>(gate_up), typed<T>(out));
+  });
+}
+
+void launch_swiglu_backward(int64_t rows, int64_t width, DType dtype, const void* gate_up,
+                            const void* grad, void* grad_gate_up, void* stream) {
+  launch_for(dtype, "swiglu", width, {gate_up, grad, grad_gate_up}, [&](auto type, auto pack) {
+    using T = decltype(type);
+    swiglu_backward_kernel<pack>
+        <<<blocks_for(rows * width / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            rows, width, typed<T>(gate_up), typed<T>(grad), typed<T>(grad_gate_up));
+  });
+}
+
+void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const void* logits,
+                          const int64_t* targets, float scale, void* gradient, float* losses,
+                          void* stream) {
+  launch_for(dtype, "cross_entropy", shape.classes, {logits, gradient}, [&](auto type, auto pack) {
+    using T = decltype(type);
+    const int64_t wanted = (shape.classes / pack + 31) / 32 * 32;
+    const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, 1024));
+    cross_entropy_kernel<pack>
+        <<<static_cast<unsigned>(shape.rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+            shape, typed<T>(logits), targets, scale, typed<T>(gradient), losses);
+  });
+}
+
+void launch_scale_unless_one(int64_t count, DType dtype, void* data, const float* factor,
+                             void* stream) {
+  launch_for(dtype, "cross_entropy", count, {data}, [&](auto type, auto pack) {
+    using T = decltype(type);
+    scale_kernel<pack>
+        <<<blocks_for(count / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            count, typed<T>(data), factor);
+  });
+}
+
+}  // namespace lockstep::nn::cuda

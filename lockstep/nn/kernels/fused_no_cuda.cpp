@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/core/Tensor.h>
+
+#include <stdexcept>
+
+#include "lockstep/nn/kernels/fused_cuda.h"
+
+namespace lockstep::nn::cuda {
+namespace {
+
+[[noreturn]] void missing() {
+  throw std::logic_error("lockstep bug: no CUDA kernels in this build");
+}
+
+}  // namespace
+
+bool has_fused_kernels(const at::Tensor&) { return false; }
+at::Tensor rotate_heads(const at::Tensor&, const at::Tensor&, int64_t) { missing(); }
+at::Tensor merge_heads(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  missing();
+}
+at::Tensor swiglu(const at::Tensor&) { missing(); }
+at::Tensor swiglu_backward(const at::Tensor&, const at::Tensor&) { missing(); }
+at::Tensor cross_entropy(const at::Tensor&, const at::Tensor&, int64_t, double, const at::Tensor&) {
+  missing();
+}
+void scale_unless_one(const at::Tensor&, const at::Tensor&) { missing(); }
+
+}  // namespace lockstep::nn::cuda

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/core/error.h"
+#include "lockstep/optim/kernels/packed_adamw.h"
+
+namespace lockstep::optim::detail::cuda {
+
+void launch_packed_adamw(const PackedFormat&, const PackedSlice&, const AdamWFactors&, void*) {
+  check(false, "this build has no CUDA kernels");
+}
+
+}  // namespace lockstep::optim::detail::cuda

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Saved tensors are intercepted by an engine in front of the default one, the only way to do so
+// from C++: autograd asks that for hooks whenever a node saves a tensor. In the first call the
+// hooks keep a number instead of the tensor; the first time that backward wants one of them, the
+// function is called again under hooks that collect the tensors in the same order.
+#include "lockstep/parallel/recompute/recompute.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/trace.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/parallel/intercept/interception.h"
+#include "lockstep/parallel/recompute/saved_tensor_engine.h"
+#include "lockstep/parallel/recompute/stored_inputs.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+using torch::autograd::SavedVariableHooks;
+
+// The state of torch's generators: of the CPU, and of the current CUDA device.
+class GeneratorStates {
+ public:
+  GeneratorStates() {
+    for (at::Generator& generator : all_) {
+      const std::lock_guard lock(generator.mutex());
+      states_.push_back(generator.get_state());
+    }
+  }
+  void restore() const {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      at::Generator generator = all_[i];
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(states_[i]);
+    }
+  }
+
+ private:
+  static std::vector<at::Generator> generators() {
+    std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
+    if (at::hasCUDA()) all.push_back(at::globalContext().defaultGenerator(at::kCUDA));
+    return all;
+  }
+  std::vector<at::Generator> all_ = generators();
+  std::vector<at::Tensor> states_;
+};
+
+// Sets generators and random context back for a scope, and leaves them as they were before it.
+class Past {
+ public:
+  Past(const GeneratorStates& states, const std::shared_ptr<nn::RandomContext>& random,
+       const nn::RandomContext& was)
+      : random_(random) {
+    states.restore();
+    if (random_) now_ = std::exchange(*random_, was);
+  }
+  ~Past() {
+    present_.restore();
+    if (random_) *random_ = now_;
+  }
+  Past(const Past&) = delete;
+  Past& operator=(const Past&) = delete;
+
+ private:
+  GeneratorStates present_;
+  std::shared_ptr<nn::RandomContext> random_;
+  nn::RandomContext now_;
+};
+
+// Thrown out of the second call when all that was asked for is there.
+struct Enough {};
+
+}  // namespace
+
+// One call of a function, and its repetition.
+struct Frame {
+  using Again = std::function<void(const std::vector<at::Tensor>&)>;
+
+  Frame(Again again, const std::vector<at::Tensor>& inputs, RecomputeOptions options)
+      : again(std::move(again)),
+        inputs(std::move(options.store), inputs),
+        random(std::move(options.random)),
+        was(random ? *random : nn::RandomContext{}),
+        cpu(optim::current_autocast(at::kCPU)),
+        cuda(optim::current_autocast(at::kCUDA)) {}
+
+  // Something that autograd would keep; returns its number.
+  size_t keep(const at::Tensor& tensor);
+  at::Tensor take(size_t index);
+  void drop(size_t index);
+  void repeat();
+
+  const Again again;
+  const StoredInputs inputs;
+  const std::shared_ptr<nn::RandomContext> random;
+  const nn::RandomContext was;
+  const GeneratorStates generators;
+  const optim::AutocastOptions cpu, cuda;
+  // What was saved in the first call, and in which version: a weight that is written before
+  // backward would be another one in the second.
+  struct Kept {
+    c10::VariableVersion version;
+    int64_t saved;
+  };
+  std::vector<Kept> kept;
+  std::vector<at::Tensor> values;  // collected in the second; dropped one by one
+  std::vector<int64_t> versions;   // of the values when they were saved
+  std::set<size_t> unwanted;       // dropped before they were collected
+  std::mutex mutex;                // backward has a thread for each device
+};
+
+namespace {
+
+struct Active {
+  std::shared_ptr<Frame> frame;  // none: recomputation is off in a scope
+  bool collects = false;
+};
+
+// Whose saved tensors these are is a matter of the thread that runs the operators, as for autograd
+// itself; there is nothing else that the engine's call could find it by.
+std::vector<Active>& active() {
+  thread_local std::vector<Active> stack;
+  return stack;
+}
+
+class Entry {
+ public:
+  explicit Entry(Active entry) { active().push_back(std::move(entry)); }
+  ~Entry() { active().pop_back(); }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+};
+
+// Newer versions ask hooks of Python for more.
+template <class Base>
+struct Complete : Base {};
+template <class Base>
+requires requires(const Base& hooks) { hooks.retrieve_unpack_hook_data(); }
+struct Complete<Base> : Base {
+  decltype(std::declval<const Base&>().retrieve_unpack_hook_data()) retrieve_unpack_hook_data()
+      const override {
+    throw Error("[recompute] recomputed tensors cannot be traced");
+  }
+};
+
+class Numbered : public Complete<SavedVariableHooks> {
+ public:
+  explicit Numbered(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  // A node that is done with its tensor, or that nobody will come to.
+  ~Numbered() override { frame_->drop(index_); }
+  void call_pack_hook(const at::Tensor& tensor) override { index_ = frame_->keep(tensor); }
+  at::Tensor call_unpack_hook() override { return frame_->take(index_); }
+
+ private:
+  std::shared_ptr<Frame> frame_;
+  size_t index_ = SIZE_MAX;  // until it is given something to keep
+};
+
+class Collecting : public Complete<SavedVariableHooks> {
+ public:
+  explicit Collecting(Frame& frame) : frame_(frame) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    frame_.values.push_back(tensor.detach());
+    frame_.versions.push_back(frame_.values.back()._version());
+    if (frame_.values.size() == frame_.kept.size()) throw Enough{};
+  }
+  at::Tensor call_unpack_hook() override {
+    throw Error("[recompute] the function runs a backward of its own, must not");
+  }
+
+ private:
+  Frame& frame_;
+};
+
+std::unique_ptr<SavedVariableHooks> hooks_for_saved_tensor() {
+  const auto& stack = active();
+  if (stack.empty()) return nullptr;
+  const Active& top = stack.back();
+  if (top.collects) return std::make_unique<Collecting>(*top.frame);
+  return std::make_unique<Numbered>(top.frame);
+}
+
+// Without hooks the function is a plain call, whose activations are all kept.
+bool can_recompute() {
+  static const bool allowed = [] {
+    const bool is = is_allowed(Interception::saved_tensors);
+    if (!is) {
+      log::warn(
+          "[recompute] LOCKSTEP_INTERCEPT leaves saved_tensors out: recompute keeps all "
+          "activations in memory, and an ActivationStore stores nothing");
+    }
+    return is;
+  }();
+  return allowed;
+}
+
+}  // namespace
+
+void Frame::repeat() {
+  values.clear();
+  versions.clear();
+  const std::vector<at::Tensor> found = inputs.tensors();
+  const trace::Span span("recompute", "recompute");
+  const Past past(generators, random, was);
+  const optim::AutocastGuard cpu_autocast(cpu);
+  std::optional<optim::AutocastGuard> cuda_autocast;
+  if (at::hasCUDA()) cuda_autocast.emplace(cuda);
+  const c10::AutoGradMode grad(true);
+  const Entry entry(
+      {.frame = std::shared_ptr<Frame>(std::shared_ptr<Frame>(), this), .collects = true});
+  try {
+    again(found);
+  } catch (const Enough&) {
+  }
+  for (const size_t index : unwanted) {
+    if (index < values.size()) values[index].reset();
+  }
+}
+
+size_t Frame::keep(const at::Tensor& tensor) {
+  const auto& version = torch::autograd::impl::version_counter(tensor);
+  kept.push_back({version, version.current_version()});
+  return kept.size() - 1;
+}
+
+at::Tensor Frame::take(size_t index) {
+  const std::lock_guard lock(mutex);
+  if (kept[index].version.current_version() != kept[index].saved) {
+    throw Error(
+        "[recompute] a tensor that backward needs was changed in place since the function was "
+        "called, as by a step of the optimizer; run backward first");
+  }
+  if (index >= values.size() || !values[index].defined()) repeat();
+  if (values.size() != kept.size()) {
+    throw Error(
+        format("[recompute] the function kept {} tensors for backward, and {} when it was "
+               "called again; it must compute the same again",
+               kept.size(), values.size()));
+  }
+  if (values[index]._version() != versions[index]) {
+    throw Error("[recompute] a tensor that backward needs was changed in place by the function");
+  }
+  return values[index];
+}
+
+void Frame::drop(size_t index) {
+  at::Tensor value;  // its memory goes when the lock is no longer held
+  const std::lock_guard lock(mutex);
+  unwanted.insert(index);
+  if (index < values.size()) value = std::move(values[index]);
+}
+
+RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const Tensors& inputs,
+                               RecomputeOptions options)
+    : active_(c10::GradMode::is_enabled() && can_recompute()) {
+  if (!active_) return;
+  install_saved_tensor_engine(&hooks_for_saved_tensor);
+  active().push_back(
+      {.frame = std::make_shared<Frame>(std::move(again), inputs, std::move(options))});
+}
+
+RecomputeScope::~RecomputeScope() {
+  if (active_) active().pop_back();
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations that are computed again instead of kept.
+//
+//   x = parallel::recompute([=](const at::Tensor& x) { return block(x); }, x);
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "lockstep/nn/random/random_context.h"
+#include "lockstep/parallel/recompute/activation_store.h"
+
+namespace lockstep::parallel {
+
+struct RecomputeOptions {
+  // What the random layers in the function share. It is set back to what it was in the first call
+  // while the function is called again.
+  std::shared_ptr<nn::RandomContext> random = {};
+  // Where the inputs that are given beside the function are until it is called again; none: in
+  // memory.
+  std::shared_ptr<ActivationStore> store = {};
+};
+
+namespace detail {
+
+// While it lives, what autograd would keep on this thread is only counted.
+class RecomputeScope {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+
+  RecomputeScope(std::function<void(const Tensors& inputs)> again, const Tensors& inputs,
+                 RecomputeOptions options);
+  ~RecomputeScope();
+  RecomputeScope(const RecomputeScope&) = delete;
+  RecomputeScope& operator=(const RecomputeScope&) = delete;
+
+ private:
+  bool active_;
+};
+
+}  // namespace detail
+
+// Calls the function with the inputs and returns what it returns. Of what autograd would keep for
+// backward nothing is kept but the inputs, and what the function itself holds. When backward comes
+// to it, the function is called once more, up to the last thing that it must give, with torch's
+// random generators, autocast and the random context as they were. It must compute the same again.
+// Backward is not re-entered, so hooks on gradients fire once, and gradients of inputs that need
+// none are no special case. Without grad mode it is a plain call. Not for functions that are in
+// turn differentiated twice.
+template <std::invocable<const std::vector<at::Tensor>&> Function>
+auto recompute(Function function, const std::vector<at::Tensor>& inputs,
+               RecomputeOptions options = {}) {
+  const detail::RecomputeScope scope(
+      [function](const std::vector<at::Tensor>& again) mutable {
+        static_cast<void>(function(again));
+      },
+      inputs, std::move(options));
+  return function(inputs);
+}
+
+template <std::invocable<const at::Tensor&> Function>
+auto recompute(Function function, const at::Tensor& input, RecomputeOptions options = {}) {
+  const detail::RecomputeScope scope(
+      [function](const std::vector<at::Tensor>& again) mutable {
+        static_cast<void>(function(again[0]));
+      },
+      {input}, std::move(options));
+  return function(input);
+}
+
+// The same for a function that holds its inputs, in memory: capture them by value.
+template <std::invocable<> Function>
+auto recompute(Function function, RecomputeOptions options = {}) {
+  const detail::RecomputeScope scope(
+      [function](const std::vector<at::Tensor>&) mutable { static_cast<void>(function()); }, {},
+      std::move(options));
+  return function();
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decides what of a model rests where. Private: not installed.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/shard/flat.h"
+#include "lockstep/parallel/tiers/tiers.h"
+
+namespace lockstep::parallel::detail {
+
+// Fills FlatPlan::offload of all plans, which are in the order of use, and makes their memory.
+// `is_embedding`: whose state 8-bit codecs leave alone. Throws ConfigError where budgets are too
+// small, with the numbers.
+std::shared_ptr<OffloadTiers> arrange_offload(
+    std::vector<FlatPlan>& plans, const FullyShardOptions& options, int rank,
+    const std::function<bool(const std::string& name)>& is_embedding);
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What of a flat rests where. Private: not installed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lockstep/layout/offload_ring.h"
+#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/parallel/tiers/tiers.h"
+
+namespace lockstep::parallel::detail {
+
+using layout::StatePlan;
+using layout::StateSlice;
+
+struct FlatOffload {
+  std::shared_ptr<OffloadTiers> tiers;
+  layout::Tier params = layout::Tier::device, grads = layout::Tier::device;
+  std::vector<StatePlan> states = {};  // in the order of Flat::optimized()
+};
+
+}  // namespace lockstep::parallel::detail

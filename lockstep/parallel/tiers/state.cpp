@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/parallel/tiers/state.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "lockstep/codec/codec.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+using layout::Tier;
+using optim::detail::PackedSlice;
+
+// LZ4 finds more in bytes of the same meaning.
+constexpr size_t kWidth = 4;
+
+std::shared_ptr<std::byte> plain_memory(size_t bytes) {
+  return {new std::byte[bytes](), std::default_delete<std::byte[]>()};
+}
+
+}  // namespace
+
+OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor values,
+                               layout::Tier params, std::shared_ptr<OffloadTiers> tiers)
+    : name_(std::move(name)),
+      plan_(std::move(plan)),
+      values_(std::move(values)),
+      params_(params),
+      tiers_(std::move(tiers)) {
+  const std::string what = "optimizer state of " + name_;
+  for (const StateSlice& place : plan_.slices) {
+    Slice slice{.place = place,
+                .bytes = optim::detail::packed_layout(plan_.format, place.count).total};
+    if (place.tier == Tier::device) {
+      slice.memory =
+          std::static_pointer_cast<std::byte>(tiers_->device_memory.take(slice.bytes, what));
+      const at::Tensor zeros =
+          at::from_blob(slice.memory.get(), {static_cast<int64_t>(slice.bytes)},
+                        at::TensorOptions().dtype(at::kByte).device(tiers_->device));
+      zeros.zero_();
+    } else if (place.tier == Tier::host && !plan_.lossless) {
+      slice.memory = tiers_->host_memory.take(slice.bytes, what);
+    }
+    slices_.push_back(std::move(slice));
+    Slice& made = slices_.back();
+    if (place.tier != Tier::device && !made.memory) store(made, plain_memory(made.bytes));
+  }
+}
+
+const at::Tensor& OffloadedState::host_values() {
+  if (params_on_host()) return values_;
+  if (!mirror_.defined()) {
+    mirror_ = tiers_->on_host(values_.numel(), values_.scalar_type(), "a copy of " + name_);
+    tiers_->out->wait(memory::computed(tiers_->device));
+    tiers_->copy_out(mirror_.data_ptr(), values_.data_ptr(), values_.nbytes(), name_);
+    tiers_->out->record().wait();
+  }
+  return mirror_;
+}
+
+void OffloadedState::hold_values() {
+  mirror_.reset();
+  if (plan_.format.param == DType::float32 || held_.defined()) return;
+  held_ = at::empty({values_.numel()}, at::kFloat);
+  unpack(nullptr, nullptr, held_.data_ptr<float>());
+}
+
+void OffloadedState::adopt_values() {
+  if (!held_.defined()) return;
+  const at::Tensor master = std::exchange(held_, {});
+  const at::Tensor exp_avg = at::empty_like(master), exp_avg_sq = at::empty_like(master);
+  unpack(exp_avg.data_ptr<float>(), exp_avg_sq.data_ptr<float>(), nullptr);
+  const at::Tensor now = values_.to(at::kCPU);
+  const at::Tensor kept =
+      at::where(master.to(now.scalar_type()).eq(now), master, now.to(at::kFloat));
+  pack(exp_avg.data_ptr<float>(), exp_avg_sq.data_ptr<float>(), kept.data_ptr<float>());
+}
+
+std::shared_ptr<std::byte> OffloadedState::load(Slice& slice) {
+  slice.saved.wait();
+  if (slice.memory) return slice.memory;
+  if (slice.place.tier == Tier::disk) {
+    const auto bytes = tiers_->disk->get(slice.block);
+    tiers_->traffic.from_disk += static_cast<int64_t>(slice.block_bytes);
+    if (!plan_.lossless) return std::const_pointer_cast<std::byte>(bytes);  // the caller's own
+    auto memory = plain_memory(slice.bytes);
+    codec::decompress({bytes.get(), slice.block_bytes}, {memory.get(), slice.bytes});
+    return memory;
+  }
+  auto memory = plain_memory(slice.bytes);
+  codec::decompress(slice.packed, {memory.get(), slice.bytes});
+  return memory;
+}
+
+void OffloadedState::prefetch(const Slice& slice) {
+  if (slice.place.tier == Tier::disk) tiers_->disk->prefetch(slice.block);
+}
+
+void OffloadedState::store(Slice& slice, std::shared_ptr<std::byte> memory) {
+  if (slice.memory) return;  // it is there
+  if (slice.place.tier == Tier::disk) {
+    if (plan_.lossless) {
+      auto packed = std::make_shared<std::vector<std::byte>>(
+          codec::compress({memory.get(), slice.bytes}, kWidth));
+      slice.block_bytes = packed->size();
+      slice.block = tiers_->disk->put(*packed, packed);
+    } else {
+      slice.block_bytes = slice.bytes;
+      slice.block = tiers_->disk->put({memory.get(), slice.bytes}, memory);
+    }
+    tiers_->traffic.to_disk += static_cast<int64_t>(slice.block_bytes);
+    return;
+  }
+  auto packed = codec::compress({memory.get(), slice.bytes}, kWidth);
+  slice.share = {};
+  slice.share = tiers_->host_budget.take(packed.size(), "optimizer state of " + name_);
+  slice.packed = std::move(packed);
+}
+
+// Calls visit(slice, state) with the state of every slice in host memory, and keeps what it writes.
+template <class Visit>
+void OffloadedState::for_each_on_host(const Visit& visit) {
+  for (Slice& slice : slices_) {
+    if (slice.place.tier != Tier::device) {
+      auto memory = load(slice);
+      visit(slice, memory.get());
+      store(slice, memory);
+      continue;
+    }
+    const at::Tensor state =
+        at::from_blob(slice.memory.get(), {static_cast<int64_t>(slice.bytes)},
+                      at::TensorOptions().dtype(at::kByte).device(tiers_->device));
+    const at::Tensor host = state.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+    visit(slice, static_cast<std::byte*>(host.data_ptr()));
+    state.copy_(host);
+  }
+}
+
+void OffloadedState::unpack(float* exp_avg, float* exp_avg_sq, float* master) {
+  const at::Tensor values = values_.to(at::kCPU);
+  const auto from = [](float* array, int64_t begin) { return array ? array + begin : nullptr; };
+  for_each_on_host([&](Slice& slice, std::byte* state) {
+    const int64_t begin = slice.place.begin;
+    optim::detail::unpack(plan_.format,
+                          {.param = at_element(values, begin),
+                           .grad = nullptr,
+                           .state = state,
+                           .elements = slice.place.count},
+                          {.exp_avg = from(exp_avg, begin),
+                           .exp_avg_sq = from(exp_avg_sq, begin),
+                           .master = from(master, begin)});
+  });
+}
+
+void OffloadedState::pack(const float* exp_avg, const float* exp_avg_sq, const float* master) {
+  mirror_.reset();
+  held_.reset();
+  const at::Tensor values = values_.to(at::kCPU);
+  const bool has_master = plan_.format.param != DType::float32;
+  at::Tensor kept[3];
+  for_each_on_host([&](Slice& slice, std::byte* state) {
+    const int64_t begin = slice.place.begin;
+    const auto from = [&](const float* array, at::Tensor& own) {
+      if (array != nullptr) return const_cast<float*>(array) + begin;
+      own = at::empty({slice.place.count}, at::kFloat);
+      return own.data_ptr<float>();
+    };
+    const PackedSlice packed{.param = at_element(values, begin),
+                             .grad = nullptr,
+                             .state = state,
+                             .elements = slice.place.count};
+    const optim::detail::UnpackedState all{.exp_avg = from(exp_avg, kept[0]),
+                                           .exp_avg_sq = from(exp_avg_sq, kept[1]),
+                                           .master = has_master ? from(master, kept[2]) : nullptr};
+    optim::detail::unpack(plan_.format, packed,
+                          {.exp_avg = exp_avg == nullptr ? all.exp_avg : nullptr,
+                           .exp_avg_sq = exp_avg_sq == nullptr ? all.exp_avg_sq : nullptr,
+                           .master = master == nullptr ? all.master : nullptr});
+    optim::detail::pack(plan_.format, packed, all);
+  });
+  if (values_.is_cuda()) values_.copy_(values);
+}
+
+}  // namespace lockstep::parallel::detail

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// The optimizer's state of one tensor, in slices that rest on the device, on the host or on disk.
+// Private: not installed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/tiers/flat_offload.h"
+
+namespace lockstep::parallel::detail {
+
+inline std::byte* at_element(const at::Tensor& tensor, int64_t index) {
+  return static_cast<std::byte*>(tensor.data_ptr()) +
+         static_cast<size_t>(index) * tensor.element_size();
+}
+
+class OffloadedState {
+ public:
+  // `values`: the parameter, 1-d; `params`: where it rests. Zero moments, and nothing beyond the
+  // parameter.
+  OffloadedState(std::string name, StatePlan plan, at::Tensor values, layout::Tier params,
+                 std::shared_ptr<OffloadTiers> tiers);
+
+  struct Slice {
+    StateSlice place;
+    size_t bytes = 0;                        // as computed with
+    std::shared_ptr<std::byte> memory = {};  // on the device or on the host; on disk: none
+    std::vector<std::byte> packed = {};      // lossless, on the host
+    memory::Budget::Share share = {};        // of that
+    memory::DiskStore::Block block = {};     // on disk
+    size_t block_bytes = 0;
+    memory::Event saved = {};  // what was sent back has arrived
+  };
+
+  const std::string& name() const { return name_; }
+  const StatePlan& plan() const { return plan_; }
+  const at::Tensor& values() const { return values_; }
+  bool params_on_host() const { return params_ == layout::Tier::host; }
+  std::vector<Slice>& slices() { return slices_; }
+  // The parameter in host memory, for updates on the CPU: itself, or a copy that is kept beside it.
+  // By the driver.
+  const at::Tensor& host_values();
+  // Someone else may write the parameter between these two. Where it is not its rounded master any
+  // more it wins, as for other optimizers.
+  void hold_values();
+  void adopt_values();
+
+  // Bytes of a slice as computed with, from wherever they rest outside the device. By the driver,
+  // or while it has nothing to do.
+  std::shared_ptr<std::byte> load(Slice& slice);
+  void prefetch(const Slice& slice);
+  // The bytes go back to where they rest; `memory` is load()'s.
+  void store(Slice& slice, std::shared_ptr<std::byte> memory);
+
+  // For checkpoints. Nothing may be under way. Null where not wanted.
+  void unpack(float* exp_avg, float* exp_avg_sq, float* master);
+  // Null: as it is.
+  void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
+
+ private:
+  template <class Visit>
+  void for_each_on_host(const Visit& visit);
+
+  std::string name_;
+  StatePlan plan_;
+  at::Tensor values_;
+  layout::Tier params_;
+  std::shared_ptr<OffloadTiers> tiers_;
+  std::vector<Slice> slices_;
+  at::Tensor mirror_;
+  at::Tensor held_;  // the master
+};
+
+}  // namespace lockstep::parallel::detail

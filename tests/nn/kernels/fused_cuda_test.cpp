@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels on CUDA against the operators on the CPU.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <vector>
+
+#include "lockstep/nn/activations.h"
+#include "lockstep/nn/heads.h"
+#include "lockstep/nn/kernels/fused_cuda.h"
+#include "lockstep/nn/loss.h"
+
+namespace lockstep::nn {
+namespace {
+
+struct Outcome {
+  std::vector<at::Tensor> outputs;
+  at::Tensor gradient;
+};
+
+// Outputs, and the input's gradient where those of the outputs differ from element to element.
+Outcome run(const at::Tensor& input,
+            const std::function<std::vector<at::Tensor>(const at::Tensor&)>& function) {
+  const at::Tensor x = input.detach().clone().set_requires_grad(true);
+  Outcome result{.outputs = function(x), .gradient = {}};
+  at::Tensor sum = at::zeros({}, x.options());
+  for (const at::Tensor& output : result.outputs) {
+    const auto weights = at::cos(at::arange(output.numel(), output.options().dtype(at::kDouble)))
+                             .to(output.scalar_type());
+    sum = sum + (output * weights.view(output.sizes())).sum();
+  }
+  sum.backward();
+  result.gradient = x.grad();
+  return result;
+}
+
+void expect_alike(const at::Tensor& input,
+                  const std::function<std::vector<at::Tensor>(const at::Tensor&)>& function) {
+  const Outcome expected = run(input.to(at::kDouble), function);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    SCOPED_TRACE(c10::toString(type));
+    const at::Tensor rounded = input.to(type);
+    ASSERT_TRUE(cuda::has_fused_kernels(rounded.cuda()));
+    const Outcome found = run(rounded.cuda(), function);
+    const double tolerance = type == at::kFloat ? 1e-5 : type == at::kHalf ? 1e-2 : 6e-2;
+    const auto near = [&](const at::Tensor& a, const at::Tensor& b) {
+      return at::allclose(a.cpu().to(at::kDouble), b, tolerance, tolerance);
+    };
+    for (size_t i = 0; i < expected.outputs.size(); ++i) {
+      EXPECT_TRUE(near(found.outputs[i], expected.outputs[i])) << "output " << i;
+    }
+    EXPECT_TRUE(near(found.gradient, expected.gradient));
+  }
+}
+
+at::Tensor noise(at::IntArrayRef sizes) {
+  at::manual_seed(3);
+  return at::randn(sizes);
+}
+
+TEST(FusedCuda, SwiGlu) {
+  for (const int64_t width : {1, 6, 8, 40, 129}) {
+    expect_alike(noise({3, 5, 2 * width}),
+                 [](const at::Tensor& x) { return std::vector{swiglu(x)}; });
+  }
+}
+
+TEST(FusedCuda, Heads) {
+  for (const int64_t width : {4, 16, 64, 22}) {
+    std::vector<double> frequencies;
+    for (int64_t i = 0; i < width / 2; ++i) frequencies.push_back(1.0 / static_cast<double>(1 + i));
+    const at::Tensor table = rotary_table(frequencies, 19);
+    expect_alike(noise({2, 17, (6 + 2 * 2) * width}), [&](const at::Tensor& x) {
+      const Heads heads =
+          split_heads(x, {.heads = 6, .kv_heads = 2, .rotation = table.to(x.device())});
+      return std::vector{heads.q, heads.k, heads.v};
+    });
+  }
+}
+
+TEST(FusedCuda, CrossEntropy) {
+  for (const int64_t classes : {5, 64, 1000, 50304}) {
+    for (const bool overwrite : {false, true}) {
+      const at::Tensor targets = at::tensor({1, 0, -100, 4, 3}, at::kLong);
+      expect_alike(noise({5, classes}) * 3, [&](const at::Tensor& x) {
+        // A factor, so that backward has something to scale; a copy, because it may be overwritten.
+        return std::vector{cross_entropy(x * 1, targets.to(x.device()),
+                                         {.scale = 0.25, .overwrite_logits = overwrite})
+                               .to(x.scalar_type()) *
+                           3};
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::nn

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Optimizer state on disk: the same bits, and errors that say where.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <filesystem>
+
+#include "lockstep/core/error.h"
+#include "tests/parallel/offload/training.h"
+#include "tests/support/child_process.h"
+#include "tests/support/subprocess.h"
+
+namespace lockstep::test {
+namespace {
+
+namespace fs = std::filesystem;
+using layout::OffloadOptions;
+using layout::OffloadStrategy;
+using layout::UpdateSite;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+const OffloadRun kRun{.layers = 6, .width = 112};
+
+// Parameters and gradients of 600 kB must be on the host, and there is little room beside them.
+OffloadOptions on_disk(const std::string& folder, UpdateSite site) {
+  return {.param_budget = 128 * kKiB,
+          .host_budget = 800 * kKiB,
+          .device_limit = 320 * kKiB,
+          .host_limit = 64 * kMiB,
+          .strategy = OffloadStrategy::extreme,
+          .disk = folder,
+          .update_site = site};
+}
+
+void expect_same_from_disk(int ranks, OffloadRun run, const OffloadOptions& offload) {
+  comm::run_threads(ranks, [&](const comm::Group& group) {
+    const OffloadCurve plain = train_offloaded(group, run, {});
+    OffloadRun counted = run;
+    parallel::OffloadStats before;
+    counted.after = [&](int step, const parallel::ShardedModel& model, optim::Optimizer& each) {
+      dynamic_cast<parallel::OffloadedAdamW&>(each).wait();
+      const parallel::OffloadStats stats = parallel::offload_stats(model);
+      EXPECT_GT(stats.from_disk, before.from_disk) << step;
+      EXPECT_GT(stats.to_disk, before.to_disk) << step;
+      const layout::StateCodecs none;
+      if (offload.codec == none && step > 0) {  // the first has also written zeros
+        EXPECT_EQ(stats.from_disk - before.from_disk, stats.state_on_disk);
+        EXPECT_EQ(stats.to_disk - before.to_disk, stats.state_on_disk);
+      }
+      before = stats;
+    };
+    const OffloadCurve moved = train_offloaded(group, counted, offload);
+    ASSERT_EQ(plain.losses, moved.losses) << layout::name_of(offload.update_site);
+    EXPECT_TRUE(plain == moved);
+    EXPECT_GT(moved.stats.state_on_disk, 0);
+    EXPECT_LE(moved.stats.host_peak, offload.host_budget);
+    EXPECT_LE(moved.stats.device_peak, offload.device_limit);
+  });
+}
+
+TEST(OffloadDisk, HasTheBitsOfTrainingWithout) {
+  const TempDir folder;
+  for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
+    expect_same_from_disk(1, kRun, on_disk(folder.path(), site));
+    OffloadRun half = kRun;
+    half.dtype = at::kBFloat16;
+    OffloadOptions offload = on_disk(folder.path(), site);
+    offload.host_budget = 400 * kKiB;
+    expect_same_from_disk(1, half, offload);
+    offload.host_budget = 220 * kKiB;
+    offload.device_limit = 384 * kKiB;
+    expect_same_from_disk(2, half, offload);
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(OffloadDisk, LosslessCodecsHaveTheSameBits) {
+  const TempDir folder;
+  for (const char* codecs : {"lossless", "exp_avg=lossless", "exp_avg_sq=lossless"}) {
+    OffloadOptions offload = on_disk(folder.path(), UpdateSite::cpu);
+    offload.codec = layout::parse_state_codecs(codecs);
+    expect_same_from_disk(1, kRun, offload);
+  }
+}
+
+TEST(OffloadDisk, UpdatesInBackward) {
+  const TempDir folder;
+  OffloadRun run = kRun;
+  run.clip = 0;
+  OffloadOptions offload = on_disk(folder.path(), UpdateSite::device);
+  offload.clip_mode = layout::ClipMode::none;
+  offload.host_budget = 500 * kKiB;
+  expect_same_from_disk(1, run, offload);
+}
+
+TEST(OffloadDisk, AFolderThatIsNotThereIsRefused) {
+  const TempDir folder;
+  const std::string missing = folder.path() + "/missing";
+  Tower model(6, 112);
+  EXPECT_THAT(
+      [&] {
+        parallel::fully_shard(*model, comm::Group{},
+                              {.units = parallel::ByType{{"Layer"}},
+                               .offload = on_disk(missing, UpdateSite::device)});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr(missing)));
+}
+
+// Files may not grow beyond a little: what a full disk looks like to one process.
+TEST(OffloadDisk, AFullDiskIsAnErrorThatNamesTheFolder) {
+  for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
+    for (const rlim_t space : {rlim_t{16} << 10, rlim_t{440} << 10}) {
+      const TempDir folder;
+      EXPECT_EQ(in_a_process([&]() -> std::string {
+                  signal(SIGXFSZ, SIG_IGN);
+                  const rlimit limit{space, space};
+                  if (setrlimit(RLIMIT_FSIZE, &limit) != 0) return "setrlimit";
+                  try {
+                    train_offloaded({}, kRun, on_disk(folder.path(), site));
+                    return "a full disk was not noticed";
+                  } catch (const Error& error) {
+                    const std::string text = error.what();
+                    const bool says = text.find(folder.path()) != std::string::npos &&
+                                      text.find("File too large") != std::string::npos;
+                    return says ? "" : text;
+                  }
+                }),
+                "");
+      EXPECT_TRUE(fs::is_empty(folder.path()));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::test

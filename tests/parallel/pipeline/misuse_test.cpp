@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+// What does not fit together is refused, in one line that has the numbers.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include <chrono>
+
+#include "lockstep/core/error.h"
+#include "tests/parallel/pipeline/follow.h"
+
+namespace lockstep::test {
+namespace {
+
+using namespace std::chrono_literals;
+using parallel::FullyShardOptions;
+using parallel::function_layer;
+using parallel::layer;
+using testing::Eq;
+using testing::HasSubstr;
+
+using Messages = std::vector<std::string>;  // by rank
+
+Messages messages(int ranks, const std::function<void(const comm::Group&)>& use) {
+  Messages found(static_cast<size_t>(ranks), "nothing was thrown");
+  const auto begin = std::chrono::steady_clock::now();
+  comm::run_threads(ranks,
+                    [&](const comm::Group& group) {
+                      try {
+                        use(group);
+                      } catch (const ConfigError& error) {
+                        found[static_cast<size_t>(group.rank())] = error.what();
+                      } catch (const CommError& error) {
+                        found[static_cast<size_t>(group.rank())] =
+                            std::string("CommError: ") + error.what();
+                      }
+                    },
+                    {.backend = "thread", .timeout = 60s});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+  for (const std::string& message : found)
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+  return found;
+}
+
+// Every rank says the same.
+void expect_refused(const std::vector<parallel::Layer>& layers, const PipelineOptions& options,
+                    const std::string& message) {
+  const Messages found = messages(
+      2, [&](const comm::Group& group) { const Pipeline pipeline(layers, group, options); });
+  EXPECT_THAT(found, testing::Each(Eq(message)));
+}
+
+TEST(PipelineMisuse, LayersAndStages) {
+  const std::string multiple = ", must be a multiple; or give split, the layers of each stage";
+  expect_refused(blocks(1), {}, "[pipeline] 1 layers over 2 stages" + multiple);
+  expect_refused(blocks(5), {}, "[pipeline] 5 layers over 2 stages" + multiple);
+  expect_refused({}, {}, "[pipeline] 0 layers over 2 stages" + multiple);
+  expect_refused(blocks(6), {.schedule = PipelineSchedule::zb_v, .microbatches = 4, .chunks = 2},
+                 "[pipeline] 6 layers over 4 stages" + multiple);
+  const auto wrong = [&](std::vector<int> split, const std::string& is) {
+    expect_refused(
+        blocks(4), {.split = std::move(split)},
+        "[pipeline] split is " + is +
+            " layers, must be 2 stages with at least one layer each and 4 layers in all");
+  };
+  wrong({1, 1, 2}, "1, 1, 2: 3 stages with 4");
+  wrong({4}, "4: 1 stages with 4");
+  wrong({1, 2}, "1, 2: 2 stages with 3");
+  wrong({0, 4}, "0, 4: 2 stages with 4");
+  wrong({-1, 5}, "-1, 5: 2 stages with 4");
+}
+
+TEST(PipelineMisuse, SchedulesThatDoNotFit) {
+  expect_refused(blocks(4), {.chunks = 2},
+                 "[schedule] 1f1b: chunks is 2, but 1f1b has one chunk per rank: interleaved, "
+                 "looped-bfs, zb-1p, zb-v and dualpipe-v have more");
+  expect_refused(
+      blocks(4), {.schedule = PipelineSchedule::dualpipe_v, .microbatches = 3, .chunks = 2},
+      "[schedule] dualpipe-v: microbatches is 3, must be at least twice the number of ranks, 4");
+  expect_refused(blocks(4), {.microbatches = 0},
+                 "[schedule] 1f1b: microbatches is 0, must be at least 1");
+  expect_refused(blocks(4), {.schedule = PipelineSchedule::file},
+                 "[schedule] file: the file must be named");
+  const Messages found = messages(2, [](const comm::Group& group) {
+    Pipeline pipeline(blocks(2), group);
+    pipeline.evaluate({}, 0);
+  });
+  EXPECT_THAT(found, testing::Each(Eq("[pipeline] 0 micro-batches, must be at least 1")));
+}
+
+// Only one rank can see it; the other hears of it, or that it is alone.
+TEST(PipelineMisuse, ANameTwiceInAStage) {
+  const Messages found = messages(2, [](const comm::Group& group) {
+    const Pipeline pipeline(
+        {layer("a", [] { return Block(6); }), layer("b", [] { return Block(6); }),
+         layer("c.d", [] { return Block(6); }), layer("c.d", [] { return Block(6); })},
+        group);
+  });
+  EXPECT_THAT(found[0], HasSubstr("CommError"));
+  EXPECT_EQ(found[1], "[pipeline] a layer is named 'c.d', must be a name that no other layer has");
+  for (const char* name : {"", "a."}) {
+    const Messages empty = messages(1, [&](const comm::Group& group) {
+      const Pipeline pipeline({layer(name, [] { return Block(6); })}, group);
+    });
+    EXPECT_EQ(empty[0], std::string("[pipeline] a layer is named '") + name +
+                            "', must be a name that no other layer has");
+  }
+}
+
+TEST(PipelineMisuse, ANameInTwoStages) {
+  auto layers = blocks(4);
+  layers[3] = layer("blocks.1", [] { return torch::nn::Linear(6, 6); });
+  layers[1] = layer("blocks.1", [] { return torch::nn::Linear(6, 6); });
+  const std::string rule =
+      " is in stages 0, 1; name it in tied if it is one, or give the layers other names";
+  const Messages found = messages(2, [&](const comm::Group& group) {
+    const Pipeline pipeline(layers, group, {.tied = {"blocks.1.bias"}});
+  });
+  EXPECT_THAT(found, testing::Each(Eq("[pipeline] parameter 'blocks.1.weight'" + rule)));
+  // A rank that does not have it cannot name it.
+  auto three = blocks(3);
+  three[2] = layer("blocks.0.linear",
+                   [] { return torch::nn::Linear(torch::nn::LinearOptions(6, 6).bias(false)); });
+  const Messages partly =
+      messages(3, [&](const comm::Group& group) { const Pipeline pipeline(three, group); });
+  const std::string where =
+      " is in stages 0, 2; name it in tied if it is one, or give the layers other names";
+  EXPECT_THAT(partly,
+              testing::ElementsAre("[pipeline] parameter 'blocks.0.linear.weight'" + where,
+                                   "[pipeline] a parameter" + where,
+                                   "[pipeline] parameter 'blocks.0.linear.weight'" + where));
+}
+
+TEST(PipelineMisuse, TiedNames) {
+  expect_refused(blocks(4), {.tied = {"blocks.9.linear.weight"}},
+                 "[pipeline] tied has 'blocks.9.linear.weight', which no stage has");
+  auto layers = blocks(4);
+  layers[3] = layer("blocks.0", [] { return Block(6, 7); });
+  expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
+                 "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
+                 "stage and 42 in another; number, shape and type must be the same, and where "
+                 "stages are sharded it must be a unit of its own");
+  layers[3] = layer("blocks.0", [] { return Block(9, 4); });
+  expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
+                 "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
+                 "stage and 36 in another; number, shape and type must be the same, and where "
+                 "stages are sharded it must be a unit of its own");
+}
+
+TEST(PipelineMisuse, APlanNamesModulesOfSomeStage) {
+  using layout::TensorStyle;
+  expect_refused(
+      blocks(4),
+      {.plan = {{"blocks.3", TensorStyle::sequence}, {"blocks.4", TensorStyle::sequence}}},
+      "[tensor] 'blocks.4' of the plan names no module of the model");
+}
+
+TEST(PipelineMisuse, ShardsWithoutNames) {
+  const auto refused = [&](const PipelineOptions& options, const std::string& message) {
+    const Messages found = messages(4, [&](const comm::Group& group) {
+      const Pipeline pipeline(blocks(4), mesh::Mesh::parallel(group, {.dp = 2, .tp = 1, .pp = 2}),
+                              options);
+    });
+    EXPECT_THAT(found, testing::Each(Eq(message)));
+  };
+  refused({.tied = {"blocks.0.linear.weight"}, .data = FullyShardOptions{}},
+          "[pipeline] sharded stages with 1 chunks per rank, 1 tied parameters and 1 "
+          "tensor-parallel ranks need "
+          "use_orig_params");
+  refused({.schedule = PipelineSchedule::interleaved,
+           .microbatches = 2,
+           .chunks = 2,
+           .data = FullyShardOptions{}},
+          "[pipeline] sharded stages with 2 chunks per rank, 0 tied parameters and 1 "
+          "tensor-parallel ranks need "
+          "use_orig_params");
+}
+
+// ---- in a step ----
+
+Messages step_messages(const Job& job, const PipelineOptions& options = {}) {
+  return messages(2, [&](const comm::Group& group) {
+    Pipeline pipeline = make_pipeline(job, group, options);
+    pipeline.step(batch_of(job, 0));
+  });
+}
+
+TEST(PipelineMisuse, TooManyTensors) {
+  Job job{.layers = blocks(2)};
+  job.layers[0] = function_layer([](const Tensors& in) { return Tensors(9, in[0]); });
+  job.layers[1] = function_layer([](const Tensors& in) { return Tensors{in[0]}; });
+  const std::string message = "[pipeline] a stage gives 9 tensors to the next, must be at most 8";
+  const Messages found = step_messages(job);
+  EXPECT_EQ(found[0], message);
+  EXPECT_EQ(found[1], "CommError: rank 0 of the pipeline failed: " + message);
+  job.layers[0] = function_layer([](const Tensors& in) { return Tensors(8, in[0]); });
+  EXPECT_THAT(step_messages(job), testing::Each(Eq("nothing was thrown")));
+}
+
+TEST(PipelineMisuse, TensorsThatCannotTravel) {
+  Job job{.layers = blocks(2)};
+  job.layers[1] = function_layer([](const Tensors& in) { return Tensors{in[0]}; });
+  job.loss = [](int64_t, const Tensors&) { return at::zeros({}); };
+  job.layers[0] = function_layer([](const Tensors&) {
+    return Tensors{at::ones(at::IntArrayRef({1, 1, 1, 1, 1, 1, 1, 1, 1}))};
+  });
+  EXPECT_EQ(step_messages(job)[0],
+            "[pipeline] a stage gives a tensor of 9 dimensions and layout Strided to the next, "
+            "must be dense with at most 8");
+  job.layers[0] = function_layer([](const Tensors& in) { return Tensors{in[0].to_sparse()}; });
+  EXPECT_EQ(step_messages(job)[0],
+            "[pipeline] a stage gives a tensor of 2 dimensions and layout Sparse to the next, must "
+            "be dense with at most 8");
+}
+
+TEST(PipelineMisuse, LossesThatAreNotOneNumber) {
+  Job job{.layers = blocks(2)};
+  job.loss = [](int64_t, const Tensors& outputs) { return outputs[0]; };
+  const std::string start = "[pipeline] the loss of micro-batch 0 has ";
+  EXPECT_EQ(step_messages(job)[1], start + "18 elements, must have 1");
+  EXPECT_EQ(step_messages(job)[0],
+            "CommError: rank 1 of the pipeline failed: " + start + "18 elements, must have 1");
+  job.loss = [](int64_t, const Tensors&) { return at::Tensor(); };
+  EXPECT_EQ(step_messages(job)[1], start + "0 elements, must have 1");
+  job.loss = [](int64_t, const Tensors& outputs) { return outputs[0].sum().reshape({1, 1}); };
+  EXPECT_EQ(step_messages(job)[1], "nothing was thrown");
+}
+
+TEST(PipelineMisuse, ALayerThatDoesNotTakeWhatIsGiven) {
+  Job job{.layers = blocks(2)};
+  job.inputs = [](int64_t i) { return Tensors{random({3, 6}, i), random({3, 6}, i)}; };
+  EXPECT_EQ(step_messages(job)[0],
+            "[pipeline] layer 'blocks.0' is given 2 tensors, which its forward does not take");
+}
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/parallel/recompute/recompute.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+
+#include <memory>
+#include <vector>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/error.h"
+#include "lockstep/nn/dropout.h"
+#include "lockstep/optim/autocast.h"
+#include "lockstep/parallel/data/ddp.h"
+#include "tests/support/models.h"
+
+namespace lockstep::parallel {
+namespace {
+
+using testing::HasSubstr;
+
+struct Net {
+  torch::nn::Linear first{8, 16}, second{16, 8};
+  int calls = 0;
+
+  at::Tensor operator()(const at::Tensor& x) {
+    ++calls;
+    return second(at::gelu(first(x)));
+  }
+  std::vector<at::Tensor> parameters() const {
+    return {first->weight, first->bias, second->weight, second->bias};
+  }
+  std::vector<at::Tensor> take_grads() const {
+    std::vector<at::Tensor> grads;
+    for (const at::Tensor& parameter : parameters()) {
+      grads.push_back(parameter.grad().clone());
+      parameter.mutable_grad() = at::Tensor();
+    }
+    return grads;
+  }
+};
+
+void expect_equal_all(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
+}
+
+TEST(Recompute, GradientsAreTheSameBits) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  for (const bool needs_grad : {false, true}) {  // an input without is no special case
+    at::Tensor input = x.clone().set_requires_grad(needs_grad);
+    net(input).square().sum().backward();
+    const auto expected = net.take_grads();
+    const at::Tensor input_grad = input.grad();
+    input.mutable_grad() = at::Tensor();
+    net.calls = 0;
+    const at::Tensor out = recompute([&net, input] { return net(input); });
+    EXPECT_EQ(net.calls, 1);
+    out.square().sum().backward();
+    EXPECT_EQ(net.calls, 2);
+    expect_equal_all(net.take_grads(), expected);
+    if (needs_grad) {
+      EXPECT_TRUE(at::equal(input.grad(), input_grad));
+    }
+  }
+}
+
+TEST(Recompute, KeepsNothingThatTheFunctionDoesNotHold) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  c10::weak_intrusive_ptr<c10::StorageImpl> kept(c10::intrusive_ptr<c10::StorageImpl>{});
+  const auto run = [&] {
+    const at::Tensor hidden = net.first(x);
+    kept = c10::weak_intrusive_ptr<c10::StorageImpl>(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+            hidden.storage().unsafeGetStorageImpl()));
+    return net.second(at::gelu(hidden));
+  };
+  const at::Tensor plain = run();
+  EXPECT_FALSE(kept.expired());  // gelu keeps its input
+  const at::Tensor out = recompute(run);
+  EXPECT_TRUE(kept.expired());
+  out.sum().backward();
+}
+
+// The product that makes the result is not needed again.
+TEST(Recompute, StopsWhenItHasAll) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  int ends = 0;
+  const at::Tensor out = recompute([&] {
+    at::Tensor y = net(x);
+    ++ends;
+    return y;
+  });
+  out.sum().backward();
+  EXPECT_EQ(net.calls, 2);
+  EXPECT_EQ(ends, 1);
+}
+
+TEST(Recompute, RandomNumbersAreThoseOfTheFirstCall) {
+  Net net;
+  torch::nn::Dropout drop(0.5);
+  const auto random = std::make_shared<nn::RandomContext>();
+  nn::Dropout own(0.5, {.name = "own", .context = random});
+  const at::Tensor x = at::randn({4, 8});
+  const auto body = [&] { return net(own(drop(net(x)))); };
+  at::manual_seed(5);
+  random->position = {.step = 3, .micro_batch = 1};
+  body().sum().backward();
+  const auto expected = net.take_grads();
+
+  at::manual_seed(5);
+  const at::Tensor out = recompute(body, {.random = random});
+  const at::Tensor before = at::rand({1});  // draws go on after the first call
+  random->position = {.step = 3, .micro_batch = 2};
+  at::manual_seed(6);
+  out.sum().backward();
+  expect_equal_all(net.take_grads(), expected);
+  // And nothing of it is seen afterwards.
+  EXPECT_EQ(random->position.micro_batch, 2);
+  const at::Tensor after = at::rand({1});
+  at::manual_seed(6);
+  EXPECT_TRUE(at::equal(after, at::rand({1})));
+}
+
+TEST(Recompute, AutocastIsThatOfTheFirstCall) {
+  std::vector<at::ScalarType> types;
+  // Sizes at which every libtorch can multiply bfloat16 matrices.
+  const at::Tensor weight = at::randn({8, 8}).set_requires_grad(true), x = at::randn({8, 8});
+  const auto body = [&] {
+    const at::Tensor y = at::mm(x, weight);
+    types.push_back(y.scalar_type());
+    return at::sin(y.to(at::kFloat));
+  };
+  at::Tensor out;
+  {
+    const optim::AutocastGuard autocast({.device = at::kCPU, .dtype = at::kBFloat16});
+    out = recompute(body);
+  }
+  out.sum().backward();
+  EXPECT_THAT(types, testing::ElementsAre(at::kBFloat16, at::kBFloat16));
+}
+
+TEST(Recompute, Nests) {
+  Net inner, outer;
+  const at::Tensor x = at::randn({4, 8}).set_requires_grad(true);
+  const auto plain = [&] { return outer(inner(outer(x))); };
+  plain().square().sum().backward();
+  const auto expected_inner = inner.take_grads(), expected_outer = outer.take_grads();
+  const at::Tensor grad = x.grad();
+  x.mutable_grad() = at::Tensor();
+  recompute([&] {
+    const at::Tensor y = outer(x);
+    return outer(recompute([&inner, y] { return inner(y); }));
+  })
+      .square()
+      .sum()
+      .backward();
+  expect_equal_all(inner.take_grads(), expected_inner);
+  expect_equal_all(outer.take_grads(), expected_outer);
+  EXPECT_TRUE(at::equal(x.grad(), grad));
+}
+
+TEST(Recompute, BackwardTwiceComputesTwice) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  const at::Tensor loss = recompute([&] { return net(x); }).square().sum();
+  loss.backward({}, /*retain_graph=*/true);
+  const auto first = net.take_grads();
+  loss.backward();
+  expect_equal_all(net.take_grads(), first);
+}
+
+TEST(Recompute, WithoutGradModeItIsAPlainCall) {
+  Net net;
+  const at::NoGradGuard no_grad;
+  EXPECT_FALSE(recompute([&] { return net(at::randn({4, 8})); }).requires_grad());
+  EXPECT_EQ(net.calls, 1);
+}
+
+TEST(Recompute, AFunctionThatChangesIsNoticed) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  const at::Tensor out = recompute([&] { return net.calls == 0 ? net(net(x)) : net(x); });
+  net.calls = 1;
+  try {
+    out.sum().backward();
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("must compute the same again"));
+  }
+}
+
+// Without recomputation autograd would say so.
+TEST(Recompute, ChangesInPlaceAreNoticed) {
+  const at::Tensor x = at::randn({4}).set_requires_grad(true);
+  const at::Tensor out = recompute([&] {
+    const at::Tensor y = x.exp();
+    y.mul_(2);
+    return y.sin();
+  });
+  EXPECT_THROW(out.sum().backward(), Error);
+}
+
+// So it would here: the second call would compute with other weights.
+TEST(Recompute, WeightsThatChangeAreNoticed) {
+  for (const bool again : {false, true}) {
+    Net net;
+    const at::Tensor x = at::randn({4, 8});
+    const at::Tensor out = again ? recompute([&] { return net(x); }) : net(x);
+    {
+      const at::NoGradGuard no_grad;
+      net.second->weight.mul_(2);
+    }
+    EXPECT_THROW(out.sum().backward(), std::exception) << again;
+  }
+}
+
+TEST(Recompute, ErrorsOfTheFunctionReachTheCaller) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  const auto body = [&] {
+    if (net.calls == 1) throw ConfigError("gone");
+    return net(x);
+  };
+  const at::Tensor out = recompute(body);
+  EXPECT_THROW(out.sum().backward(), ConfigError);
+}
+
+TEST(Recompute, UnderDdpGradientsAreAveragedOnce) {
+  using Task = test::TransformerTask;
+  const auto gradients = [](bool again) {
+    std::vector<std::vector<at::Tensor>> of_ranks(2);
+    comm::run_threads(2, [&](const comm::Group& group) {
+      auto model = Task::make(1);
+      auto wrapped = ddp(model, group);
+      const auto batch = Task::batch(group.rank());
+      const auto loss = [&] { return Task::loss(wrapped.forward(batch.input), batch); };
+      (again ? recompute(loss) : loss()).backward();
+      for (const at::Tensor& p : model->parameters()) {
+        of_ranks[static_cast<size_t>(group.rank())].push_back(p.grad().clone());
+      }
+    });
+    expect_equal_all(of_ranks[0], of_ranks[1]);
+    return of_ranks[0];
+  };
+  expect_equal_all(gradients(true), gradients(false));
+}
+
+}  // namespace
+}  // namespace lockstep::parallel

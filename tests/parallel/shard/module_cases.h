@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// A zoo of torch's modules, and the one comparison that all of them must stand.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/parallel/shard/module_zoo.h"
+
+namespace lockstep::test {
+
+// A module with what calls it; and a parameter without dimensions, which is in another unit.
+class Animal : public torch::nn::Module {
+ public:
+  using Call = std::function<at::Tensor(const at::Tensor&)>;
+
+  Animal() { gain_ = register_parameter("gain", at::ones({})); }
+  template <class Holder>
+  Holder add(const std::string& name, Holder module) {
+    return register_module(name, std::move(module));
+  }
+  void add_parameter(const std::string& name, at::Tensor tensor) {
+    register_parameter(name, std::move(tensor));
+  }
+  void set_call(Call call) { call_ = std::move(call); }
+  at::Tensor forward(const at::Tensor& input) { return call_(input) * gain_; }
+
+ private:
+  Call call_;
+  at::Tensor gain_;
+};
+
+struct Species {
+  std::string name;
+  std::function<void(Animal&)> make;
+  std::function<at::Tensor(uint64_t seed)> input;
+  bool trains = true;
+};
+
+// Makes one module, which is called with one tensor.
+template <class Holder, class... Arguments>
+std::function<void(Animal&)> single(Arguments... arguments) {
+  return [=](Animal& animal) {
+    auto module = animal.add("module", Holder(arguments...));
+    animal.set_call([module](const at::Tensor& x) mutable { return module(x); });
+  };
+}
+
+// Its result is the first of a tuple.
+template <class Holder, class... Arguments>
+std::function<void(Animal&)> recurrent(Arguments... arguments) {
+  return [=](Animal& animal) {
+    auto module = animal.add("module", Holder(arguments...));
+    animal.set_call([module](const at::Tensor& x) mutable { return std::get<0>(module(x)); });
+  };
+}
+
+inline void make_tied(Animal& animal) {
+  auto table = animal.add("table", torch::nn::Embedding(11, 6));
+  animal.add_parameter("head", table->weight);
+  animal.set_call([table](const at::Tensor& x) mutable {
+    return at::linear(at::tanh(table(x)), table->weight);
+  });
+}
+
+inline void make_bilinear(Animal& animal) {
+  auto module = animal.add("module", torch::nn::Bilinear(6, 6, 3));
+  animal.set_call([module](const at::Tensor& x) mutable { return module(x, at::sin(x)); });
+}
+
+inline void make_cell(Animal& animal) {
+  auto module = animal.add("module", torch::nn::LSTMCell(6, 5));
+  animal.set_call([module](const at::Tensor& x) mutable {
+    auto state = module(x);
+    state = module(x.neg(), state);
+    return at::cat({std::get<0>(state), std::get<1>(state)}, 1);
+  });
+}
+
+inline void make_attention(Animal& animal) {
+  auto module = animal.add("module", torch::nn::MultiheadAttention(8, 2));
+  animal.set_call([module](const at::Tensor& x) mutable {
+    return std::get<0>(module(x, x.flip(0), x.square()));
+  });
+}
+
+// Parameters of two types, and some that are not trained, in one unit.
+inline void make_mixed(Animal& animal) {
+  auto wide = animal.add("wide", torch::nn::Linear(6, 4));
+  wide->to(at::kDouble);
+  auto fixed = animal.add("fixed", torch::nn::Linear(4, 7));
+  fixed->weight.set_requires_grad(false);
+  animal.set_call([wide, fixed](const at::Tensor& x) mutable {
+    return fixed(at::tanh(wide(x.to(at::kDouble))).to(at::kFloat));
+  });
+}
+
+inline std::vector<Species> species() {
+  using namespace torch::nn;  // NOLINT: a list of its modules
+  const auto floats = [](std::vector<int64_t> sizes) {
+    return [sizes](uint64_t seed) { return numbers(sizes, seed); };
+  };
+  const auto words = [](std::vector<int64_t> sizes) {
+    return [sizes](uint64_t seed) { return indices(sizes, 11, seed); };
+  };
+  return {
+      {"linear", single<Linear>(6, 5), floats({4, 6})},
+      {"embedding", single<Embedding>(11, 5), words({3, 4})},
+      {"embedding_sparse", single<Embedding>(EmbeddingOptions(11, 5).sparse(true)), words({3, 4})},
+      {"embedding_bag", single<EmbeddingBag>(11, 5), words({3, 4})},
+      {"embedding_bag_sparse",
+       single<EmbeddingBag>(EmbeddingBagOptions(11, 5).sparse(true).mode(torch::kSum)),
+       words({3, 4})},
+      {"tied", make_tied, words({3, 4})},
+      {"conv1d", single<Conv1d>(Conv1dOptions(3, 5, 3)), floats({2, 3, 9})},
+      {"conv2d", single<Conv2d>(Conv2dOptions(3, 5, 3)), floats({2, 3, 6, 6})},
+      {"conv2d_grouped", single<Conv2d>(Conv2dOptions(4, 6, 3).groups(2).padding(1)),
+       floats({2, 4, 5, 5})},
+      {"conv_transpose2d", single<ConvTranspose2d>(ConvTranspose2dOptions(3, 4, 3).stride(2)),
+       floats({2, 3, 4, 4})},
+      {"batch_norm", single<BatchNorm2d>(5), floats({3, 5, 4, 4})},
+      {"batch_norm_eval", single<BatchNorm2d>(5), floats({3, 5, 4, 4}), false},
+      {"layer_norm", single<LayerNorm>(LayerNormOptions({7})), floats({3, 7})},
+      {"group_norm", single<GroupNorm>(2, 6), floats({3, 6, 5})},
+      {"prelu", single<PReLU>(PReLUOptions().num_parameters(5)), floats({3, 5, 2})},
+      {"bilinear", make_bilinear, floats({4, 6})},
+      {"lstm", recurrent<LSTM>(LSTMOptions(5, 6).num_layers(2)), floats({4, 2, 5})},
+      {"gru", recurrent<GRU>(GRUOptions(5, 6).bidirectional(true)), floats({4, 2, 5})},
+      {"lstm_cell", make_cell, floats({3, 6})},
+      {"attention", make_attention, floats({4, 2, 8})},
+      {"encoder",
+       single<TransformerEncoderLayer>(
+           TransformerEncoderLayerOptions(8, 2).dim_feedforward(12).dropout(0)),
+       floats({4, 2, 8})},
+      {"mixed", make_mixed, floats({4, 6})},
+  };
+}
+
+inline std::shared_ptr<Animal> make_animal(const Species& species, c10::Device device) {
+  auto animal = std::make_shared<Animal>();
+  species.make(*animal);
+  fill(*animal, 17);
+  animal->train(species.trains);
+  animal->to(device);
+  return animal;
+}
+
+// Some steps of a plain model and of a sharded one: outputs, gradients and weights are the same.
+inline void compare(const Species& species, const Sharding& sharding, const comm::Group& group,
+                    c10::Device device = at::kCPU) {
+  const auto plain = make_animal(species, device), model = make_animal(species, device);
+  auto sharded = shard(*model, group, sharding);
+  auto plain_sgd = make_sgd(parameters_of(*plain)), sgd = make_sgd(sharded.parameters());
+  for (int step = 0; step < sharding.steps; ++step) {
+    const auto seed = static_cast<uint64_t>(100 + step);
+    at::Tensor plain_input = species.input(seed).to(device);
+    at::Tensor input = plain_input.clone();
+    if (input.is_floating_point()) {
+      input.set_requires_grad(true);
+      plain_input.set_requires_grad(true);
+    }
+    const at::Tensor expected = plain->forward(plain_input);
+    const at::Tensor output = model->forward(input);
+    require_same(output, expected, "output of step " + std::to_string(step));
+    loss_of(expected).backward();
+    loss_of(output).backward();
+    if (input.is_floating_point()) require_same(input.grad(), plain_input.grad(), "input gradient");
+    make_gradients_dense(*plain);
+    require_same_gradients(sharded, *plain);
+    plain_sgd.step();
+    sgd.step();
+    if (step % 2 == 0) {
+      plain_sgd.zero_grad();
+      sgd.zero_grad();
+    } else {
+      drop_gradients(plain->parameters());
+      drop_gradients(sharded.parameters());
+    }
+  }
+  require_same_state(sharded, *plain);
+  // What was compared did come and go.
+  if (sharding.drops && sharding.options.min_num_params == 1 && group.size() > 1)
+    require(sharded.stats().all_gathers >= 3 * sharding.steps, "too few gathers");
+}
+
+}  // namespace lockstep::test
