@@ -154,7 +154,7 @@ void check_writable(const std::string& dir) {
 std::string begin_checkpoint(const std::string& dir, int64_t step) {
   io::make_folders(dir);
   settle(dir, step, scan(dir)[step]);
-  const auto temporary = path_of(dir, step, kTemporary);
+  std::string temporary = path_of(dir, step, kTemporary);
   io::remove_tree(temporary);
   io::make_folders(temporary);
   return temporary;

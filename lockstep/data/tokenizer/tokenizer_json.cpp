@@ -94,9 +94,9 @@ class Reader {
 
   // Null where the key is missing or the value is not an object.
   static const io::Json& get(const io::Json& object, const char* key) {
-    static const io::Json kNull;
+    static const io::Json null;
     const auto found = object.find(key);
-    return found == object.end() ? kNull : *found;
+    return found == object.end() ? null : *found;
   }
 
   bool read_bool(const io::Json& object, const std::string& parent, const char* key,
