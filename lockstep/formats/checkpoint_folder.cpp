@@ -167,7 +167,7 @@ std::string commit_checkpoint(const std::string& dir, const Manifest& manifest,
   };
   require_held();  // before anything of the folder is changed
   const auto temporary = path_of(dir, manifest.step, kTemporary);
-  const auto final = path_of(dir, manifest.step);
+  std::string final = path_of(dir, manifest.step);
   const auto aside = path_of(dir, manifest.step, kAside);
   settle(dir, manifest.step, scan(dir)[manifest.step]);
   manifest.validate(temporary);
