@@ -105,7 +105,7 @@ class Ddp {
     }
     reducer_ =
         std::make_shared<Reducer>(std::move(trained), std::move(frozen), private_group_, options_);
-    reducer_->install_hooks();
+    reducer_->start();
   }
 
   void before_forward() {

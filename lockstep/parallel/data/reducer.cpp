@@ -3,10 +3,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <numeric>
@@ -32,22 +28,6 @@ constexpr int64_t kLate = int64_t{1} << 44;     // a gradient that came too late
 
 }  // namespace
 
-// Runs when a parameter's gradient has been accumulated. It may outlive the reducer.
-class Reducer::ArrivalHook final : public torch::autograd::FunctionPostHook {
- public:
-  ArrivalHook(std::weak_ptr<Reducer> reducer, size_t index)
-      : reducer_(std::move(reducer)), index_(index) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    if (const auto reducer = reducer_.lock()) reducer->arrive(index_);
-    return outputs;
-  }
-
- private:
-  std::weak_ptr<Reducer> reducer_;
-  size_t index_;
-};
-
 Reducer::Reducer(std::vector<Parameter> parameters, std::vector<Parameter> frozen,
                  comm::Group group, const DdpOptions& options)
     : parameters_(std::move(parameters)),
@@ -61,18 +41,10 @@ Reducer::Reducer(std::vector<Parameter> parameters, std::vector<Parameter> froze
   use_buckets(order);
 }
 
-Reducer::~Reducer() {
-  for (const State& state : states_) {
-    if (state.accumulator) state.accumulator->del_post_hook(state.hook);
-  }
-}
-
-void Reducer::install_hooks() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    states_[i].accumulator = torch::autograd::impl::grad_accumulator(parameters_[i].tensor);
-    states_[i].hook =
-        states_[i].accumulator->add_post_hook(std::make_unique<ArrivalHook>(weak_from_this(), i));
-  }
+void Reducer::start() {
+  std::vector<at::Tensor> tensors;
+  for (const Parameter& parameter : parameters_) tensors.push_back(parameter.tensor);
+  rounds_.listen(tensors, weak_from_this());
 }
 
 at::Tensor& Reducer::view(size_t index) {
@@ -122,7 +94,6 @@ void Reducer::abandon_round() {
     }
   }
   sums_.assign(buckets_.size(), {});
-  in_round_ = false;
 }
 
 Attendance Reducer::take_part(Activity activity) {
@@ -131,10 +102,10 @@ Attendance Reducer::take_part(Activity activity) {
   return attendance;
 }
 
-void Reducer::begin_round() {
-  in_round_ = true;
-  in_backward_ = false;
-  round_syncs_ = syncing_;
+bool Reducer::open_round(bool in_backward) {
+  if (in_backward && !syncing_ && !options_.reproducible) return false;
+  in_backward_ = in_backward;
+  round_syncs_ = !in_backward || syncing_;
   num_launched_ = 0;
   completions_.clear();
   arrival_order_.clear();
@@ -145,34 +116,27 @@ void Reducer::begin_round() {
     state.arrivals = 0;
     state.late = false;
   }
+  if (shadowing_) return true;
   attendance_ = {.activity = Activity::gradients, .active = group_.size(), .leader = 0};
+  if (round_syncs_ && options_.uneven_inputs) attendance_ = take_part(Activity::gradients);
+  for (size_t i = 0; i < parameters_.size() && !in_backward; ++i) {
+    states_[i].arrivals = states_[i].expected;
+    if (parameters_[i].tensor.grad().defined()) states_[i].unreduced = true;
+  }
+  return true;
 }
 
 void Reducer::begin_backward() {
-  const std::lock_guard lock(mutex_);
-  if (in_round_ && callback_.expired()) abandon_round();
-  if (in_round_ || (!syncing_ && !options_.reproducible)) return;
-  begin_round();
-  in_backward_ = true;
-  if (round_syncs_ && options_.uneven_inputs) attendance_ = take_part(Activity::gradients);
-  // Dies with the graph that was to call it.
-  const auto alive = std::make_shared<bool>();
-  callback_ = alive;
-  torch::autograd::Engine::get_default_engine().queue_callback([alive, weak = weak_from_this()] {
-    if (const auto reducer = weak.lock()) {
-      const std::lock_guard callback_lock(reducer->mutex_);
-      reducer->end_round();
-    }
-  });
+  const std::lock_guard lock(rounds_.mutex());
+  rounds_.begin_backward();
 }
 
-void Reducer::arrive(size_t index) {
-  // The engine also calls when there is nothing to accumulate.
+void Reducer::on_gradient(size_t index, bool /*is_new*/) {
   if (!parameters_[index].tensor.grad().defined()) return;
   states_[index].unreduced = true;
-  begin_backward();
-  const std::lock_guard lock(mutex_);
-  if (!in_round_) return;
+  const std::lock_guard lock(rounds_.mutex());
+  rounds_.begin_backward();
+  if (!rounds_.is_open()) return;
   State& state = states_[index];
   ++state.arrivals;
   if (!state.in_bucket) return;  // found at the end of the round
@@ -250,10 +214,7 @@ void Reducer::launch(size_t position) {
   });
 }
 
-void Reducer::end_round() {
-  // Also after an exception: the next backward begins a new round.
-  const std::unique_ptr<bool, void (*)(bool*)> end(&in_round_, [](bool* flag) { *flag = false; });
-  const c10::AutoGradMode no_grad(false);
+void Reducer::close_round() {
   if (round_syncs_) {
     average_round();
   } else {
@@ -284,7 +245,7 @@ void Reducer::average_round() {
   for (const auto& complete : completions_) complete();
   comparing.wait();
   check_flags(totals, mine);
-  settle(totals);
+  finalize_gradients(totals);
   // Not from sync_gradients, where nothing arrives; ranks that shadow hear which it was.
   const int64_t in_backward = totals[totals.numel() - 1].item<int64_t>();
   if (!learned_ && in_backward > 0) learn(totals);
@@ -374,7 +335,7 @@ void Reducer::check_flags(const at::Tensor& totals, const at::Tensor& mine) cons
 }
 
 // Gives every parameter its averaged gradient.
-void Reducer::settle(const at::Tensor& totals) {
+void Reducer::finalize_gradients(const at::Tensor& totals) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     State& state = states_[i];
     if (!state.in_bucket || totals.data_ptr<int64_t>()[i] == 0) continue;
@@ -422,29 +383,18 @@ void Reducer::learn(const at::Tensor& totals) {
 }
 
 void Reducer::reduce_now() {
-  const std::lock_guard lock(mutex_);
-  if (in_round_) abandon_round();
-  begin_round();
-  if (options_.uneven_inputs) attendance_ = take_part(Activity::gradients);
-  round_syncs_ = true;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    states_[i].arrivals = states_[i].expected;
-    if (parameters_[i].tensor.grad().defined()) states_[i].unreduced = true;
-  }
-  end_round();
+  const std::lock_guard lock(rounds_.mutex());
+  rounds_.run();
 }
 
 void Reducer::shadow(const Attendance& attendance) {
-  const std::lock_guard lock(mutex_);
-  if (in_round_) abandon_round();
+  const std::lock_guard lock(rounds_.mutex());
   for (const Parameter& parameter : parameters_) parameter.tensor.mutable_grad().reset();
   sums_.assign(buckets_.size(), {});
-  begin_round();
-  round_syncs_ = true;
   attendance_ = attendance;
   shadowing_ = true;
   const std::unique_ptr<bool, void (*)(bool*)> end(&shadowing_, [](bool* flag) { *flag = false; });
-  end_round();
+  rounds_.run();
 }
 
 std::vector<BucketInfo> Reducer::bucket_infos() const {

@@ -9,7 +9,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,25 +17,22 @@
 #include "lockstep/parallel/data/bucket.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/data/uneven_inputs.h"
+#include "lockstep/parallel/gradients/backward_rounds.h"
 #include "lockstep/parallel/gradients/sum_tree.h"
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace lockstep::parallel::detail {
 
-class Reducer : public std::enable_shared_from_this<Reducer> {
+class Reducer final : public BackwardRounds::Listener,
+                      public std::enable_shared_from_this<Reducer> {
  public:
   // Collective.
   Reducer(std::vector<Parameter> parameters, std::vector<Parameter> frozen, comm::Group group,
           const DdpOptions& options);
-  ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
   // Begins to listen to the parameters' gradients; once, when a shared_ptr owns this.
-  void install_hooks();
+  void start();
   void set_syncing(bool syncing) { syncing_ = syncing; }
   void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
   // In backward: a round begins, if none is under way; its end is queued on the graph that runs
@@ -54,11 +50,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<BucketInfo> bucket_infos() const;
 
  private:
-  class ArrivalHook;
   // Per parameter.
   struct State {
-    std::shared_ptr<torch::autograd::Node> accumulator;  // the tensor itself holds it weakly
-    uintptr_t hook = 0;
     size_t bucket = 0, place = 0;
     bool in_bucket = false;  // not, if no step uses it (static_graph)
     bool unreduced = false;  // has a gradient that other ranks have not seen
@@ -68,10 +61,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int expected = 1;        // static_graph: arrivals in each round
   };
 
-  void arrive(size_t index);
-  void begin_round();
-  void abandon_round();
-  void end_round();
+  void on_gradient(size_t index, bool is_new) override;
+  bool open_round(bool in_backward) override;
+  void close_round() override;
+  void abandon_round() override;
   void accumulate_round();
   void average_round();
   void stage(size_t index);
@@ -80,7 +73,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const Parameter* thawed() const;
   at::Tensor flags() const;
   void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
-  void settle(const at::Tensor& totals);
+  void finalize_gradients(const at::Tensor& totals);
   void learn(const at::Tensor& totals);
   void use_buckets(const std::vector<size_t>& order);
   at::Tensor& view(size_t index);
@@ -94,15 +87,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::vector<SumTree> sums_;  // per bucket; reproducible mode
 
-  std::mutex mutex_;  // gradients of different devices arrive on different threads
+  BackwardRounds rounds_;
   bool syncing_ = true;
   std::optional<int64_t> micro_batch_;  // whose gradients come; none: the next one's
   bool learned_ = false;                // the first averaged backward is over
-  bool in_round_ = false;
-  bool in_backward_ = false;  // the round is a backward, not sync_gradients
+  bool in_backward_ = false;            // the round is a backward, not sync_gradients
   bool shadowing_ = false;
   bool round_syncs_ = true;
-  std::weak_ptr<bool> callback_;  // gone, if the backward of the round was ended by an exception
   Attendance attendance_;
   int leader_ = 0;
   size_t num_launched_ = 0;

@@ -68,7 +68,6 @@ struct OffloadedAdamW::State {
     Model(State& given_state, const ShardedModel& given, std::shared_ptr<OffloadTiers> given_tiers)
         : state(given_state), model(given), tiers(std::move(given_tiers)) {}
     ~Model() override {
-      if (tiers->updater == this) tiers->updater = nullptr;
       tiers->wait();  // what is under way reads and writes memory that goes now
     }
     void take_gradients(size_t flat) override { state.update(*this, flat); }
@@ -94,7 +93,7 @@ struct OffloadedAdamW::State {
   std::vector<optim::ParameterGroup> groups;
   optim::AdamWOptions options;
   std::vector<Tensor> tensors;
-  std::vector<std::unique_ptr<Model>> models;
+  std::vector<std::shared_ptr<Model>> models;
 };
 
 OffloadedAdamW::State::State(std::vector<ShardedModel> given,
@@ -121,7 +120,7 @@ OffloadedAdamW::State::State(std::vector<ShardedModel> given,
 void OffloadedAdamW::State::add(const ShardedModel& sharded) {
   const auto& tiers = tiers_of(sharded);
   auto& engine = *sharded.shared()->engine;
-  models.push_back(std::make_unique<Model>(*this, sharded, tiers));
+  models.push_back(std::make_shared<Model>(*this, sharded, tiers));
   Model& model = *models.back();
   std::unordered_map<const c10::TensorImpl*, size_t> place;
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -129,17 +128,21 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
   for (size_t f = 0; f < engine.flats().size(); ++f) {
     Flat& flat = *engine.flats()[f];
     OffloadedFlat offloaded{.flat = &flat, .tensors = {}};
-    for (const auto& each : flat.offloaded()) {
-      const auto found = place.find(each.optimized.unsafeGetTensorImpl());
+    const auto& optimized = flat.shard.optimized();
+    for (size_t i = 0; i < optimized.size(); ++i) {
+      const auto& [name, tensor, range, first, end] = optimized[i];
+      const auto found = place.find(tensor.unsafeGetTensorImpl());
       if (found == place.end()) continue;
-      tensors[found->second].state = std::make_unique<OffloadedState>(
-          each.name, *each.state, each.values, flat.plan().offload->params, tiers);
+      tensors[found->second].state =
+          std::make_unique<OffloadedState>(name, flat.plan().offload->states[i],
+                                           flat.shard.values().narrow(0, range.begin, range.size()),
+                                           flat.plan().offload->params, tiers);
       offloaded.tensors.push_back(found->second);
     }
     model.flats.emplace(f, std::move(offloaded));
   }
   model.ring = std::make_shared<UpdateRing>(tiers, tiers->site, tiers->ring_bytes);
-  tiers->updater = &model;
+  tiers->updater = models.back();
 }
 
 void OffloadedAdamW::State::hold_values(Model& model) {
@@ -153,11 +156,11 @@ void OffloadedAdamW::State::hold_values(Model& model) {
 void OffloadedAdamW::State::update(Model& model, size_t index) {
   OffloadedFlat& offloaded = model.flats.at(index);
   OffloadTiers& tiers = *model.tiers;
-  struct Job {
+  struct TensorUpdate {
     OffloadedState* state;
     UpdateInput input;
   };
-  std::vector<Job> jobs;
+  std::vector<TensorUpdate> updates;
   std::vector<at::Tensor> gradients;
   const memory::Event ready = memory::computed(tiers.device);
   for (const size_t i : offloaded.tensors) {
@@ -171,7 +174,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
                  tensor.parameter.name));
     }
     optim::detail::announce_read(gradient);
-    const bool on_host = offloaded.flat->is_on_host(gradient);
+    const bool on_host = offloaded.flat->offloaded->is_on_host(gradient);
     tensor.state->adopt_values();
     if (tiers.updates_in_backward()) {
       gradients.push_back(gradient);
@@ -182,38 +185,38 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     }
     const optim::ParameterGroup& group = groups[tensor.group];
     const int64_t step = ++*tensor.step.data_ptr<int64_t>();
-    jobs.push_back({tensor.state.get(),
-                    {.gradient = gradient.detach().reshape({-1}),
-                     .gradient_on_host = on_host,
-                     .gradient_ready = on_host ? offloaded.flat->gradients_moved() : ready,
-                     .factors = optim::detail::adamw_factors(
-                         options, {.step = step,
-                                   .lr = options.lr * group.lr_scale,
-                                   .weight_decay = *group.weight_decay})}});
+    updates.push_back({tensor.state.get(),
+                       {.gradient = gradient.detach().reshape({-1}),
+                        .gradient_on_host = on_host,
+                        .gradient_ready = on_host ? offloaded.flat->offloaded->moved() : ready,
+                        .factors = optim::detail::adamw_factors(
+                            options, {.step = step,
+                                      .lr = options.lr * group.lr_scale,
+                                      .weight_decay = *group.weight_decay})}});
     tensor.updated = true;
     tensor.exp_avg.fresh = tensor.exp_avg_sq.fresh = tensor.master.fresh = false;
   }
-  if (jobs.empty()) {
-    if (tiers.updates_in_backward()) offloaded.flat->let_go_of_gradients({});
+  if (updates.empty()) {
+    if (tiers.updates_in_backward()) offloaded.flat->offloaded->let_go({});
     return;
   }
   memory::detail::LaterEvent read, written;
   tiers.driver->run(
-      [jobs = std::move(jobs), ring = model.ring, read, written]() mutable {
+      [updates = std::move(updates), ring = model.ring, read, written]() mutable {
         const at::NoGradGuard no_grad;
         detail::UpdateEvents done;  // each is after those before it
-        for (const Job& job : jobs) done = ring->update(*job.state, job.input);
+        for (const TensorUpdate& each : updates) done = ring->update(*each.state, each.input);
         read.set(done.read);
         written.set(done.written);
       },
       offloaded.flat->plan().name);
   const memory::Event queued = tiers.driver->record();
   model.last = written.after(queued);
-  offloaded.flat->set_updating(model.last);
+  offloaded.flat->shard.set_updating(model.last);
   if (tiers.updates_in_backward()) {
     const memory::Event was_read = read.after(queued);
     tiers.retire(std::make_shared<std::vector<at::Tensor>>(std::move(gradients)), was_read);
-    offloaded.flat->let_go_of_gradients(was_read);
+    offloaded.flat->offloaded->let_go(was_read);
   }
   if (!tiers.options.overlap) model.last.wait();
 }
@@ -233,12 +236,11 @@ void OffloadedAdamW::step() {
   for (const auto& model : state_->models) {
     const bool exact = !model->tiers->updates_in_backward();
     auto& engine = *model->model.shared()->engine;
-    if (exact && !engine.allows_step()) {
+    if (exact && !engine.window().begin_step()) {
       throw Error(
           "[OffloadedAdamW] parameters have been used since the last backward; step between "
           "a backward and the next forward");
     }
-    if (exact) engine.before_step();
     for (const auto& [index, flat] : model->flats) {
       if (exact) state_->update(*model, index);
     }
@@ -373,7 +375,7 @@ OffloadStats offload_stats(const ShardedModel& model) {
   for (const auto& flat : engine->flats()) {
     const detail::FlatOffload& offload = *flat->plan().offload;
     (offload.params == Tier::device ? stats.params_on_device : stats.params_on_host) +=
-        bytes(flat->parameter_bytes());
+        bytes(flat->shard.bytes());
     for (const detail::StatePlan& state : offload.states) {
       for (const detail::StateSlice& slice : state.slices) {
         int64_t& sum = slice.tier == Tier::device ? stats.state_on_device

@@ -27,18 +27,16 @@ DType dtype_of(at::ScalarType dtype, const std::string& name) {
                            c10::toString(dtype)));
 }
 
-layout::OffloadFlat sizes_of(const FlatPlan& plan, const FullyShardOptions& options,
+layout::OffloadFlat sizes_of(const FlatPlan& plan,
                              const std::function<bool(const std::string&)>& is_embedding) {
   const layout::FlatLayout layout = lay_out(plan);
   const int rank = plan.shard.rank();
-  const at::ScalarType gradient =
-      options.mixed_precision.keep_low_precision_grads ? plan.reduce_dtype : plan.dtype;
   layout::OffloadFlat flat{.name = plan.name,
                            .unit = plan.unit,
                            .param = dtype_of(plan.dtype, plan.name),
                            .compute = dtype_of(plan.compute_dtype, plan.name),
                            .reduce = dtype_of(plan.reduce_dtype, plan.name),
-                           .grad = dtype_of(gradient, plan.name),
+                           .grad = dtype_of(plan.gradient_dtype, plan.name),
                            .num_parameters = static_cast<int64_t>(plan.parameters.size()),
                            .shard = layout.blocks[static_cast<size_t>(rank)].size(),
                            .size = layout.size,
@@ -48,10 +46,9 @@ layout::OffloadFlat sizes_of(const FlatPlan& plan, const FullyShardOptions& opti
                            .trained = plan.trained};
   if (!plan.trained || flat.shard == 0) return flat;
   const auto embedding = [&](size_t i) { return is_embedding(plan.parameters[i].name); };
-  if (options.use_orig_params) {
+  if (!plan.updates_as_one) {
     std::vector<layout::Shape> shapes;
-    for (const UnitParameter& parameter : plan.parameters)
-      shapes.push_back(parameter.tensor.sizes().vec());
+    for (const auto& parameter : plan.parameters) shapes.push_back(parameter.tensor.sizes().vec());
     flat.tensors = layout::optimized_tensors(shapes, layout, rank, embedding);
     return flat;
   }
@@ -93,7 +90,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
         "memory is taken in the grains that are planned with");
   tiers->site = machine.site = choose_site(tiers, layout::slice_elements(wanted, device.is_cuda()));
   std::vector<layout::OffloadFlat> flats;
-  for (const FlatPlan& plan : plans) flats.push_back(sizes_of(plan, options, is_embedding));
+  for (const FlatPlan& plan : plans) flats.push_back(sizes_of(plan, is_embedding));
   layout::OffloadPlan plan = layout::plan_offload(std::move(flats), wanted, machine);
   agree_on_parameters(plans, plan);
   tiers->ring_bytes = plan.used.states > 0 ? static_cast<size_t>(plan.ring) : 0;

@@ -2,11 +2,13 @@
 // Decides what of a model rests where. Private: not installed.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/shard/flat.h"
+#include "lockstep/parallel/flat/flat_plan.h"
+#include "lockstep/parallel/shard/options.h"
 #include "lockstep/parallel/tiers/tiers.h"
 
 namespace lockstep::parallel::detail {

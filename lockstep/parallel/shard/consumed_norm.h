@@ -8,5 +8,7 @@ namespace lockstep::parallel::detail {
 
 // Throws where the gradients of a backward are gone, so that nothing would be clipped.
 void require_clipping(const ShardedModel& model);
+// Of the gradients that were updated with in backward since it was last asked for; collective.
+double consumed_norm(const ShardEngine& engine);
 
 }  // namespace lockstep::parallel::detail

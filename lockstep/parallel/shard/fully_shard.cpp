@@ -19,6 +19,7 @@
 #include "lockstep/parallel/shard/arrange_offload.h"
 #include "lockstep/parallel/shard/precision.h"
 #include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/units.h"
 
 namespace lockstep::parallel {
 namespace detail {
@@ -99,8 +100,8 @@ class Plans {
  private:
   void add(const UnitPlan& unit, c10::Device meta_device) {
     const bool whole = options_.strategy == Strategy::no_shard;
-    std::map<FlatKind, std::vector<UnitParameter>> kinds;
-    for (const UnitParameter& parameter : unit.parameters) {
+    std::map<FlatKind, std::vector<optim::NamedParameter>> kinds;
+    for (const optim::NamedParameter& parameter : unit.parameters) {
       const FlatKind kind = kind_of(parameter);
       if (!whole && parameter.tensor.numel() < options_.min_num_params) {
         small_[kind].push_back(parameter);
@@ -111,13 +112,13 @@ class Plans {
     add_flats(unit.name, kinds, whole, meta_device);
   }
 
-  static FlatKind kind_of(const UnitParameter& parameter) {
+  static FlatKind kind_of(const optim::NamedParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
     return {false, tensor.requires_grad(), tensor.scalar_type(), tensor.device().str()};
   }
 
   void add_flats(const std::string& name,
-                 const std::map<FlatKind, std::vector<UnitParameter>>& kinds, bool whole,
+                 const std::map<FlatKind, std::vector<optim::NamedParameter>>& kinds, bool whole,
                  c10::Device meta_device) {
     const size_t first = plans_.size();
     for (const auto& [kind, parameters] : kinds) {
@@ -138,6 +139,9 @@ class Plans {
         plan.replicas = groups_.replicas;
       }
       choose_types(plan, options_.mixed_precision);
+      plan.updates_as_one = !options_.use_orig_params;
+      plan.reproducible = options_.reproducible;
+      plan.keeps_copy_on_host = options_.offload_to_cpu;
       plans_.push_back(std::move(plan));
     }
     // Names of what the optimizer sees are different.
@@ -149,7 +153,7 @@ class Plans {
 
   const ShardGroups& groups_;
   const FullyShardOptions& options_;
-  std::map<FlatKind, std::vector<UnitParameter>> small_;
+  std::map<FlatKind, std::vector<optim::NamedParameter>> small_;
   std::vector<FlatPlan> plans_;
 };
 
@@ -174,7 +178,11 @@ std::set<std::string> embeddings_of(const torch::nn::Module& model) {
 
 void check_not_sharded(const NamedTensors& parameters) {
   for (const auto& [name, tensor] : parameters) {
-    if (tensor.key_set().has(kShardKey) || ShardEngine::listens_to(tensor)) {
+    const auto listeners = BackwardRounds::listeners_of(tensor);
+    const bool listens = std::any_of(listeners.begin(), listeners.end(), [](const auto& each) {
+      return std::dynamic_pointer_cast<GradientReduction>(each) != nullptr;
+    });
+    if (tensor.key_set().has(kShardKey) || listens) {
       throw ConfigError(
           format("[fully_shard] parameter {} is already part of a sharded model", name));
     }
@@ -204,10 +212,12 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   NamedTensors all = parameters;
   for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
   check_same_model(all, groups.all);
-  Flat::ValueOf value_of = [](const UnitParameter& parameter) { return parameter.tensor; };
+  FlatShard::ValueOf value_of = [](const optim::NamedParameter& parameter) {
+    return parameter.tensor;
+  };
   if (recording != nullptr) {
     materialize_rest(*model, *recording, first_values);
-    value_of = [&](const UnitParameter& parameter) {
+    value_of = [&](const optim::NamedParameter& parameter) {
       return first_value({parameter.name, parameter.tensor}, *recording, first_values);
     };
   } else {

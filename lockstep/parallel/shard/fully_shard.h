@@ -28,12 +28,11 @@
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/parameters/parameters.h"
+#include "lockstep/parallel/flat/parameter_state.h"
 #include "lockstep/parallel/intercept/deferred.h"
 #include "lockstep/parallel/shard/options.h"
 
 namespace lockstep::parallel {
-
-enum class ParameterState { sharded, gathering, gathered, resharding };
 
 // This rank's part of a parameter, in elements of it.
 struct ShardInfo {

@@ -114,7 +114,7 @@ void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,
                        const std::string& name, Found& found) {
   const auto engine = tag.engine.lock();
   if (!engine) refuse_gone(tag, view);
-  if (is_write && !engine->allows_writing() && !changes_no_values(name)) {
+  if (is_write && !engine->window().is_summoned_to_write() && !changes_no_values(name)) {
     throw Error(
         format("[fully_shard] {} writes into parameter {}, of which this is a copy that will be "
                "dropped; write under summon(), or into the shard",
@@ -176,8 +176,9 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
           break;
         case Tag::Kind::shard:
           if (const auto engine = tag->engine.lock(); engine && !views) {
-            engine->before_read(*tag);
-            if (is_write && !changes_no_values(schema.name())) engine->before_write(*tag, tensor);
+            engine->flats()[tag->flat]->shard.wait_updated();
+            if (is_write && !changes_no_values(schema.name()))
+              engine->window().before_write(*tag, tensor);
           }
           break;
         case Tag::Kind::parameter:

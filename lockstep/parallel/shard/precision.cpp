@@ -53,6 +53,7 @@ void choose_types(FlatPlan& plan, const MixedPrecision& precision) {
     plan.compute_dtype = at::kFloat;
   }
   plan.reduce_dtype = floating ? precision.reduce.value_or(plan.gather_dtype) : plan.dtype;
+  plan.gradient_dtype = precision.keep_low_precision_grads ? plan.reduce_dtype : plan.dtype;
 }
 
 }  // namespace lockstep::parallel::detail

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "lockstep/parallel/shard/flat.h"
+#include "lockstep/parallel/flat/flat_plan.h"
 #include "lockstep/parallel/shard/options.h"
 
 namespace lockstep::parallel::detail {

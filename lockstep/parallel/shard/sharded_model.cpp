@@ -21,10 +21,10 @@ using detail::Member;
 
 NoSyncShards::NoSyncShards(std::shared_ptr<detail::Sharded> sharded)
     : sharded_(std::move(sharded)) {
-  if (sharded_->engine) sharded_->engine->change_no_sync(1);
+  if (sharded_->engine) sharded_->engine->gradients().change_no_sync(1);
 }
 NoSyncShards::~NoSyncShards() {
-  if (sharded_ && sharded_->engine) sharded_->engine->change_no_sync(-1);
+  if (sharded_ && sharded_->engine) sharded_->engine->gradients().change_no_sync(-1);
 }
 
 Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
@@ -32,7 +32,7 @@ Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
   if (sharded_->engine) sharded_->engine->begin_summon(options_.write_back);
 }
 Summon::~Summon() {
-  if (sharded_ && sharded_->engine) sharded_->engine->end_summon(options_.write_back);
+  if (sharded_ && sharded_->engine) sharded_->engine->window().end_summon(options_.write_back);
 }
 
 std::vector<at::Tensor> ShardedModel::parameters() const {
@@ -43,7 +43,7 @@ std::vector<optim::NamedParameter> ShardedModel::named_parameters() const {
   if (!sharded_->engine) return optim::named_parameters(*sharded_->model);
   std::vector<optim::NamedParameter> all;
   for (const auto& flat : sharded_->engine->flats()) {
-    for (const auto& [name, tensor] : flat->optimized()) all.push_back({name, tensor});
+    for (const auto& each : flat->shard.optimized()) all.push_back({each.name, each.tensor});
   }
   return all;
 }
@@ -64,7 +64,7 @@ std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
   for (const auto& flat : sharded_->engine->flats()) {
     // What everybody has counts once.
     if (flat->plan().shard.size() == 1 && sharded_->engine->groups().reduce.rank() != 0) continue;
-    for (const auto& [name, tensor] : flat->optimized()) mine.push_back({name, tensor});
+    for (const auto& each : flat->shard.optimized()) mine.push_back({each.name, each.tensor});
   }
   // As the model has them: norms are summed in this order, and without an engine in the model's.
   std::map<std::string, size_t> place;
@@ -81,10 +81,10 @@ std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
 }
 
 void ShardedModel::reduce_gradients() {
-  if (sharded_->engine) sharded_->engine->reduce_now();
+  if (sharded_->engine) sharded_->engine->gradients().reduce_now();
 }
 void ShardedModel::set_micro_batch(std::optional<int64_t> index) {
-  if (sharded_->engine) sharded_->engine->set_micro_batch(index);
+  if (sharded_->engine) sharded_->engine->gradients().set_micro_batch(index);
 }
 
 double ShardedModel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
@@ -98,17 +98,17 @@ void ShardedModel::unshard(const std::string& unit) {
   if (sharded_->engine) sharded_->engine->pin(unit);
 }
 void ShardedModel::reshard(const std::string& unit) {
-  if (sharded_->engine) sharded_->engine->unpin(unit);
+  if (sharded_->engine) sharded_->engine->units().unpin(unit);
 }
 void ShardedModel::begin_update() {
-  if (sharded_->engine) sharded_->engine->begin_update();
+  if (sharded_->engine) sharded_->engine->window().begin_update();
 }
 void ShardedModel::train(bool on) { sharded_->model->train(on); }
 bool ShardedModel::is_training() const { return sharded_->model->is_training(); }
 const FullyShardOptions& ShardedModel::options() const { return sharded_->options; }
 
 std::vector<std::string> ShardedModel::units() const {
-  return sharded_->engine ? sharded_->engine->unit_names() : std::vector<std::string>();
+  return sharded_->engine ? sharded_->engine->units().names() : std::vector<std::string>();
 }
 
 namespace {
@@ -143,7 +143,7 @@ ShardInfo ShardedModel::shard_info(const std::string& parameter) const {
 
 ParameterState ShardedModel::state(const std::string& parameter) const {
   const auto [flat, member] = find(*sharded_, parameter);
-  return flat == nullptr || flat->is_plain() ? ParameterState::gathered : flat->state();
+  return flat == nullptr ? ParameterState::gathered : flat->residence->state();
 }
 
 ShardStats ShardedModel::stats() const {
@@ -172,14 +172,14 @@ ShardStats ShardedModel::stats() const {
   stats.current_bytes = static_cast<int64_t>(engine.current_bytes());
   stats.peak_bytes = static_cast<int64_t>(engine.peak_bytes());
   stats.bytes_saved = whole_bytes - stats.current_bytes;
-  stats.all_gathers = engine.counts().all_gathers;
-  stats.fetched_ahead = engine.counts().fetched_ahead;
-  stats.reduce_scatters = engine.counts().reduce_scatters;
-  stats.all_reduces = engine.counts().all_reduces;
-  stats.gather_bytes = static_cast<int64_t>(engine.gather_memory().occupied());
-  stats.gradient_bytes = static_cast<int64_t>(engine.gradient_memory().occupied());
-  stats.growths = static_cast<int64_t>(engine.gather_memory().growths() +
-                                       engine.gradient_memory().allocations());
+  stats.all_gathers = engine.environment().counts.all_gathers;
+  stats.fetched_ahead = engine.environment().counts.fetched_ahead;
+  stats.reduce_scatters = engine.environment().counts.reduce_scatters;
+  stats.all_reduces = engine.environment().counts.all_reduces;
+  stats.gather_bytes = static_cast<int64_t>(engine.environment().gather_memory.occupied());
+  stats.gradient_bytes = static_cast<int64_t>(engine.environment().gradient_memory.occupied());
+  stats.growths = static_cast<int64_t>(engine.environment().gather_memory.growths() +
+                                       engine.environment().gradient_memory.allocations());
   return stats;
 }
 

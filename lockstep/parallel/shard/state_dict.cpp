@@ -41,9 +41,9 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
   std::map<std::string, at::Tensor> gathered;
   if (sharded_->engine) {
     for (const auto& flat : sharded_->engine->flats()) {
-      if (flat->is_plain()) continue;
-      flat->check_members();
-      const at::Tensor line = flat->gathered_shards();
+      if (flat->shard.is_own()) continue;
+      flat->parameter.check_views();
+      const at::Tensor line = flat->shard.gathered();
       for (const Member& member : flat->members()) {
         gathered[member.name] = line.narrow(0, member.offset, member.numel())
                                     .view(member.shape)
@@ -70,7 +70,7 @@ std::vector<NamedShard> ShardedModel::sharded_state_dict() const {
     if (flat == nullptr) {
       all.push_back({layout::Placement::whole(name, tensor.sizes().vec()), tensor.detach()});
     } else {
-      all.push_back({flat->placement(*member), flat->shard_of(*member)});
+      all.push_back({flat->parameter.placement(*member), flat->shard.rows_of(*member)});
     }
   }
   return all;
@@ -117,20 +117,19 @@ std::vector<NamedShard> ShardedModel::parts_of(const std::string& parameter,
     return parts;
   }
   for (const auto& flat : sharded_->engine->flats()) {
-    for (const auto& [name, optimized] : flat->optimized()) {
-      if (name != parameter) continue;
-      const bool like_it = tensor.sizes() == optimized.sizes();
-      for (const Member& member : flat->members()) {
-        const bool is_flat = !flat->is_plain() && !sharded_->options.use_orig_params;
-        if (!is_flat && member.name != parameter) continue;
+    for (const detail::OptimizedTensor& each : flat->shard.optimized()) {
+      if (each.name != parameter) continue;
+      const bool like_it = tensor.sizes() == each.tensor.sizes();
+      for (size_t i = each.first; i < each.end; ++i) {
+        const Member& member = flat->members()[i];
         if (!like_it) {
           whole(member.name);
-        } else if (flat->is_plain() || !is_flat) {
-          parts.push_back({flat->placement(member), tensor});
+        } else if (flat->shard.is_own() || !flat->plan().updates_as_one) {
+          parts.push_back({flat->parameter.placement(member), tensor});
         } else {
-          parts.push_back(
-              {flat->placement(member), tensor.narrow(0, member.shard_offset, member.shard_numel())
-                                            .view(member.shard_shape())});
+          parts.push_back({flat->parameter.placement(member),
+                           tensor.narrow(0, member.shard_offset, member.shard_numel())
+                               .view(member.shard_shape())});
         }
       }
       return parts;

@@ -28,10 +28,10 @@ class Planner {
   explicit Planner(const UnitPolicy& policy) : policy_(policy) {}
 
   // Gives the modules below their units, and returns the parameters that are left for those above.
-  std::vector<UnitParameter> walk(Module& module, const std::string& path) {
+  std::vector<optim::NamedParameter> walk(Module& module, const std::string& path) {
     if (!visited_.insert(&module).second) return {};
     const std::string prefix = path.empty() ? "" : path + ".";
-    std::vector<UnitParameter> left;
+    std::vector<optim::NamedParameter> left;
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = item.value();
       if (tensor.defined() && seen_.insert(tensor.unsafeGetTensorImpl()).second)
@@ -48,7 +48,7 @@ class Planner {
     return left;
   }
 
-  std::vector<UnitPlan> take(std::vector<UnitParameter> left) {
+  std::vector<UnitPlan> take(std::vector<optim::NamedParameter> left) {
     if (!left.empty()) {
       const bool taken = std::any_of(units_.begin(), units_.end(),
                                      [](const UnitPlan& unit) { return unit.name == "model"; });
@@ -68,7 +68,8 @@ class Planner {
   }
 
  private:
-  bool is_unit(const std::string& path, Module& module, const std::vector<UnitParameter>& left) {
+  bool is_unit(const std::string& path, Module& module,
+               const std::vector<optim::NamedParameter>& left) {
     if (const auto* by_size = std::get_if<BySize>(&policy_)) {
       int64_t count = 0;
       for (const auto& parameter : left) count += parameter.tensor.numel();

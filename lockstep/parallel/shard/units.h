@@ -2,25 +2,19 @@
 // Which parameters of a model go together. Private: not installed.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <string>
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/shard/options.h"
 
 namespace lockstep::parallel::detail {
 
-struct UnitParameter {
-  std::string name;  // the first of its names in the model
-  at::Tensor tensor;
-};
-
 struct UnitPlan {
   // The module's path; "model" for the model itself or, if a child is called that, "model itself".
   std::string name;
-  std::vector<UnitParameter> parameters;
+  std::vector<optim::NamedParameter> parameters;  // by the first of their names in the model
 };
 
 // In the order of their first parameters. Units without parameters are left out, and a parameter is

@@ -134,13 +134,18 @@ void OffloadTiers::return_stage(const at::Tensor& stage, memory::Event event) {
   }
 }
 
-void OffloadTiers::take_gradients(size_t flat) {
-  if (updater == nullptr) {
+void OffloadTiers::take_gradients(size_t flat) const {
+  const auto optimizer = updater.lock();
+  if (!optimizer) {
     throw Error(
         "[offload] clip_mode none updates parameters in backward, but there is no "
         "OffloadedAdamW for the model");
   }
-  updater->take_gradients(flat);
+  optimizer->take_gradients(flat);
+}
+
+void OffloadTiers::announce_foreign_writes() const {
+  if (const auto optimizer = updater.lock()) optimizer->before_foreign_writes();
 }
 
 void OffloadTiers::wait() const noexcept {

@@ -58,9 +58,11 @@ class OffloadTiers {
   const std::shared_ptr<memory::Queue> fetch, send, in, home, out, work, driver;
   std::optional<memory::DiskStore> disk;
   TierTraffic traffic;
-  OffloadedUpdater* updater = nullptr;
+  std::weak_ptr<OffloadedUpdater> updater;
   // Hands a flat's gradients to it; Error where there is none.
-  void take_gradients(size_t flat);
+  void take_gradients(size_t flat) const;
+  // Tells it, where there is one, that others may write parameters from here to the next step.
+  void announce_foreign_writes() const;
 
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;

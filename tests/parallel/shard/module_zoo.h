@@ -165,7 +165,7 @@ inline parallel::FullyShardOptions shard_all(parallel::UnitPolicy units = parall
 inline parallel::ShardedModel shard(torch::nn::Module& model, const comm::Group& group,
                                     const Sharding& sharding) {
   auto sharded = parallel::fully_shard(model, group, sharding.options);
-  if (sharded.shared()->engine) sharded.shared()->engine->drop_always(sharding.drops);
+  if (sharded.shared()->engine) sharded.shared()->engine->units().drop_always(sharding.drops);
   return sharded;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/flat/buffers.h"
+#include "lockstep/parallel/flat/step_memory.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients of offloaded models: within budgets, on the host between their uses, or handed to an
+// update in backward. Private: not installed.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/flat/sharded_gradients.h"
+
+namespace lockstep::parallel::detail {
+
+class OffloadedGradients final : public ShardedGradients {
+ public:
+  OffloadedGradients(FlatParameter& parameter, FlatShard& shard, FlatEnvironment& environment);
+
+  void spill() override;
+  void abandon() override;
+  void zero_gradient(size_t member) override;
+  void wait_delivered() override { std::exchange(moved_, {}).wait(); }
+
+  // ---- for the optimizer ----
+  // The gradients that were sent to the host are there after this event.
+  const memory::Event& moved() const { return moved_; }
+  bool is_on_host(const at::Tensor& gradient) const;
+  // Gradients go where an update that ends with the event has read them.
+  void let_go(const memory::Event& read);
+
+ protected:
+  void restore() override;
+  void deliver(std::span<const int64_t> num_ranks) override;
+  void give_back() override;
+  at::Tensor gradient_memory() override;
+  at::Tensor scratch(int64_t count) override;
+  bool hands_over() const override;
+  void deliver_one(const OptimizedTensor& target, const at::Tensor& arrived) override;
+  std::vector<bool>& unreduced_members() override;
+
+ private:
+  OffloadTiers& tiers() const { return *plan_.offload->tiers; }
+  bool rests_on_host() const { return plan_.offload->grads == layout::Tier::host; }
+  void send_to_host(const at::Tensor& gradient, const at::Tensor& arrived, bool adds);
+
+  bool consumed_ = false;         // by an update, and nothing else is there to be added to
+  memory::Event moved_;           // to the host
+  at::Tensor spilled_;            // the line, on the host between micro-batches
+  std::vector<bool> in_spilled_;  // members that it has; empty: nothing
+};
+
+}  // namespace lockstep::parallel::detail

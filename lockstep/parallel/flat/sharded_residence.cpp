@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/parallel/flat/sharded_residence.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/core/trace.h"
+
+namespace lockstep::parallel::detail {
+namespace {
+
+// Lines outlive the mode that is on when they are first needed: none is an inference tensor.
+struct OwnMode {
+  c10::InferenceMode normal{false};
+  at::NoGradGuard no_grad = {};
+};
+
+}  // namespace
+
+ShardedResidence::ShardedResidence(FlatParameter& parameter, FlatShard& shard,
+                                   FlatEnvironment& environment)
+    : Residence(ParameterState::sharded),
+      plan_(parameter.plan()),
+      parameter_(parameter),
+      shard_(shard),
+      environment_(environment) {
+  if (plan_.shard.size() > 1 && plan_.rest_device.is_cpu())
+    peers_ = comm::PeerMemory::open(shard.sent(), plan_.shard);
+  if (!peers_) return;
+  environment.one_sided = true;
+  plan_slices();
+}
+
+at::Tensor ShardedResidence::line_memory(at::ScalarType dtype, c10::Device device) {
+  const int64_t size = parameter_.layout().size;
+  const std::shared_ptr<void> memory =
+      environment_.gather_memory.take(static_cast<size_t>(size) * c10::elementSize(dtype), device);
+  return at::from_blob(
+      memory.get(), {size}, [memory](void*) {}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+void ShardedResidence::plan_slices() {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  const auto most = kBytes / static_cast<int64_t>(shard_.sent().element_size());
+  for (int step = 0; step < plan_.shard.size(); ++step) {
+    const int rank = (plan_.shard.rank() + step) % plan_.shard.size();  // each begins elsewhere
+    if (step == 0 && plan_.resident) continue;                          // in place
+    const layout::Range range = parameter_.layout().blocks[static_cast<size_t>(rank)];
+    for (int64_t begin = range.begin; begin < range.end; begin += most)
+      slices_.push_back({rank, begin - range.begin, begin, std::min(most, range.end - begin)});
+  }
+}
+
+void ShardedResidence::copy_slice(const at::Tensor& line, const PeerSlice& slice) const {
+  const auto size = static_cast<int64_t>(line.element_size());
+  std::memcpy(static_cast<std::byte*>(line.data_ptr()) + slice.target * size,
+              peers_->of(slice.rank) + slice.source * size,
+              static_cast<size_t>(slice.count * size));
+}
+
+void ShardedResidence::copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const {
+  const auto size = static_cast<int64_t>(line.element_size());
+  // Only ever read; torch has no tensors of constant memory.
+  auto* const source = const_cast<std::byte*>(peers_->of(slice.rank)) + slice.source * size;
+  line.narrow(0, slice.target, slice.count)
+      .copy_(at::from_blob(source, {slice.count}, line.options()));
+}
+
+void ShardedResidence::pull(const at::Tensor& line) {
+  const trace::Span span("shard", "gather " + plan_.name);
+  const auto copy = [&](size_t slice) { copy_slice_by_all(line, slices_[slice]); };
+  if (pulling_.valid()) return pulling_.finish(copy);
+  for (size_t slice = 0; slice < slices_.size(); ++slice) copy(slice);
+}
+
+// Where a line arrives is where it is used, unless the model has another type or device.
+void ShardedResidence::begin(bool beside_computation) {
+  const bool has_line = line_.defined();
+  if (!communicates()) {  // a local copy, made by whoever needs it
+    if (!has_line) line_ = line_memory(plan_.compute_dtype, plan_.device);
+    return;
+  }
+  const bool same = plan_.gather_dtype == plan_.compute_dtype && plan_.rest_device == plan_.device;
+  arriving_ = shard_.whole_line().defined() ? shard_.whole_line()
+                                            : line_memory(plan_.gather_dtype, plan_.rest_device);
+  if (!has_line) line_ = same ? arriving_ : line_memory(plan_.compute_dtype, plan_.device);
+  if (!peers_) {
+    gathering_ = comm::all_gather(arriving_, shard_.sent(), plan_.shard,
+                                  {.counts = parameter_.layout().counts(), .tag = plan_.name});
+  } else if (beside_computation) {
+    pulling_ = environment_.copy_thread.start(
+        slices_.size(),
+        [this, line = arriving_](size_t slice) { copy_slice(line, slices_[slice]); });
+  } else {
+    pull(arriving_);
+  }
+}
+
+void ShardedResidence::wait() {
+  if (pulling_.valid()) pull(arriving_);
+  std::exchange(gathering_, {}).wait();
+}
+
+void ShardedResidence::finish() {
+  if (copy_is_valid_) {
+    line_.copy_(copy_);
+  } else if (plan_.shard.size() == 1) {
+    shard_.wait_updated();
+    line_.copy_(shard_.values());
+  } else if (!arriving_.is_same(line_)) {
+    line_.copy_(arriving_);
+  }
+  arriving_.reset();
+}
+
+// What could not be gathered is not here.
+void ShardedResidence::wait_or_drop() {
+  try {
+    wait();
+  } catch (...) {
+    drop_line();
+    throw;
+  }
+}
+
+void ShardedResidence::drop_line() {
+  parameter_.hide();
+  line_.reset();
+  arriving_.reset();
+  state_ = ParameterState::sharded;
+}
+
+bool ShardedResidence::acquire(When when) {
+  if (state_ == ParameterState::gathered) return false;
+  const bool ahead = state_ == ParameterState::gathering;
+  if (when == When::ahead && (ahead || !has_room())) return false;
+  if (!ahead) {
+    if (!has_room()) environment_.evict();
+    const OwnMode mode;
+    begin(when == When::ahead);
+    state_ = ParameterState::gathering;
+  }
+  if (when == When::ahead) return false;
+  const at::NoGradGuard no_grad;
+  const bool counts = communicates();
+  wait_or_drop();
+  finish();
+  parameter_.show(line_);
+  state_ = ParameterState::gathered;
+  if (counts) ++environment_.counts.all_gathers;
+  if (counts && ahead) ++environment_.counts.fetched_ahead;
+  return true;
+}
+
+void ShardedResidence::release() {
+  if (plan_.resident || state_ == ParameterState::sharded) return;
+  if (state_ == ParameterState::gathering) wait_or_drop();  // nobody wants it, but it is written
+  if (state_ == ParameterState::gathered && plan_.keeps_copy_on_host && !copy_is_valid_) {
+    state_ = ParameterState::resharding;
+    const OwnMode mode;
+    if (!copy_.defined()) copy_ = at::empty_like(line_, line_.options().device(at::kCPU));
+    copy_.copy_(line_);
+    copy_is_valid_ = true;
+  }
+  drop_line();
+}
+
+void ShardedResidence::publish() {
+  if (state_ == ParameterState::gathering) wait_or_drop();
+  if (!plan_.resident) drop_line();
+  state_ = ParameterState::sharded;
+  copy_is_valid_ = false;
+  shard_.publish();
+}
+
+}  // namespace lockstep::parallel::detail

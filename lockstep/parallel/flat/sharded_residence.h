@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters that are gathered from the shards of all ranks, or cast from this rank's own, for each
+// use. Private: not installed.
+#pragma once
+
+#include <vector>
+
+#include "lockstep/comm/peer_memory.h"
+#include "lockstep/comm/work.h"
+#include "lockstep/parallel/flat/residence.h"
+
+namespace lockstep::parallel::detail {
+
+class ShardedResidence : public Residence {
+ public:
+  ShardedResidence(FlatParameter& parameter, FlatShard& shard, FlatEnvironment& environment);
+
+  bool acquire(When when) override;
+  void release() override;
+  void publish() override;
+
+ protected:
+  // Memory for a line, until it is released.
+  virtual at::Tensor line_memory(at::ScalarType dtype, c10::Device device);
+  // Acquiring would not go past a budget.
+  virtual bool has_room() const { return true; }
+  // Begins to fill line_, beside the computation or not. wait() returns when what was begun has
+  // arrived, and finish() leaves it in line_.
+  virtual void begin(bool beside_computation);
+  virtual void wait();
+  virtual void finish();
+  // To acquire now would take something from other ranks, or even their part in it.
+  bool communicates() const { return plan_.shard.size() > 1 && !copy_is_valid_; }
+  bool is_collective() const { return communicates() && !peers_; }
+
+  const FlatPlan& plan_;
+  FlatParameter& parameter_;
+  FlatShard& shard_;
+  FlatEnvironment& environment_;
+  at::Tensor line_;  // while it is live or on its way
+
+ private:
+  // Of what peers have; small enough that two threads can share the work.
+  struct PeerSlice {
+    int rank;
+    int64_t source;  // elements into what that rank sends
+    int64_t target;  // elements into the line
+    int64_t count;
+  };
+  void plan_slices();
+  void copy_slice(const at::Tensor& line, const PeerSlice& slice) const;
+  // The same by torch's threads: for the thread that computes.
+  void copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const;
+  void pull(const at::Tensor& line);
+  void wait_or_drop();
+  void drop_line();
+
+  std::optional<comm::PeerMemory> peers_;
+  std::vector<PeerSlice> slices_;
+  at::Tensor arriving_;  // where the line is gathered, if that is not where it is used
+  at::Tensor copy_;      // of the line, on the host
+  bool copy_is_valid_ = false;
+  comm::Work gathering_;
+  CopyThread::Job pulling_;
+};
+
+}  // namespace lockstep::parallel::detail
