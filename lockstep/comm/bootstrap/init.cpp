@@ -209,10 +209,10 @@ void complete(World& world, const RankEnv& env, const Client& store, const std::
   world.store = store;
   if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*store, env.rank);
   try {
-    detail::Meeting meeting = detail::hold_meeting(*store, env, common, deadline);
-    world.incarnation = meeting.incarnation;
-    world.hosts = std::move(meeting.hosts);
-    world.address = std::move(meeting.address);
+    detail::JobRoster roster = detail::make_job_roster(*store, env, common, deadline);
+    world.incarnation = roster.incarnation;
+    world.hosts = std::move(roster.hosts);
+    world.address = std::move(roster.address);
   } catch (const Error&) {
     if (world.server) detail::let_others_hear(*store);
     throw;

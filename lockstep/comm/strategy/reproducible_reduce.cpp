@@ -202,8 +202,8 @@ class detail::OrderedLine {
       bool done() const override { return completion.done(); }
     };
     const auto sum = std::make_shared<Sum>();
-    lane_.post([self = std::move(self), announced = std::move(announced), body = std::move(body),
-                sum]() mutable {
+    executor_.post([self = std::move(self), announced = std::move(announced),
+                    body = std::move(body), sum]() mutable {
       std::exception_ptr error;
       try {
         if (announced) announced->wait();
@@ -226,7 +226,7 @@ class detail::OrderedLine {
   Membership membership_;
   std::string backend_;
   std::optional<Group> group_;  // of the thread
-  Lane lane_;
+  SerialExecutor executor_;
 };
 
 std::shared_ptr<detail::OrderedLine> detail::GroupImpl::ordered_line() {

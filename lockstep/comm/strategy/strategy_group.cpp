@@ -137,7 +137,7 @@ std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
     const std::lock_guard lock(queue_->mutex);
     queue_->items.push_back(item);
   }
-  lane_.post([queue = queue_, item] { queue->finish(*item); });
+  executor_.post([queue = queue_, item] { queue->finish(*item); });
   return std::make_shared<ItemPending>(queue_, std::move(item));
 }
 

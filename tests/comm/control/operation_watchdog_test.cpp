@@ -40,21 +40,21 @@ class Alone : public testing::Test {
 };
 
 TEST_F(Alone, AnOperationThatEndsSoonIsDone) {
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   int asked = 0;
-  EXPECT_NO_THROW(watch.wait(operation_, sequence, Clock::now(), [&](milliseconds) {
+  EXPECT_NO_THROW(watchdog.wait(operation_, sequence, Clock::now(), [&](milliseconds) {
     return ++asked == 4;  // at once, all of them
   }));
   EXPECT_EQ(asked, 4);
 }
 
 TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   const auto start = Clock::now();
   try {
-    watch.wait(operation_, sequence, start, [](milliseconds time) {
+    watchdog.wait(operation_, sequence, start, [](milliseconds time) {
       std::this_thread::sleep_for(time);
       return false;
     });
@@ -67,16 +67,17 @@ TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
 
 TEST_F(Alone, AGroupWithoutTheRankThatHostsItWaitsOn) {
   membership_.members = {1, 2};
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   const auto start = Clock::now();
-  EXPECT_NO_THROW(watch.wait(operation_, sequence, start, [&](milliseconds time) {
+  EXPECT_NO_THROW(watchdog.wait(operation_, sequence, start, [&](milliseconds time) {
     std::this_thread::sleep_for(time);
     return seconds_since(start) > 1.5;
   }));
   operation_.timeout = milliseconds{50};
-  EXPECT_THROW(watch.wait(operation_, sequence, Clock::now(), [](milliseconds) { return false; }),
-               CommError);
+  EXPECT_THROW(
+      watchdog.wait(operation_, sequence, Clock::now(), [](milliseconds) { return false; }),
+      CommError);
 }
 
 }  // namespace

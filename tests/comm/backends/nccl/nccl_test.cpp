@@ -384,7 +384,7 @@ TEST_F(Nccl, WhoWatchesDoesNotFree) {
       EXPECT_TRUE(wait_for(ended));
       return;
     }
-    // Nobody waits for it, so its memory is the lane's.
+    // Nobody waits for it, so its memory is the stream's.
     (void)submit({bytes.data(), [&](void*) {
                     go_to(freeing);
                     EXPECT_TRUE(wait_for(may_end));
