@@ -80,7 +80,7 @@ void check_rest(const Contents& contents) {
 }  // namespace
 
 Contents share_of(const Contents& contents, const comm::Group& group) {
-  const auto lists = together("save", group, [&] {
+  const auto lists = run_on_all_ranks("save", group, [&] {
     check_rest(contents);
     std::string list;
     for (const NamedSlice& slice : contents.slices) {

@@ -89,11 +89,11 @@ void abandon(const io::FolderLock& lock, int64_t step) {
 std::string fill(const std::string& folder, const io::FolderLock* lock, const std::string& dir,
                  const Contents& contents, const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
-  const auto parts = together("save", group, [&]() -> std::string {
+  const auto parts = run_on_all_ranks("save", group, [&]() -> std::string {
     if (contents.slices.empty()) return "";
     return write_files(folder, contents, bytes, group.rank()).to_json();
   });
-  const auto paths = together("save", group, [&]() -> std::string {
+  const auto paths = run_on_all_ranks("save", group, [&]() -> std::string {
     if (!leads) return "";
     formats::Manifest manifest{
         .step = contents.step, .state = contents.state, .config = contents.config};
@@ -103,7 +103,7 @@ std::string fill(const std::string& folder, const io::FolderLock* lock, const st
     return formats::commit_checkpoint(dir, manifest, lock);
   });
   // The others wait: deleting may take long.
-  together("save", group, [&]() -> std::string {
+  run_on_all_ranks("save", group, [&]() -> std::string {
     if (leads) prune(dir, contents);
     return "";
   });
@@ -125,7 +125,7 @@ void take_lock(Lock& lock, const std::string& dir) {
 
 std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,
                   const comm::Group& group) {
-  const std::string folder = together("save", group, [&]() -> std::string {
+  const std::string folder = run_on_all_ranks("save", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     take_lock(lock, dir);
     return formats::begin_checkpoint(dir, contents.step);
@@ -135,7 +135,7 @@ std::string write(Lock& lock, const std::string& dir, const Contents& contents, 
   } catch (const CommError&) {
     throw;  // others may still be writing; the next save of this step will clear it away
   } catch (const std::exception&) {
-    together("save", group, [&]() -> std::string {
+    run_on_all_ranks("save", group, [&]() -> std::string {
       if (group.rank() == 0) abandon(*lock, contents.step);
       return "";
     });
@@ -157,7 +157,7 @@ std::string save(const std::string& dir, const Contents& contents, const comm::G
 }
 
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group) {
-  const auto paths = detail::together("newest", group, [&]() -> std::string {
+  const auto paths = detail::run_on_all_ranks("newest", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     const auto found = formats::newest(dir);
     return found ? found->path : "";

@@ -35,7 +35,7 @@ class Saver::Writer {
     if (when_busy == WhenBusy::skip && any_busy()) return false;
     join();
     // A job that has lost its folder would train on and keep nothing.
-    detail::together("save", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
       try {
         if (lock_) lock_->renew();
       } catch (const io::LockLost&) {
@@ -51,7 +51,7 @@ class Saver::Writer {
       });
       return true;
     }
-    detail::together("save", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
       const trace::Span span("checkpoint", "copy to host");
       copy_.take(mine.slices);
       return "";
@@ -62,7 +62,7 @@ class Saver::Writer {
     }
     waited_ = seconds_since(start);
     running_ = std::async(std::launch::async, [this, start, mine = std::move(mine)] {
-      const comm::Uncounted uncounted;  // no training waits here
+      const comm::ExcludeBlockedTime exclude;  // no training waits here
       trace::name_thread(group_.rank(), "checkpoint");
       write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
     });
@@ -71,7 +71,7 @@ class Saver::Writer {
 
   void lock() {
     join();
-    detail::together("lock", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("lock", group_, [&]() -> std::string {
       if (group_.rank() == 0) detail::take_lock(lock_, dir_);
       return "";
     });
@@ -81,7 +81,7 @@ class Saver::Writer {
     if (!options_.background) return;
     join();
     const Contents mine = detail::share_of({.slices = slices}, group_);
-    detail::together("reserve", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("reserve", group_, [&]() -> std::string {
       copy_.reserve(mine.slices);
       return "";
     });

@@ -45,7 +45,7 @@ TEST(Group, OfOneIsMadeByTheBackendWhereThatIsAsked) {
                     EXPECT_NO_THROW(check.run(group)) << backend << ": " << check.name;
                   EXPECT_EQ(group.split(0, 0).backend(), backend);
                 },
-                {.backend = backend, .even_alone = true});
+                {.backend = backend, .force_backend_on_single_rank = true});
   }
 }
 
@@ -277,7 +277,7 @@ TEST(Errors, AMessageMayHaveALaterDeadlineThanItsGroup) {
     run_threads(2,
                 [&](const Group& group) {
                   const at::Tensor data = at::full({4}, 1.0F - group.rank());
-                  const Options later{.timeout = 10 * timeout};
+                  const CollectiveOptions later{.timeout = 10 * timeout};
                   if (group.rank() == 0) {
                     std::this_thread::sleep_for(timeout + milliseconds{200});
                     send(data, 1, group, later).wait();

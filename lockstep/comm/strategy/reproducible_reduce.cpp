@@ -209,7 +209,7 @@ class detail::OrderedLine {
         if (announced) announced->wait();
         if (!self->group_)
           self->group_ = Group(make_plain_group(self->membership_, self->backend_));
-        const Uncounted not_the_caller;
+        const ExcludeBlockedTime exclude;
         body(*self->group_);
       } catch (...) {
         error = std::current_exception();

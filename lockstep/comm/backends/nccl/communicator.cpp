@@ -39,7 +39,7 @@ Communicator::Communicator(const Engine& engine, int device) : engine_(engine), 
 Communicator::~Communicator() {
   try {
     const DeviceGuard guard(*engine_.runtime, device_);
-    say_good_bye();
+    shutdown();
     if (owned_ && !wait_for_good_byes()) abort();
   } catch (const std::exception& error) {
     log::debug(format("[nccl] a communicator did not end well: {}", error.what()));
@@ -123,7 +123,7 @@ void Communicator::abort() noexcept {
   }
 }
 
-void Communicator::say_good_bye() noexcept {
+void Communicator::shutdown() noexcept {
   bool failed = false;
   {
     const std::lock_guard lock(mutex_);

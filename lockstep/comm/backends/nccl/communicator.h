@@ -21,7 +21,7 @@ class Communicator {
   // Says good-bye to the others if nothing went wrong, and waits a moment for theirs.
   ~Communicator();
   // The former. Where there are several, first to those of all.
-  void say_good_bye() noexcept;
+  void shutdown() noexcept;
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 

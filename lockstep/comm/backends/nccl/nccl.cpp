@@ -79,7 +79,7 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
     if (collectives_) streams.push_back(collectives_.get());
     for (auto& [key, stream] : messages_) streams.push_back(stream.get());
     for (NcclStream* stream : streams) stream->finish();
-    for (NcclStream* stream : streams) stream->communicator().say_good_bye();
+    for (NcclStream* stream : streams) stream->communicator().shutdown();
   }
 
   void adopt(ncclComm* comm, int device) {
@@ -163,7 +163,7 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   void check_device(const Operation& operation) const;
   // The companion knows that a member has broken the group, but not with what.
   template <class Body>
-  auto in_our_words(Body body) const {
+  auto rethrow_translated(Body body) const {
     try {
       return body();
     } catch (const CommError&) {
@@ -208,7 +208,7 @@ class NcclGroup::HostPending final : public detail::Pending {
   HostPending(std::shared_ptr<NcclGroup> group, std::shared_ptr<detail::Pending> pending)
       : group_(std::move(group)), pending_(std::move(pending)) {}
   void wait() override {
-    group_->in_our_words([this] { pending_->wait(); });
+    group_->rethrow_translated([this] { pending_->wait(); });
   }
   bool done() const override { return pending_->done(); }
 
@@ -358,7 +358,7 @@ std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
 std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
                                                    std::shared_ptr<const void> memory) {
   if (operation.device < 0) {
-    return in_our_words([&]() -> std::shared_ptr<detail::Pending> {
+    return rethrow_translated([&]() -> std::shared_ptr<detail::Pending> {
       return std::make_shared<HostPending>(
           shared_from_this(), companion_->submit(std::move(operation), std::move(memory)));
     });
@@ -460,7 +460,8 @@ std::shared_ptr<detail::GroupImpl> adopt(const Engine& engine, ncclComm* comm,
   }
   if (companion->backend() == "none")
     throw ConfigError(
-        "[adopt] the group for host memory does nothing; make it with InitOptions::even_alone");
+        "[adopt] the group for host memory does nothing; make it with "
+        "InitOptions::force_backend_on_single_rank");
   detail::Membership ours = membership;
   ours.name += format(".{}/adopted", companion->next_split());
   auto group = std::make_shared<NcclGroup>(engine, std::move(ours), "nccl", std::move(companion));

@@ -187,7 +187,7 @@ TEST_F(NcclCalls, AGroupOfOneCallsThemWhereItIsAskedTo) {
                 all_reduce(data, group.split(0, 0)).wait();
                 EXPECT_EQ(data[0].item<float>(), 1);
               },
-              {.backend = "recorded", .check = true, .even_alone = true});
+              {.backend = "recorded", .check = true, .force_backend_on_single_rank = true});
   EXPECT_THAT(of(fake::take_calls(), 0), ElementsAre("all_reduce(5 x 7, op 0)"));
 }
 

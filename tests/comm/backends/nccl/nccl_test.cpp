@@ -59,7 +59,7 @@ TEST_F(Nccl, Conforms) {
             barrier(world).wait();
           }
         },
-        {.check = true, .even_alone = true});
+        {.check = true, .force_backend_on_single_rank = true});
   }
 }
 
@@ -254,7 +254,7 @@ TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
 TEST_F(Nccl, WhatHostsExchangeLivesUntilItIsOver) {
   auto world = std::make_shared<detail::World>(detail::World{.hosts = {0}});
   world->store = std::make_shared<launch::LocalStore>();
-  world->even_alone = true;
+  world->force_backend_on_single_rank = true;
   std::vector<test::UnfinishedGroup::Used> used;
   world->host_backend = "unfinished";
   world->adopted = {"unfinished", [] { return true; },
