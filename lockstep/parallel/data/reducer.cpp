@@ -284,7 +284,7 @@ void Reducer::average_round() {
   for (const auto& complete : completions_) complete();
   comparing.wait();
   check_flags(totals, mine);
-  settle(totals);
+  finalize_gradients(totals);
   // Not from sync_gradients, where nothing arrives; ranks that shadow hear which it was.
   const int64_t in_backward = totals[totals.numel() - 1].item<int64_t>();
   if (!learned_ && in_backward > 0) learn(totals);
@@ -374,7 +374,7 @@ void Reducer::check_flags(const at::Tensor& totals, const at::Tensor& mine) cons
 }
 
 // Gives every parameter its averaged gradient.
-void Reducer::settle(const at::Tensor& totals) {
+void Reducer::finalize_gradients(const at::Tensor& totals) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     State& state = states_[i];
     if (!state.in_bucket || totals.data_ptr<int64_t>()[i] == 0) continue;

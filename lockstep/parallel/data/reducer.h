@@ -80,7 +80,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const Parameter* thawed() const;
   at::Tensor flags() const;
   void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
-  void settle(const at::Tensor& totals);
+  void finalize_gradients(const at::Tensor& totals);
   void learn(const at::Tensor& totals);
   void use_buckets(const std::vector<size_t>& order);
   at::Tensor& view(size_t index);

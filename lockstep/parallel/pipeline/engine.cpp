@@ -92,7 +92,7 @@ milliseconds longest_wait(const schedule::Program& program, milliseconds timeout
 PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
   auto* const shard = std::get_if<FullyShardOptions>(&options.data);
   if (shard == nullptr || !shard->offload) return options;
-  const c10::Device device = options.first_values ? options.first_values->device : options.device;
+  const c10::Device device = options.initializer ? options.initializer->device : options.device;
   shard->offload = layout::divided(layout::resolved(*shard->offload, memory::device_bytes(device),
                                                     static_cast<int64_t>(available_memory())),
                                    chunks);
@@ -145,7 +145,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
       pipeline_(axes.pipeline.split(0, axes.pipeline.rank())),
       tensor_(axes.tensor, options.plan,
               {.sequence_parallel = options.sequence_parallel,
-               .broadcast = !options.first_values.has_value()}),
+               .broadcast = !options.initializer.has_value()}),
       data_rank_(axes.data.rank()),
       program_(schedule::lower(schedule, lower_options(options, schedule))),
       patience_(longest_wait(program_, axes.pipeline.timeout())),

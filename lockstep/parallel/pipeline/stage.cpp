@@ -51,12 +51,12 @@ Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParal
     return module;
   };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
-  if (!options.first_values) {
+  if (!options.initializer) {
     module_ = make();
     if (shard != nullptr) sharded_ = fully_shard(*module_, data, *shard);
   } else {
     auto deferred = parallel::deferred(make);
-    MaterializeOptions values = *options.first_values;
+    MaterializeOptions values = *options.initializer;
     values.rule = tensor.for_parts(std::move(values.rule));
     if (shard != nullptr) {
       sharded_ = fully_shard(deferred, data, *shard, values);

@@ -208,7 +208,7 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   if (recording != nullptr) {
     materialize_rest(*model, *recording, first_values);
     value_of = [&](const UnitParameter& parameter) {
-      return first_value({parameter.name, parameter.tensor}, *recording, first_values);
+      return initial_value({parameter.name, parameter.tensor}, *recording, first_values);
     };
   } else {
     broadcast_tensors(all, groups.all, 0);

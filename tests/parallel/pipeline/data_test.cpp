@@ -147,7 +147,7 @@ parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
            .tied = model::tied_parameters(spec),
            .data = *c.shard,
            .max_unsharded = c.max_unsharded,
-           .first_values =
+           .initializer =
                parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}}};
 }
 
