@@ -112,7 +112,7 @@ struct Trainer::State {
   State(TrainConfig given, comm::Group group);
 
   void resume();
-  End run();
+  TrainingResult run();
   StepMetrics step();
   void say_what_is_trained();
   void evaluate();
@@ -383,7 +383,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
 
 void Trainer::State::say_what_was_saved() {
   if (!saver) return;
-  for (const checkpoint::Saved& saved : saver->ended()) {
+  for (const checkpoint::SaveResult& saved : saver->take_finished()) {
     if (saved.path.empty()) continue;  // of a failure there was a warning
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
@@ -392,7 +392,7 @@ void Trainer::State::say_what_was_saved() {
   }
 }
 
-End Trainer::State::run() {
+TrainingResult Trainer::State::run() {
   say_what_is_trained();
   int64_t evaluated_at = -1;
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
@@ -424,10 +424,10 @@ End Trainer::State::run() {
   say_what_was_saved();
   if (stopping && done < config.train.steps) {
     progress->line(format("stopped at step {} of {}", done, config.train.steps));
-    return End::stopped;
+    return TrainingResult::stopped;
   }
   if (evaluated_at != done) evaluate();
-  return End::finished;
+  return TrainingResult::finished;
 }
 
 Trainer::Trainer(config::TrainConfig config, comm::Group group) {
@@ -445,7 +445,7 @@ Trainer::Trainer(config::TrainConfig config, comm::Group group) {
 
 Trainer::~Trainer() = default;
 
-End Trainer::run() {
+TrainingResult Trainer::run() {
   try {
     return state_->run();
   } catch (const std::exception& error) {
