@@ -144,7 +144,7 @@ std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
 void StrategyGroup::run(Item& item) {
   const auto started = Clock::now();
   if (item.announcement) item.announcement->wait();  // its errors name the operation and the ranks
-  Job job{item.operation, item.memory, Deadline(item.operation.timeout)};
+  CollectiveJob job{item.operation, item.memory, Deadline(item.operation.timeout)};
   const OpKind kind = item.operation.kind;
   if (kind == OpKind::all_reduce || kind == OpKind::reduce_scatter) {
     detail::Adapted form = detail::adapt_reduction(std::move(job.operation), std::move(job.memory),

@@ -62,11 +62,11 @@ class Communicator {
   Seat seat_;
   bool owned_ = true, aborted_ = false, leaving_ = false;
   // NCCL's name for a piece of memory, if it knows it already.
-  struct Piece {
+  struct MemoryRegistration {
     size_t bytes = 0;
     void* handle = nullptr;
   };
-  std::map<void*, Piece> memory_;
+  std::map<void*, MemoryRegistration> memory_;
 };
 
 }  // namespace lockstep::comm::nccl
