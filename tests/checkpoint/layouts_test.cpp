@@ -180,7 +180,7 @@ LayoutRuns& gpt() {
   return runs;
 }
 
-TEST(CheckpointLayouts, GoOnInAnyOther) {
+TEST(CheckpointLayouts, AnyLayoutResumesInAnyOther) {
   LayoutRuns& runs = gpt();
   const PipelineCurve& expected = runs.unbroken("one").curve;
   const Pairs pairs = {
@@ -196,7 +196,7 @@ TEST(CheckpointLayouts, GoOnInAnyOther) {
   }
 }
 
-TEST(CheckpointLayouts, TheSameLayoutGoesOnBitForBit) {
+TEST(CheckpointLayouts, TheSameLayoutResumesBitForBit) {
   LayoutRuns& runs = gpt();
   for (const char* name : {"one", "dp4", "full3", "pp2x2", "tp2", "3d"}) {
     SCOPED_TRACE(name);
@@ -207,7 +207,7 @@ TEST(CheckpointLayouts, TheSameLayoutGoesOnBitForBit) {
   }
 }
 
-TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStagesDiffer) {
+TEST(CheckpointLayouts, ReproducibleRunsResumeBitForBitWhereOnlyDataShardsAndStagesDiffer) {
   LayoutRuns runs({.llama = true, .tied = false, .reproducible = true, .microbatches = 8});
   const PipelineCurve& expected = runs.unbroken("one").curve;
   const Pairs pairs = {{"one", "dp4"},      {"dp4", "pp4"},       {"pp4", "full2"},

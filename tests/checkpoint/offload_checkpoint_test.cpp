@@ -94,7 +94,7 @@ void expect_tail(const Curve& whole, const Curve& tail, const std::string& what)
     EXPECT_TRUE(whole.weights[i].equal(tail.weights[i])) << i;
 }
 
-TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
+TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
   const std::optional<OffloadOptions> forms[] = {std::nullopt, all_offloaded(UpdateSite::device),
                                                  all_offloaded(UpdateSite::cpu)};
   for (const int ranks : {1, 2}) {
@@ -133,7 +133,7 @@ TEST(OffloadCheckpoint, SavingChangesNothing) {
 }
 
 // Two ranks saved; one goes on, offloaded or not, in the same way.
-TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
+TEST(OffloadCheckpoint, ResumesOnAnotherNumberOfRanks) {
   const TempDir folder;
   std::string saved;
   comm::run_threads(2, [&](const comm::Group& group) {
@@ -155,7 +155,7 @@ TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
 
 // A line of several parameters of which the checkpoint lacks one: that one keeps its values and its
 // moments, which nothing was written into.
-TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
+TEST(OffloadCheckpoint, AFlatParameterKeepsWhatTheCheckpointLacks) {
   const TempDir folder;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const auto train_flat = [&](int steps, auto&& body) {

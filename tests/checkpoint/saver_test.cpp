@@ -39,7 +39,7 @@ class Snapshot : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(All, Snapshot, testing::Bool(),
                          [](const auto& info) { return info.param ? "Reserved" : "NotReserved"; });
 
-TEST_P(Snapshot, IsOfTheCall) {
+TEST_P(Snapshot, HoldsTheValuesAtTheCallOfSave) {
   const test::TempDir folder;
   // More than a block of the copy, not contiguous, and a block that both share.
   const at::Tensor a = at::rand({20000, 1000}), b = at::rand({300, 7}).t(), c = at::tensor(3);

@@ -185,7 +185,7 @@ struct ScaledImpl : torch::nn::Module {
   torch::nn::Linear linear{nullptr};
 };
 
-TEST(Initialize, WhatItDoesNotKnowTheRuleMustDealWith) {
+TEST(Initialize, ParametersOfUnknownModulesNeedARule) {
   torch::nn::ModuleHolder<ScaledImpl> model;
   EXPECT_THAT(
       [&] { initialize(*model, 1, {.prefix = "blocks.2."}); },

@@ -24,9 +24,9 @@ class StoreThatIsGone final : public launch::Store {
   bool remove(const std::string&) override { return false; }
 };
 
-class Alone : public testing::Test {
+class RendezvousGone : public testing::Test {
  protected:
-  Alone() {
+  RendezvousGone() {
     auto world = std::make_shared<World>();
     world->store = std::make_shared<StoreThatIsGone>();
     world->hosts = {0, 1};
@@ -39,7 +39,7 @@ class Alone : public testing::Test {
   fabric::Operation operation_;
 };
 
-TEST_F(Alone, AnOperationThatEndsSoonIsDone) {
+TEST_F(RendezvousGone, WaitsForAnOperationThatEndsSoon) {
   OperationWatchdog watchdog(membership_);
   const uint64_t sequence = watchdog.begin(operation_);
   int asked = 0;
@@ -49,7 +49,7 @@ TEST_F(Alone, AnOperationThatEndsSoonIsDone) {
   EXPECT_EQ(asked, 4);
 }
 
-TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
+TEST_F(RendezvousGone, GivesUpAnOperationLongBeforeItsDeadline) {
   OperationWatchdog watchdog(membership_);
   const uint64_t sequence = watchdog.begin(operation_);
   const auto start = Clock::now();
@@ -65,7 +65,7 @@ TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
   EXPECT_LT(seconds_since(start), 15);
 }
 
-TEST_F(Alone, AGroupWithoutTheRankThatHostsItWaitsOn) {
+TEST_F(RendezvousGone, AGroupWithoutTheHostingRankKeepsWaiting) {
   membership_.members = {1, 2};
   OperationWatchdog watchdog(membership_);
   const uint64_t sequence = watchdog.begin(operation_);

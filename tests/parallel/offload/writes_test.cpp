@@ -148,7 +148,7 @@ TEST(OffloadWrites, ASecondBackwardBeforeStepIsRefusedWhereTheFirstHasUpdated) {
   }
 }
 
-TEST(OffloadWrites, ClippingWhatIsGoneIsRefused) {
+TEST(OffloadWrites, ClippingWithoutKeptGradientsIsRefused) {
   Small small(everything(UpdateSite::device, ClipMode::none));
   small.backward();
   EXPECT_THAT([&] { small.sharded.clip_grad_norm(1); },

@@ -108,7 +108,7 @@ TEST_F(NcclCalls, SendsAndReceivesForWhatNcclHasNoNameFor) {
                           "send(10 x 7, peer 0), grouped", "recv(10 x 7, peer 0), grouped"));
 }
 
-TEST_F(NcclCalls, NothingIsCalledForNothing) {
+TEST_F(NcclCalls, EmptyOperationsMakeNoCalls) {
   const auto calls = calls_of(2, [](const Group& group) {
     all_reduce(at::empty({0}), group).wait();
     all_gather(at::empty({0}), at::empty({0}), group).wait();

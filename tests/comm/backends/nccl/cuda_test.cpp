@@ -37,7 +37,7 @@ TEST(NcclCuda, IsChosenWhereEveryRankHasAGpu) {
   EXPECT_GE(nccl::library().version, 21400);
 }
 
-TEST(NcclCuda, Conforms) {
+TEST(NcclCuda, PassesTheConformanceChecks) {
   const Group world = make_group(true);
   for (const char* device : {"cpu", "cuda:0"}) {
     for (const ConformanceCheck& check : conformance_checks(false, device)) {

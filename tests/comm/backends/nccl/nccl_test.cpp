@@ -48,7 +48,7 @@ class Nccl : public ::testing::Test {
   }
 };
 
-TEST_F(Nccl, Conforms) {
+TEST_F(Nccl, PassesTheConformanceChecks) {
   for (const int ranks : {1, 2, 3, 4}) {
     run(ranks,
         [](const Group& world) {
@@ -354,7 +354,7 @@ TEST_F(Nccl, OnlyAnAdoptedCommunicatorThatBlocksHasToBeWaitedFor) {
       {.backend = "thread", .check = false});  // ranks call different things
 }
 
-TEST_F(Nccl, WhoWatchesDoesNotFree) {
+TEST_F(Nccl, TheWatchingThreadDoesNotFreeMemory) {
   std::mutex mutex;
   std::condition_variable changed;
   enum { used, freeing, may_end, ended } stage = used;
