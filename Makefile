@@ -129,7 +129,7 @@ check-wide: tests
 	$(BUILD)/bin/fabric_tests --gtest_filter='Collectives*'
 	$(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
 	$(BUILD)/bin/init_tests --gtest_filter='Init*'
-	$(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*:Units.ThousandsOfThem'
+	$(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*:Units.ThousandsOfUnitsShareFewFileDescriptors'
 	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*:OffloadWrites*'
 	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
 	$(BUILD)/bin/train_tests

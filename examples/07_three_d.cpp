@@ -43,7 +43,7 @@ parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
            .plan = {{"blocks.*.up", layout::TensorStyle::column},
                     {"blocks.*.down", layout::TensorStyle::row}},
            .data = parallel::FullyShardOptions{.use_orig_params = true},
-           .first_values = parallel::MaterializeOptions{
+           .initializer = parallel::MaterializeOptions{
                .seed = 1, .rule = [](const at::Tensor& weight, const nn::init::Source& source) {
                  nn::init::normal_(weight, source, {.std = weight.dim() > 1 ? 0.1 : 0});
                  return true;

@@ -50,6 +50,6 @@ int main() {
   saver.wait();
   if (group.rank() == 0) {
     std::cout << group.size() << " ranks: steps " << first << " to " << step << ", saved "
-              << saver.ended().back().path << "\n";
+              << saver.take_finished().back().path << "\n";
   }
 }

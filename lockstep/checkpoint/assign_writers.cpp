@@ -69,21 +69,21 @@ std::map<std::string, size_t> choose_writers(const std::vector<std::string>& lis
 }
 
 // What of them is not slices.
-void check_rest(const Contents& contents) {
-  formats::step_folder_name(contents.step);
-  formats::Manifest{.step = contents.step, .state = contents.state, .config = contents.config}
+void check_rest(const SaveRequest& request) {
+  formats::step_folder_name(request.step);
+  formats::Manifest{.step = request.step, .state = request.state, .config = request.config}
       .to_json();
-  if (contents.keep < 0)
-    throw ConfigError(format("[checkpoint] keep is {}, must be at least 0", contents.keep));
+  if (request.keep < 0)
+    throw ConfigError(format("[checkpoint] keep is {}, must be at least 0", request.keep));
 }
 
 }  // namespace
 
-Contents share_of(const Contents& contents, const comm::Group& group) {
-  const auto lists = together("save", group, [&] {
-    check_rest(contents);
+SaveRequest share_of(const SaveRequest& request, const comm::Group& group) {
+  const auto lists = run_on_all_ranks("save", group, [&] {
+    check_rest(request);
     std::string list;
-    for (const NamedSlice& slice : contents.slices) {
+    for (const NamedSlice& slice : request.slices) {
       check_slice(slice);
       if (is_nothing(slice)) continue;
       if (slice.saving) slice.saving();
@@ -93,9 +93,9 @@ Contents share_of(const Contents& contents, const comm::Group& group) {
     return list;
   });
   auto writers = choose_writers(lists);
-  Contents mine = contents;
+  SaveRequest mine = request;
   mine.slices.clear();
-  for (const NamedSlice& slice : contents.slices) {
+  for (const NamedSlice& slice : request.slices) {
     const auto found = writers.find(identity(slice));
     if (found == writers.end() || static_cast<int>(found->second) != group.rank()) continue;
     mine.slices.push_back(slice);

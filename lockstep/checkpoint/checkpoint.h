@@ -19,7 +19,7 @@
 
 namespace lockstep::checkpoint {
 
-struct Contents {
+struct SaveRequest {
   int64_t step = 0;
   std::vector<NamedSlice> slices = {};            // what this rank holds
   std::map<std::string, std::string> state = {};  // JSON texts, the same on all ranks
@@ -32,7 +32,7 @@ struct Contents {
 // that several ranks hold, one writes it; the work is spread evenly. Where a rank fails all throw,
 // and what was there before is untouched. ConfigError where another process saves in DIR. saver.h
 // does the same beside the training.
-std::string save(const std::string& dir, const Contents& contents, const comm::Group& group = {});
+std::string save(const std::string& dir, const SaveRequest& request, const comm::Group& group = {});
 
 // Collective: the path of the newest complete checkpoint in DIR; none where there is none.
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group = {});

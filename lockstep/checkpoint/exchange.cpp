@@ -46,8 +46,8 @@ std::vector<std::string> exchange_texts(const std::string& mine, const comm::Gro
   return texts;
 }
 
-std::vector<std::string> together(const char* what, const comm::Group& group,
-                                  const std::function<std::string()>& function) {
+std::vector<std::string> run_on_all_ranks(const char* what, const comm::Group& group,
+                                          const std::function<std::string()>& function) {
   std::exception_ptr failure;
   std::string text;
   try {

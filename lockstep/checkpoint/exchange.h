@@ -16,7 +16,7 @@ std::vector<std::string> exchange_texts(const std::string& mine, const comm::Gro
 // Collective. Calls the function, and returns what it returned on every rank. Where it threw on
 // any, all ranks throw CheckpointError, ConfigError or Error: a rank whose disk is full does not
 // leave the others waiting.
-std::vector<std::string> together(const char* what, const comm::Group& group,
-                                  const std::function<std::string()>& function);
+std::vector<std::string> run_on_all_ranks(const char* what, const comm::Group& group,
+                                          const std::function<std::string()>& function);
 
 }  // namespace lockstep::checkpoint::detail

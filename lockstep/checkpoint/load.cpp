@@ -169,7 +169,7 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
   std::unique_ptr<formats::CheckpointReader> reader;
   const auto wanted = wanted_by_all(slices, group);
   Differences differences;
-  detail::together("load", group, [&]() -> std::string {
+  detail::run_on_all_ranks("load", group, [&]() -> std::string {
     for (const NamedSlice& slice : slices) detail::check_slice(slice);
     reader = std::make_unique<formats::CheckpointReader>(path, options.verify);
     differences = compare(reader->manifest(), wanted, options);
@@ -177,7 +177,7 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
     return "";
   });
   open_for_writing(slices);
-  detail::together("load", group, [&]() -> std::string {
+  detail::run_on_all_ranks("load", group, [&]() -> std::string {
     // Before any is filled: other parts of the same tensor may stay as they are.
     for (const NamedSlice& slice : slices) {
       if (slice.saving && differences.fits(slice.placement.name)) slice.saving();

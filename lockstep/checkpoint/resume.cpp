@@ -20,7 +20,7 @@ struct Found {
 
 // One rank looks: a network disk may show others something older.
 Found look(const std::string& dir, int64_t before, const comm::Group& group) {
-  const auto texts = detail::together("resume", group, [&]() -> std::string {
+  const auto texts = detail::run_on_all_ranks("resume", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     const auto newest = formats::newest(dir, before);
     return format("{} {} {}", formats::list_complete(dir).size(), newest ? newest->step : 0,

@@ -21,17 +21,17 @@ namespace detail {
 namespace {
 
 // Of this rank's files; their part of the manifest.
-formats::Manifest write_files(const std::string& folder, const Contents& contents,
+formats::Manifest write_files(const std::string& folder, const SaveRequest& request,
                               const Bytes& bytes, int rank) {
   std::vector<formats::ShardSlice> all;
-  for (const NamedSlice& slice : contents.slices) {
+  for (const NamedSlice& slice : request.slices) {
     all.push_back(
         {.name = slice.placement.name,
          .dtype = formats::safetensors_name(comm::detail::dtype_of(slice.tensor, "checkpoint")),
          .shape = slice.placement.global_shape,
          .box = slice.placement.slice});
   }
-  formats::Manifest manifest{.step = contents.step};
+  formats::Manifest manifest{.step = request.step};
   const auto parts = formats::shard_parts(all);
   for (size_t part = 0; part < parts.size(); ++part) {
     const std::string file = formats::shard_file_name(rank + 1, static_cast<int>(part) + 1,
@@ -47,28 +47,28 @@ formats::Manifest write_files(const std::string& folder, const Contents& content
       bytes(by_name.at(entry.name),
             [&](std::span<const std::byte> piece) { writer.write(entry.name, piece); });
     }
-    manifest.merge(formats::shard_manifest(contents.step, file, writer.finish(), slices));
+    manifest.merge(formats::shard_manifest(request.step, file, writer.finish(), slices));
   }
   return manifest;
 }
 
 // Older ones that stay for want of a permission do no harm.
-void prune(const std::string& dir, const Contents& contents) {
-  if (contents.keep == 0) return;
+void prune(const std::string& dir, const SaveRequest& request) {
+  if (request.keep == 0) return;
   try {
     const auto complete = formats::list_complete(dir);
     if (complete.empty()) {
       log::warn(format("{} no longer has the checkpoint of step {}: it was moved or removed", dir,
-                       contents.step));
+                       request.step));
       return;
     }
     // Where another run left newer ones, this one would count as old, and go.
     const int64_t newest = complete.back().step;
-    if (newest <= contents.step) {
-      formats::prune(dir, contents.keep);
+    if (newest <= request.step) {
+      formats::prune(dir, request.keep);
     } else {
       log::warn(format("{} has a checkpoint of step {}, newer than {}: none is removed", dir,
-                       newest, contents.step));
+                       newest, request.step));
     }
   } catch (const std::exception& failure) {
     log::warn(format("older checkpoints in {} could not be removed: {}", dir, failure.what()));
@@ -87,24 +87,24 @@ void abandon(const io::FolderLock& lock, int64_t step) {
 }
 
 std::string fill(const std::string& folder, const io::FolderLock* lock, const std::string& dir,
-                 const Contents& contents, const Bytes& bytes, const comm::Group& group) {
+                 const SaveRequest& request, const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
-  const auto parts = together("save", group, [&]() -> std::string {
-    if (contents.slices.empty()) return "";
-    return write_files(folder, contents, bytes, group.rank()).to_json();
+  const auto parts = run_on_all_ranks("save", group, [&]() -> std::string {
+    if (request.slices.empty()) return "";
+    return write_files(folder, request, bytes, group.rank()).to_json();
   });
-  const auto paths = together("save", group, [&]() -> std::string {
+  const auto paths = run_on_all_ranks("save", group, [&]() -> std::string {
     if (!leads) return "";
     formats::Manifest manifest{
-        .step = contents.step, .state = contents.state, .config = contents.config};
+        .step = request.step, .state = request.state, .config = request.config};
     for (const std::string& part : parts) {
       if (!part.empty()) manifest.merge(formats::Manifest::part_from_json(part, folder));
     }
     return formats::commit_checkpoint(dir, manifest, lock);
   });
   // The others wait: deleting may take long.
-  together("save", group, [&]() -> std::string {
-    if (leads) prune(dir, contents);
+  run_on_all_ranks("save", group, [&]() -> std::string {
+    if (leads) prune(dir, request);
     return "";
   });
   return paths[0];
@@ -123,20 +123,20 @@ void take_lock(Lock& lock, const std::string& dir) {
   lock = std::make_unique<io::FolderLock>(dir);
 }
 
-std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,
-                  const comm::Group& group) {
-  const std::string folder = together("save", group, [&]() -> std::string {
+std::string write(Lock& lock, const std::string& dir, const SaveRequest& request,
+                  const Bytes& bytes, const comm::Group& group) {
+  const std::string folder = run_on_all_ranks("save", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     take_lock(lock, dir);
-    return formats::begin_checkpoint(dir, contents.step);
+    return formats::begin_checkpoint(dir, request.step);
   })[0];
   try {
-    return fill(folder, lock.get(), dir, contents, bytes, group);
+    return fill(folder, lock.get(), dir, request, bytes, group);
   } catch (const CommError&) {
     throw;  // others may still be writing; the next save of this step will clear it away
   } catch (const std::exception&) {
-    together("save", group, [&]() -> std::string {
-      if (group.rank() == 0) abandon(*lock, contents.step);
+    run_on_all_ranks("save", group, [&]() -> std::string {
+      if (group.rank() == 0) abandon(*lock, request.step);
       return "";
     });
     throw;
@@ -145,8 +145,8 @@ std::string write(Lock& lock, const std::string& dir, const Contents& contents, 
 
 }  // namespace detail
 
-std::string save(const std::string& dir, const Contents& contents, const comm::Group& group) {
-  const Contents mine = detail::share_of(contents, group);
+std::string save(const std::string& dir, const SaveRequest& request, const comm::Group& group) {
+  const SaveRequest mine = detail::share_of(request, group);
   detail::Lock lock;  // for this save
   return detail::write(
       lock, dir, mine,
@@ -157,7 +157,7 @@ std::string save(const std::string& dir, const Contents& contents, const comm::G
 }
 
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group) {
-  const auto paths = detail::together("newest", group, [&]() -> std::string {
+  const auto paths = detail::run_on_all_ranks("newest", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     const auto found = formats::newest(dir);
     return found ? found->path : "";

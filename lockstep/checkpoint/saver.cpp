@@ -30,12 +30,12 @@ class Saver::Writer {
 
   ~Writer() { join(); }
 
-  bool save(const Contents& contents, WhenBusy when_busy) {
+  bool save(const SaveRequest& request, WhenBusy when_busy) {
     const auto start = Clock::now();
     if (when_busy == WhenBusy::skip && any_busy()) return false;
     join();
     // A job that has lost its folder would train on and keep nothing.
-    detail::together("save", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
       try {
         if (lock_) lock_->renew();
       } catch (const io::LockLost&) {
@@ -44,14 +44,14 @@ class Saver::Writer {
       }
       return "";
     });
-    Contents mine = detail::share_of(contents, group_);
+    SaveRequest mine = detail::share_of(request, group_);
     if (!options_.background) {
       write(mine, start, [&](size_t slice, const detail::Sink& sink) {
         detail::give_bytes(mine.slices[slice].tensor, sink);
       });
       return true;
     }
-    detail::together("save", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
       const trace::Span span("checkpoint", "copy to host");
       copy_.take(mine.slices);
       return "";
@@ -62,7 +62,7 @@ class Saver::Writer {
     }
     waited_ = seconds_since(start);
     running_ = std::async(std::launch::async, [this, start, mine = std::move(mine)] {
-      const comm::Uncounted uncounted;  // no training waits here
+      const comm::ExcludeBlockedTime exclude;  // no training waits here
       trace::name_thread(group_.rank(), "checkpoint");
       write(mine, start, [&](size_t slice, const detail::Sink& sink) { copy_.bytes(slice, sink); });
     });
@@ -71,7 +71,7 @@ class Saver::Writer {
 
   void lock() {
     join();
-    detail::together("lock", group_, [&]() -> std::string {
+    detail::run_on_all_ranks("lock", group_, [&]() -> std::string {
       if (group_.rank() == 0) detail::take_lock(lock_, dir_);
       return "";
     });
@@ -80,8 +80,8 @@ class Saver::Writer {
   void reserve(const std::vector<NamedSlice>& slices) {
     if (!options_.background) return;
     join();
-    const Contents mine = detail::share_of({.slices = slices}, group_);
-    detail::together("reserve", group_, [&]() -> std::string {
+    const SaveRequest mine = detail::share_of({.slices = slices}, group_);
+    detail::run_on_all_ranks("reserve", group_, [&]() -> std::string {
       copy_.reserve(mine.slices);
       return "";
     });
@@ -92,9 +92,9 @@ class Saver::Writer {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
-  std::vector<Saved> ended() {
+  std::vector<SaveResult> take_finished() {
     if (!busy()) join();
-    return std::exchange(ended_, {});
+    return std::exchange(finished_, {});
   }
 
  private:
@@ -103,7 +103,7 @@ class Saver::Writer {
   }
   void join() {
     if (running_.valid()) running_.get();
-    if (saved_) ended_.push_back(*std::exchange(saved_, std::nullopt));
+    if (saved_) finished_.push_back(*std::exchange(saved_, std::nullopt));
   }
   // Ranks end a save at almost the same time; what one of them sees must hold for all.
   bool any_busy() const {
@@ -113,9 +113,9 @@ class Saver::Writer {
     return false;
   }
 
-  void write(const Contents& mine, Clock::time_point start, const detail::Bytes& bytes) {
+  void write(const SaveRequest& mine, Clock::time_point start, const detail::Bytes& bytes) {
     const trace::Span span("checkpoint", "write");
-    Saved saved{.step = mine.step};
+    SaveResult saved{.step = mine.step};
     failure_ = nullptr;
     try {
       saved.path = detail::write(lock_, dir_, mine, bytes, writers_);
@@ -138,9 +138,9 @@ class Saver::Writer {
   detail::Lock lock_;          // the thread's while it runs
   detail::HostCopy copy_;
   double waited_ = 0;
-  std::vector<Saved> ended_;
+  std::vector<SaveResult> finished_;
   // Written by the thread, read once it has ended.
-  std::optional<Saved> saved_;
+  std::optional<SaveResult> saved_;
   std::exception_ptr failure_;
   std::future<void> running_;
 };
@@ -152,14 +152,14 @@ Saver::~Saver() = default;
 
 void Saver::lock() { writer_->lock(); }
 
-bool Saver::save(const Contents& contents, WhenBusy when_busy) {
-  return writer_->save(contents, when_busy);
+bool Saver::save(const SaveRequest& request, WhenBusy when_busy) {
+  return writer_->save(request, when_busy);
 }
 
 void Saver::reserve(const std::vector<NamedSlice>& slices) { writer_->reserve(slices); }
 
 void Saver::wait() { writer_->wait(); }
 
-std::vector<Saved> Saver::ended() { return writer_->ended(); }
+std::vector<SaveResult> Saver::take_finished() { return writer_->take_finished(); }
 
 }  // namespace lockstep::checkpoint

@@ -23,8 +23,8 @@ struct SaverOptions {
   bool background = true;  // false: save() returns when the checkpoint is complete
 };
 
-// A save that has ended.
-struct Saved {
+// How a save ended.
+struct SaveResult {
   int64_t step = 0;
   std::string path = {};  // empty where it failed
   std::string error = {};
@@ -55,16 +55,16 @@ class Saver {
   void reserve(const std::vector<NamedSlice>& slices);
 
   // Collective. Returns when the slices may be changed again: true. With WhenBusy::skip it returns
-  // false, at once, where the last save is not complete yet. Throws what is wrong with `contents`
+  // false, at once, where the last save is not complete yet. Throws what is wrong with `request`
   // and what ends the group, and CheckpointError where another job has taken the folder over; a
-  // disk's failure is for wait() and ended() to tell.
-  bool save(const Contents& contents, WhenBusy when_busy = WhenBusy::wait);
+  // disk's failure is for wait() and take_finished() to tell.
+  bool save(const SaveRequest& request, WhenBusy when_busy = WhenBusy::wait);
 
   // Returns when the last save is complete, and throws where it failed. Once for each failure.
   void wait();
 
-  // What has ended since the last call, in order. Not collective.
-  std::vector<Saved> ended();
+  // The saves that have ended since the last call, in order. Not collective.
+  std::vector<SaveResult> take_finished();
 
  private:
   class Writer;

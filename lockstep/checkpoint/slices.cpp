@@ -11,7 +11,7 @@
 
 #include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::checkpoint {
 namespace {

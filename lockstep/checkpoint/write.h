@@ -15,9 +15,9 @@
 
 namespace lockstep::checkpoint::detail {
 
-// Collective. The contents with those of the slices that this rank writes, so that every one is
+// Collective. The request with those of the slices that this rank writes, so that every one is
 // written once. Throws what is wrong with them.
-Contents share_of(const Contents& contents, const comm::Group& group);
+SaveRequest share_of(const SaveRequest& request, const comm::Group& group);
 
 using Sink = std::function<void(std::span<const std::byte>)>;
 // Gives the bytes of the slice of this number, row-major, in pieces of any size.
@@ -32,10 +32,10 @@ using Lock = std::unique_ptr<io::FolderLock>;
 // Takes it, or makes sure that it is still held. Not collective.
 void take_lock(Lock& lock, const std::string& dir);
 
-// Collective. Takes the lock, writes the checkpoint, of which `contents.slices` are this rank's
+// Collective. Takes the lock, writes the checkpoint, of which `request.slices` are this rank's
 // share, removes older ones, and returns its path. Where a rank fails all throw, and nothing is
 // left of it.
-std::string write(Lock& lock, const std::string& dir, const Contents& contents, const Bytes& bytes,
-                  const comm::Group& group);
+std::string write(Lock& lock, const std::string& dir, const SaveRequest& request,
+                  const Bytes& bytes, const comm::Group& group);
 
 }  // namespace lockstep::checkpoint::detail

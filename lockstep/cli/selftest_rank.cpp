@@ -167,8 +167,9 @@ int selftest_rank(const std::vector<std::string>& arguments) {
     return failures == 0 ? 0 : 1;
   }
   // One GPU is enough to try NCCL.
-  const bool even_alone = backend == "nccl";
-  return run_checks(comm::init({.backend = backend, .check = true, .even_alone = even_alone}),
+  return run_checks(comm::init({.backend = backend,
+                                .check = true,
+                                .force_backend_on_single_rank = backend == "nccl"}),
                     large) == 0
              ? 0
              : 1;

@@ -41,18 +41,19 @@ size_t code_bytes(Codec codec, int64_t elements) {
   return (static_cast<size_t>(elements) * code_size(codec) + 3) / 4 * 4;
 }
 
-void check_part(Codec codec, const Part& part) {
+void check_range(Codec codec, const ElementRange& range) {
   check(codec != Codec::lossless, "lossless has no blocks: compress() and decompress()");
-  check(part.begin % kBlock == 0 && (part.end % kBlock == 0 || part.end == part.elements) &&
-            0 <= part.begin && part.begin <= part.end && part.end <= part.elements,
+  check(range.begin % kBlock == 0 && (range.end % kBlock == 0 || range.end == range.elements) &&
+            0 <= range.begin && range.begin <= range.end && range.end <= range.elements,
         "parts of an encoded array begin and end at blocks");
 }
 
-// Where a part's scales are; null for codecs without.
+// Where a range's scales are; null for codecs without.
 template <class Float, class Byte>
-Float* scales_at(Codec codec, Byte* encoded, const Part& part) {
+Float* scales_at(Codec codec, Byte* encoded, const ElementRange& range) {
   if (!has_scales(codec)) return nullptr;
-  return reinterpret_cast<Float*>(encoded + code_bytes(codec, part.elements)) + part.begin / kBlock;
+  return reinterpret_cast<Float*>(encoded + code_bytes(codec, range.elements)) +
+         range.begin / kBlock;
 }
 
 }  // namespace
@@ -95,20 +96,20 @@ double nominal_ratio(Codec codec) {
   return static_cast<double>(encoded_size(codec, kBlock)) / (kBlock * sizeof(float));
 }
 
-void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, Part part) {
-  check_part(codec, part);
-  const auto offset = static_cast<size_t>(part.begin) * code_size(codec);
+void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, ElementRange range) {
+  check_range(codec, range);
+  const auto offset = static_cast<size_t>(range.begin) * code_size(codec);
   detail::kernels().encode(codec, sign)(values, encoded + offset,
-                                        scales_at<float>(codec, encoded, part),
-                                        part.end - part.begin, detail::map_of(sign));
+                                        scales_at<float>(codec, encoded, range),
+                                        range.end - range.begin, detail::map_of(sign));
 }
 
-void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, Part part) {
-  check_part(codec, part);
-  const auto offset = static_cast<size_t>(part.begin) * code_size(codec);
+void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, ElementRange range) {
+  check_range(codec, range);
+  const auto offset = static_cast<size_t>(range.begin) * code_size(codec);
   detail::kernels().decode(codec, sign)(encoded + offset,
-                                        scales_at<const float>(codec, encoded, part), values,
-                                        part.end - part.begin, detail::map_of(sign));
+                                        scales_at<const float>(codec, encoded, range), values,
+                                        range.end - range.begin, detail::map_of(sign));
 }
 
 const std::array<float, 256>& dynamic_map(Sign sign) {

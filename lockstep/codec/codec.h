@@ -38,12 +38,12 @@ double nominal_ratio(Codec codec);
 // threads may work on different blocks of kBlock elements: a call covers elements [begin, end) of
 // an array of `elements`, where begin is a multiple of kBlock and end too or `elements`; `values`
 // is where element `begin` is. Not for lossless.
-struct Part {
+struct ElementRange {
   int64_t elements;  // of the whole array
   int64_t begin, end;
 };
-void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, Part part);
-void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, Part part);
+void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, ElementRange range);
+void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, ElementRange range);
 
 // The 256 values that quantization's codes stand for, ascending.
 const std::array<float, 256>& dynamic_map(Sign sign);

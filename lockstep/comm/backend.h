@@ -61,7 +61,7 @@ class BlockedTime {
   BlockedTime(const BlockedTime&) = delete;
   BlockedTime& operator=(const BlockedTime&) = delete;
 
-  static bool is_counted();  // not on a thread that is Uncounted
+  static bool is_counted();  // false on a thread that has an ExcludeBlockedTime
 
  private:
   std::atomic<int64_t>* counter_;
@@ -82,8 +82,8 @@ struct World {
   // What carries host memory where the chosen backend carries only that of devices.
   std::string host_backend = "shm";
   milliseconds timeout = kDefaultTimeout;
-  bool check = true;        // operations of all ranks are compared
-  bool even_alone = false;  // groups of one are the backend's too
+  bool check = true;                          // operations of all ranks are compared
+  bool force_backend_on_single_rank = false;  // groups of one are the backend's too
   layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
   // For CommStrategy::adaptive: what was measured on rank 0's machine (strategy/table.h). Set by
   // the first group that asks.

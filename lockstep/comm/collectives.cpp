@@ -220,7 +220,7 @@ Work all_reduce(const at::Tensor& tensor, const Group& group, ReduceOptions opti
   return is_alone(group) ? Work() : call.start();
 }
 
-Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions options) {
+Work reduce(const at::Tensor& tensor, const Group& group, RootedReduceOptions options) {
   Call call(OpKind::reduce, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(tensor);
@@ -232,7 +232,7 @@ Work reduce(const at::Tensor& tensor, const Group& group, ReduceToOptions option
   return is_alone(group) ? Work() : call.start();
 }
 
-Work broadcast(const at::Tensor& tensor, const Group& group, RootOptions options) {
+Work broadcast(const at::Tensor& tensor, const Group& group, RootedOptions options) {
   Call call(OpKind::broadcast, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(tensor);
@@ -287,7 +287,7 @@ Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Group& 
 }
 
 Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
-            RootOptions options) {
+            RootedOptions options) {
   Call call(OpKind::gather, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(input, group.rank() == options.root ? output : input);
@@ -304,7 +304,7 @@ Work gather(const at::Tensor& output, const at::Tensor& input, const Group& grou
 }
 
 Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
-             RootOptions options) {
+             RootedOptions options) {
   Call call(OpKind::scatter, group, options.timeout, std::move(options.tag));
   call.check_rank("root", options.root);
   call.place(output, group.rank() == options.root ? input : output);
@@ -322,7 +322,7 @@ Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& gro
   return is_alone(group) ? copy_alone(output, input) : call.start();
 }
 
-Work send(const at::Tensor& tensor, int to, const Group& group, Options options) {
+Work send(const at::Tensor& tensor, int to, const Group& group, CollectiveOptions options) {
   Call call(OpKind::send, group, options.timeout, std::move(options.tag));
   call.check_rank("the receiver", to);
   if (to == group.rank()) call.refuse("a rank cannot send to itself");
@@ -333,7 +333,7 @@ Work send(const at::Tensor& tensor, int to, const Group& group, Options options)
   return call.start();
 }
 
-Work recv(const at::Tensor& tensor, int from, const Group& group, Options options) {
+Work recv(const at::Tensor& tensor, int from, const Group& group, CollectiveOptions options) {
   Call call(OpKind::recv, group, options.timeout, std::move(options.tag));
   call.check_rank("the sender", from);
   if (from == group.rank()) call.refuse("a rank cannot receive from itself");
@@ -344,7 +344,7 @@ Work recv(const at::Tensor& tensor, int from, const Group& group, Options option
   return call.start();
 }
 
-Work barrier(const Group& group, Options options) {
+Work barrier(const Group& group, CollectiveOptions options) {
   Call call(OpKind::barrier, group, options.timeout, std::move(options.tag));
   return is_alone(group) ? Work() : call.start();
 }

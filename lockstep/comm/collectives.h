@@ -21,7 +21,7 @@ namespace lockstep::comm {
 
 using fabric::ReduceOp;
 
-struct Options {
+struct CollectiveOptions {
   std::optional<milliseconds> timeout = std::nullopt;  // the group's, if not given
   std::string tag = {};  // names the data in messages; ranks must agree on it
 };
@@ -30,12 +30,12 @@ struct ReduceOptions {
   std::optional<milliseconds> timeout = std::nullopt;
   std::string tag = {};
 };
-struct RootOptions {
+struct RootedOptions {
   int root = 0;
   std::optional<milliseconds> timeout = std::nullopt;
   std::string tag = {};
 };
-struct ReduceToOptions {
+struct RootedReduceOptions {
   int root = 0;
   ReduceOp op = ReduceOp::sum;
   std::optional<milliseconds> timeout = std::nullopt;
@@ -66,10 +66,10 @@ struct AllToAllOptions {
                               ReduceOptions options = {});
 // In place at the root; elsewhere the tensor is only read.
 [[nodiscard]] Work reduce(const at::Tensor& tensor, const Group& group,
-                          ReduceToOptions options = {});
+                          RootedReduceOptions options = {});
 // Read at the root, written elsewhere.
 [[nodiscard]] Work broadcast(const at::Tensor& tensor, const Group& group,
-                             RootOptions options = {});
+                             RootedOptions options = {});
 // `output` holds the blocks of all ranks end to end. `input` may be this rank's block of `output`.
 [[nodiscard]] Work all_gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
                               GatherOptions options = {});
@@ -80,15 +80,16 @@ struct AllToAllOptions {
                               AllToAllOptions options = {});
 // `output` is used at the root only, `input` everywhere; blocks are equal.
 [[nodiscard]] Work gather(const at::Tensor& output, const at::Tensor& input, const Group& group,
-                          RootOptions options = {});
+                          RootedOptions options = {});
 // `input` is used at the root only, `output` everywhere; blocks are equal.
 [[nodiscard]] Work scatter(const at::Tensor& output, const at::Tensor& input, const Group& group,
-                           RootOptions options = {});
+                           RootedOptions options = {});
 // Messages between two ranks arrive in the order they were sent. Independent of collectives and of
 // other pairs.
-[[nodiscard]] Work send(const at::Tensor& tensor, int to, const Group& group, Options options = {});
+[[nodiscard]] Work send(const at::Tensor& tensor, int to, const Group& group,
+                        CollectiveOptions options = {});
 [[nodiscard]] Work recv(const at::Tensor& tensor, int from, const Group& group,
-                        Options options = {});
-[[nodiscard]] Work barrier(const Group& group, Options options = {});
+                        CollectiveOptions options = {});
+[[nodiscard]] Work barrier(const Group& group, CollectiveOptions options = {});
 
 }  // namespace lockstep::comm

@@ -72,7 +72,7 @@ struct InitOptions {
   bool check = true;
   // A group of one, too, is made by the backend and runs its operations, instead of doing nothing:
   // to try a backend out.
-  bool even_alone = false;
+  bool force_backend_on_single_rank = false;
 };
 
 // Joins the job that this process was started in, and returns the group of all its ranks.

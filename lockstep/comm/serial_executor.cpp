@@ -9,27 +9,27 @@
 
 namespace lockstep::comm::detail {
 
-struct Lane::State {
+struct SerialExecutor::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> jobs;
   bool started = false, closing = false;
 };
 
-Lane::Lane() : state_(std::make_shared<State>()) {}
+SerialExecutor::SerialExecutor() : state_(std::make_shared<State>()) {}
 
-Lane::~Lane() {
+SerialExecutor::~SerialExecutor() {
   const std::lock_guard lock(state_->mutex);
   state_->closing = true;
   state_->changed.notify_all();
 }
 
-void Lane::post(std::function<void()> job) {
+void SerialExecutor::post(std::function<void()> job) {
   const std::lock_guard lock(state_->mutex);
   state_->jobs.push_back(std::move(job));
   state_->changed.notify_all();
   if (std::exchange(state_->started, true)) return;
-  // Detached: the last job may be what lets go of this lane.
+  // Detached: the last job may be what lets go of this executor.
   std::thread([state = state_] {
     std::unique_lock thread_lock(state->mutex);
     while (true) {

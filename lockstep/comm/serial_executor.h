@@ -7,14 +7,14 @@
 
 namespace lockstep::comm::detail {
 
-// The thread starts with the first job. Jobs must not throw. When the lane is destroyed its thread
-// ends the jobs that it has; nobody waits for that, so they own all they need. Thread safe.
-class Lane {
+// The thread starts with the first job. Jobs must not throw. When the executor is destroyed its
+// thread ends the jobs that it has; nobody waits for that, so they own all they need. Thread safe.
+class SerialExecutor {
  public:
-  Lane();
-  ~Lane();
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  SerialExecutor();
+  ~SerialExecutor();
+  SerialExecutor(const SerialExecutor&) = delete;
+  SerialExecutor& operator=(const SerialExecutor&) = delete;
 
   void post(std::function<void()> job);
 

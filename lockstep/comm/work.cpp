@@ -8,16 +8,16 @@ namespace lockstep::comm {
 namespace {
 
 // Of the thread, because that is what waits.
-int& uncounted() {
+int& exclusion_depth() {
   thread_local int depth = 0;
   return depth;
 }
 
 }  // namespace
 
-Uncounted::Uncounted() { ++uncounted(); }
-Uncounted::~Uncounted() { --uncounted(); }
-bool detail::BlockedTime::is_counted() { return uncounted() == 0; }
+ExcludeBlockedTime::ExcludeBlockedTime() { ++exclusion_depth(); }
+ExcludeBlockedTime::~ExcludeBlockedTime() { --exclusion_depth(); }
+bool detail::BlockedTime::is_counted() { return exclusion_depth() == 0; }
 
 void Work::wait() {
   if (!pending_) return;

@@ -39,12 +39,12 @@ class [[nodiscard]] Work {
 
 // While one is alive, what this thread spends in operations and waits is not blocked time: a thread
 // that does nothing else.
-class Uncounted {
+class ExcludeBlockedTime {
  public:
-  Uncounted();
-  ~Uncounted();
-  Uncounted(const Uncounted&) = delete;
-  Uncounted& operator=(const Uncounted&) = delete;
+  ExcludeBlockedTime();
+  ~ExcludeBlockedTime();
+  ExcludeBlockedTime(const ExcludeBlockedTime&) = delete;
+  ExcludeBlockedTime& operator=(const ExcludeBlockedTime&) = delete;
 };
 
 }  // namespace lockstep::comm

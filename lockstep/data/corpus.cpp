@@ -30,7 +30,7 @@ constexpr int64_t kRuns = 256, kRun = 4096;
 constexpr uint64_t kMostText = uint64_t{1} << 40;
 
 // The tokens of one file, from position `begin` of the stream on.
-struct Piece {
+struct CorpusFile {
   int64_t begin = 0;
   TokenSource tokens;
   std::string path;
@@ -50,7 +50,7 @@ std::vector<std::byte> narrowed(std::span<const int32_t> tokens, TokenType type)
 }  // namespace
 
 struct Corpus::Data {
-  std::vector<Piece> pieces;
+  std::vector<CorpusFile> files;
   int64_t size = 0, bytes = 0;
   const char* kind = "text";
   int64_t unreadable = 0, binary = 0;
@@ -61,7 +61,7 @@ struct Corpus::Data {
     if (tokens.in_file() && ++open > kMostOpen) tokens.close();
     const int64_t begin = size;
     size += tokens.size();
-    pieces.push_back({begin, std::move(tokens), path});
+    files.push_back({begin, std::move(tokens), path});
   }
 
   void note(const InputFile& file, int64_t size_of_tokens) {
@@ -93,11 +93,11 @@ struct Corpus::Data {
     add(file.take(), path);
   }
 
-  // The piece that holds a position in [0, size).
-  std::vector<Piece>::const_iterator piece_at(int64_t position) const {
+  // The file that holds a position in [0, size).
+  std::vector<CorpusFile>::const_iterator file_at(int64_t position) const {
     const auto after =
-        std::upper_bound(pieces.begin(), pieces.end(), position,
-                         [](int64_t value, const Piece& piece) { return value < piece.begin; });
+        std::upper_bound(files.begin(), files.end(), position,
+                         [](int64_t value, const CorpusFile& file) { return value < file.begin; });
     return after - 1;
   }
 };
@@ -139,11 +139,11 @@ void Corpus::read(int64_t begin, std::span<int64_t> out) const {
   }
   if (count == 0) return;
   int64_t position = begin_ + begin;
-  for (auto piece = data_->piece_at(position); !out.empty(); ++piece) {
-    const int64_t offset = position - piece->begin;
+  for (auto file = data_->file_at(position); !out.empty(); ++file) {
+    const int64_t offset = position - file->begin;
     const auto here =
-        std::min<size_t>(out.size(), static_cast<size_t>(piece->tokens.size() - offset));
-    piece->tokens.read(offset, out.first(here));
+        std::min<size_t>(out.size(), static_cast<size_t>(file->tokens.size() - offset));
+    file->tokens.read(offset, out.first(here));
     out = out.subspan(here);
     position += static_cast<int64_t>(here);
   }
@@ -153,11 +153,11 @@ int64_t Corpus::max_token(int64_t limit_tokens) const {
   const int64_t end = begin_ + std::clamp<int64_t>(limit_tokens, 0, size());
   if (end == begin_) return -1;
   int64_t largest = -1;
-  for (auto piece = data_->piece_at(begin_); piece != data_->pieces.end() && piece->begin < end;
-       ++piece) {
-    const int64_t first = std::max<int64_t>(begin_ - piece->begin, 0);
-    const int64_t last = std::min(end - piece->begin, piece->tokens.size());
-    largest = std::max(largest, piece->tokens.max(first, last));
+  for (auto file = data_->file_at(begin_); file != data_->files.end() && file->begin < end;
+       ++file) {
+    const int64_t first = std::max<int64_t>(begin_ - file->begin, 0);
+    const int64_t last = std::min(end - file->begin, file->tokens.size());
+    largest = std::max(largest, file->tokens.max(first, last));
   }
   return largest;
 }
@@ -190,7 +190,7 @@ Corpus Corpus::slice(int64_t begin, int64_t end) const {
 }
 
 std::string Corpus::describe() const {
-  const size_t files = data_->pieces.size();
+  const size_t files = data_->files.size();
   const double bytes = static_cast<double>(data_->bytes);
   const std::string amount = bytes < 1e6   ? format("{:.1f} kB", bytes / 1e3)
                              : bytes < 1e9 ? format("{:.1f} MB", bytes / 1e6)
@@ -208,8 +208,8 @@ std::string Corpus::locate(int64_t position) const {
   if (position < 0 || position >= size()) {
     throw ConfigError(format("token {} of data that has [0, {})", position, size()));
   }
-  const auto piece = data_->piece_at(begin_ + position);
-  return format("{}, token {}", piece->path, begin_ + position - piece->begin);
+  const auto file = data_->file_at(begin_ + position);
+  return format("{}, token {}", file->path, begin_ + position - file->begin);
 }
 
 std::string DataIdentity::describe() const {

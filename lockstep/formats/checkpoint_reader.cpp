@@ -86,7 +86,7 @@ void CheckpointReader::read(const std::string& tensor, const Box& box, std::span
     const Box shared = box.intersect(slice.box);
     if (shared.empty()) continue;
     const uint64_t begin = find(tensor, record, slice);
-    layout::for_each_run(shared, slice.box, box, [&](const layout::Run& run) {
+    layout::for_each_run(shared, slice.box, box, [&](const layout::ContiguousRun& run) {
       file_->read(begin + static_cast<uint64_t>(run.from) * width,
                   out.subspan(static_cast<uint64_t>(run.to) * width,
                               static_cast<uint64_t>(run.size) * width));

@@ -69,13 +69,13 @@ std::string Box::describe() const {
 }
 
 void for_each_run(const Box& part, const Box& from, const Box& to,
-                  const std::function<void(const Run&)>& function) {
+                  const std::function<void(const ContiguousRun&)>& function) {
   require_same_dims(part, from);
   require_same_dims(part, to);
   if (part.empty()) return;
   // Up to and with this dimension indices are counted; all that is behind it belongs to a run.
   size_t last = part.ranges.size();
-  Run run{.size = 1};
+  ContiguousRun run{.size = 1};
   while (last > 0) {
     --last;
     run.size *= part.ranges[last].size();

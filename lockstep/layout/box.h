@@ -48,7 +48,7 @@ struct Box {
 };
 
 // Elements that lie next to each other in two row-major arrays.
-struct Run {
+struct ContiguousRun {
   int64_t from = 0, to = 0;  // their places in each
   int64_t size = 0;
 };
@@ -56,7 +56,7 @@ struct Run {
 // Calls the function with the runs of `part`, in order, as long as they can be: `from` and `to` are
 // the boxes that the two arrays hold, and contain it.
 void for_each_run(const Box& part, const Box& from, const Box& to,
-                  const std::function<void(const Run&)>& function);
+                  const std::function<void(const ContiguousRun&)>& function);
 
 // The box, cut into boxes of at most `max_numel` elements (at least 1), each a run of its
 // row-major array, in order. None where it is empty.

@@ -47,15 +47,15 @@ Shape TensorSplit::local_shape() const {
   return shape;
 }
 
-std::vector<TensorSplit::Piece> TensorSplit::pieces(const Box& local) const {
+std::vector<TensorSplit::MappedBox> TensorSplit::pieces(const Box& local) const {
   if (is_whole()) return {{local, local}};
   const auto d = static_cast<size_t>(dim);
-  std::vector<Piece> found;
+  std::vector<MappedBox> found;
   int64_t begin = 0;  // of the range, in the rank's tensor
   for (const Range& range : ranges) {
     const Range here = local.ranges[d].intersect({begin, begin + range.size()});
     if (!here.empty()) {
-      Piece piece{local, local};
+      MappedBox piece{local, local};
       piece.local.ranges[d] = here;
       piece.global.ranges[d] = {here.begin - begin + range.begin, here.end - begin + range.begin};
       found.push_back(std::move(piece));

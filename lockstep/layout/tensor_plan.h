@@ -45,10 +45,10 @@ struct TensorSplit {
   Shape local_shape() const;
 
   // A box of the rank's tensor, cut so that each piece is a box of the whole one.
-  struct Piece {
+  struct MappedBox {
     Box local, global;
   };
-  std::vector<Piece> pieces(const Box& local) const;
+  std::vector<MappedBox> pieces(const Box& local) const;
 };
 
 // Throws ConfigError, with the numbers, where the shares are not equal; with vocab, where some have

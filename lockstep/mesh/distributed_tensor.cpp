@@ -119,7 +119,7 @@ layout::Placement DistributedTensor::placement(std::string name, const std::stri
       .narrow(partition_.dim, {partition_.start, partition_.end}, axis);
 }
 
-at::Tensor DistributedTensor::all_gather(const comm::Options& options) const {
+at::Tensor DistributedTensor::all_gather(const comm::CollectiveOptions& options) const {
   const auto dim = partition_.dim;
   const auto output = local_.new_empty(packed_shape(global_shape_, dim, global_shape_[dim]));
   comm::all_gather(output, pack(local_, dim), group_,
@@ -130,7 +130,8 @@ at::Tensor DistributedTensor::all_gather(const comm::Options& options) const {
   return unpack(output, dim);
 }
 
-DistributedTensor DistributedTensor::redistribute(int64_t dim, const comm::Options& options) const {
+DistributedTensor DistributedTensor::redistribute(int64_t dim,
+                                                  const comm::CollectiveOptions& options) const {
   const auto from = partition_.dim;
   const auto to = wrap_dim("redistribute", dim, global_shape_, group_);
   if (to == from) return {local_.clone(), global_shape_, to, group_};
@@ -176,16 +177,17 @@ comm::Work DistributedTensor::all_reduce(const comm::Group& replicas,
 }
 
 comm::Work DistributedTensor::broadcast(const comm::Group& replicas,
-                                        comm::RootOptions options) const {
+                                        comm::RootedOptions options) const {
   return comm::broadcast(local_, replicas, std::move(options));
 }
 
-comm::Work DistributedTensor::send(int to, const comm::Group& peers, comm::Options options) const {
+comm::Work DistributedTensor::send(int to, const comm::Group& peers,
+                                   comm::CollectiveOptions options) const {
   return comm::send(local_, to, peers, std::move(options));
 }
 
 comm::Work DistributedTensor::recv(int from, const comm::Group& peers,
-                                   comm::Options options) const {
+                                   comm::CollectiveOptions options) const {
   return comm::recv(local_, from, peers, std::move(options));
 }
 

@@ -51,16 +51,16 @@ class DistributedTensor {
   layout::Placement placement(std::string name, const std::string& axis) const;
 
   // The whole tensor, on every rank.
-  at::Tensor all_gather(const comm::Options& options = {}) const;
+  at::Tensor all_gather(const comm::CollectiveOptions& options = {}) const;
   // The same tensor cut along another dimension. Each rank sends and receives about one shard,
   // never the whole.
-  DistributedTensor redistribute(int64_t dim, const comm::Options& options = {}) const;
+  DistributedTensor redistribute(int64_t dim, const comm::CollectiveOptions& options = {}) const;
 
   // Between ranks that hold the same part: replicas, or neighbouring stages.
   comm::Work all_reduce(const comm::Group& replicas, comm::ReduceOptions options = {}) const;
-  comm::Work broadcast(const comm::Group& replicas, comm::RootOptions options = {}) const;
-  comm::Work send(int to, const comm::Group& peers, comm::Options options = {}) const;
-  comm::Work recv(int from, const comm::Group& peers, comm::Options options = {}) const;
+  comm::Work broadcast(const comm::Group& replicas, comm::RootedOptions options = {}) const;
+  comm::Work send(int to, const comm::Group& peers, comm::CollectiveOptions options = {}) const;
+  comm::Work recv(int from, const comm::Group& peers, comm::CollectiveOptions options = {}) const;
 
  private:
   at::Tensor local_;

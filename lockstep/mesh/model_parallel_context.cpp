@@ -136,12 +136,12 @@ DistributedTensor ModelParallelContext::reduce_scatter(const at::Tensor& contrib
 }
 
 at::Tensor ModelParallelContext::all_gather(const DistributedTensor& tensor,
-                                            const comm::Options& options) const {
+                                            const comm::CollectiveOptions& options) const {
   return tensor.all_gather(options);
 }
 
 DistributedTensor ModelParallelContext::redistribute(const DistributedTensor& tensor, int64_t dim,
-                                                     const comm::Options& options) const {
+                                                     const comm::CollectiveOptions& options) const {
   return tensor.redistribute(dim, options);
 }
 
@@ -151,17 +151,17 @@ comm::Work ModelParallelContext::all_reduce(const at::Tensor& tensor, std::strin
 }
 
 comm::Work ModelParallelContext::broadcast(const at::Tensor& tensor, std::string_view axis,
-                                           comm::RootOptions options) const {
+                                           comm::RootedOptions options) const {
   return comm::broadcast(tensor, group(axis), std::move(options));
 }
 
 comm::Work ModelParallelContext::send(const at::Tensor& tensor, int to, std::string_view axis,
-                                      comm::Options options) const {
+                                      comm::CollectiveOptions options) const {
   return comm::send(tensor, to, group(axis), std::move(options));
 }
 
 comm::Work ModelParallelContext::recv(const at::Tensor& tensor, int from, std::string_view axis,
-                                      comm::Options options) const {
+                                      comm::CollectiveOptions options) const {
   return comm::recv(tensor, from, group(axis), std::move(options));
 }
 

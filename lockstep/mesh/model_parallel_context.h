@@ -79,19 +79,20 @@ class ModelParallelContext {
   DistributedTensor partition(const at::Tensor& whole, const CutOptions& cut = {}) const;
   DistributedTensor reduce_scatter(const at::Tensor& contribution, const CutOptions& cut = {},
                                    const comm::ReduceOptions& options = {}) const;
-  at::Tensor all_gather(const DistributedTensor& tensor, const comm::Options& options = {}) const;
+  at::Tensor all_gather(const DistributedTensor& tensor,
+                        const comm::CollectiveOptions& options = {}) const;
   DistributedTensor redistribute(const DistributedTensor& tensor, int64_t dim,
-                                 const comm::Options& options = {}) const;
+                                 const comm::CollectiveOptions& options = {}) const;
 
   // In place, as those of comm. Peers are ranks of the axis's group.
   comm::Work all_reduce(const at::Tensor& tensor, std::string_view axis = {},
                         comm::ReduceOptions options = {}) const;
   comm::Work broadcast(const at::Tensor& tensor, std::string_view axis = {},
-                       comm::RootOptions options = {}) const;
+                       comm::RootedOptions options = {}) const;
   comm::Work send(const at::Tensor& tensor, int to, std::string_view axis = {},
-                  comm::Options options = {}) const;
+                  comm::CollectiveOptions options = {}) const;
   comm::Work recv(const at::Tensor& tensor, int from, std::string_view axis = {},
-                  comm::Options options = {}) const;
+                  comm::CollectiveOptions options = {}) const;
 
  private:
   int64_t split_dim(const CutOptions& cut) const;

@@ -23,16 +23,17 @@ constexpr int64_t kCublasWorkspace = 32 << 20;
 constexpr int64_t kInputsUnderWay = 3;
 
 // Which stages a rank of the pipeline has, and what it does with them.
-struct Part {
+struct PipelineRankWork {
   std::vector<Stage> chunks = {};
   std::vector<schedule::Action> actions = {};
   int64_t messages = 0;  // tensors that wait to be used, or to have been sent
 };
 
-std::vector<Part> parts_of(const TrainConfig& config, const ModelSpec& model, int world) {
+std::vector<PipelineRankWork> work_per_pipeline_rank(const TrainConfig& config,
+                                                     const ModelSpec& model, int world) {
   if (!config::is_pipelined(config.parallel)) {
     // The second micro-batch finds gradients there; the others are like it.
-    Part all{.chunks = stages_of(config, model)};
+    PipelineRankWork all{.chunks = stages_of(config, model)};
     for (int i = 0; i < std::min(2, config.accumulation(world)); ++i) {
       all.actions.push_back({Op::forward, i, 0});
       all.actions.push_back({Op::backward, i, 0});
@@ -41,15 +42,15 @@ std::vector<Part> parts_of(const TrainConfig& config, const ModelSpec& model, in
   }
   const auto schedule = schedule::generate(config::schedule_options(config, world));
   const std::vector<Stage> stages = stages_of(config, model);
-  std::vector<Part> parts;
+  std::vector<PipelineRankWork> work_per_rank;
   for (int rank = 0; rank < schedule.ranks; ++rank) {
-    Part part{.actions = schedule.actions[static_cast<size_t>(rank)]};
+    PipelineRankWork work{.actions = schedule.actions[static_cast<size_t>(rank)]};
     for (int chunk = 0; chunk < schedule.chunks; ++chunk)
-      part.chunks.push_back(stages[static_cast<size_t>(schedule.stage(rank, chunk))]);
-    part.messages = 2;
-    parts.push_back(std::move(part));
+      work.chunks.push_back(stages[static_cast<size_t>(schedule.stage(rank, chunk))]);
+    work.messages = 2;
+    work_per_rank.push_back(std::move(work));
   }
-  return parts;
+  return work_per_rank;
 }
 
 void add(State& sum, const State& state) {
@@ -80,7 +81,7 @@ void offload(Memory& memory, std::span<const layout::OffloadPlan> plans, bool wa
 std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& model, int world) {
   const layout::RankMap map(config.dims(world));
   const Sizes sizes = sizes_of(config, model);
-  const std::vector<Part> parts = parts_of(config, model, world);
+  const std::vector<PipelineRankWork> work_per_rank = work_per_pipeline_rank(config, model, world);
   StepFacts facts{.embedding = profile_of(LayerKind::embedding, sizes),
                   .block = profile_of(LayerKind::block, sizes),
                   .head = profile_of(LayerKind::head, sizes)};
@@ -95,19 +96,19 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
   std::vector<int64_t> peaks;
   for (int tp = 0; tp < config.parallel.tp; ++tp) {
     const LocalTensors tensors = local_tensors(model, config.parallel.tp, tp);
-    for (size_t pp = 0; pp < parts.size(); ++pp) {
-      const Part& part = parts[pp];
+    for (size_t pp = 0; pp < work_per_rank.size(); ++pp) {
+      const PipelineRankWork& work = work_per_rank[pp];
       std::vector<State> states(static_cast<size_t>(config.dp(world)));
-      for (const Stage& stage : part.chunks) {
+      for (const Stage& stage : work.chunks) {
         const auto of_chunk = states_of(config, model, tensors, stage, world);
         for (size_t dp = 0; dp < states.size(); ++dp) add(states[dp], of_chunk[dp]);
       }
       std::vector<std::vector<layout::OffloadPlan>> offloaded;
       if (config.offload.any())
-        offloaded = offload_of_shares(config, model, tensors, part.chunks, world);
+        offloaded = offload_of_shares(config, model, tensors, work.chunks, world);
       if (tp == 0) {
         facts.keeps_gradients = states[0].made_in_backward > 0;
-        peaks.push_back(peak_of_step(part.chunks, part.actions, facts));
+        peaks.push_back(peak_of_step(work.chunks, work.actions, facts));
       }
       for (size_t dp = 0; dp < states.size(); ++dp) {
         const State& state = states[dp];
@@ -119,7 +120,7 @@ std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& 
             .gradients = state.gradients,
             .optimizer = state.optimizer,
             .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
-            .buffers = state.buffers + (part.messages + under_way) * sizes.stream() + workspace};
+            .buffers = state.buffers + (work.messages + under_way) * sizes.stream() + workspace};
         if (!offloaded.empty()) offload(memory, offloaded[dp % offloaded.size()], waits);
       }
     }

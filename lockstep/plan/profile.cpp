@@ -7,8 +7,8 @@ namespace lockstep::plan {
 namespace {
 
 // A layer whose forward has run.
-struct Run {
-  Run(LayerKind kind, const Sizes& sizes) : tape(ledger), sizes(sizes), kind(kind) {
+struct ForwardedLayer {
+  ForwardedLayer(LayerKind kind, const Sizes& sizes) : tape(ledger), sizes(sizes), kind(kind) {
     const Buffer input = ledger.take(kind == LayerKind::embedding ? 0 : sizes.stream());
     const Buffer output = kind == LayerKind::embedding ? embedding(tape, sizes)
                           : kind == LayerKind::block   ? block(tape, sizes, input)
@@ -30,22 +30,22 @@ struct Peak {
 };
 
 Peak backward(LayerKind kind, const Sizes& sizes, Weights weights) {
-  Run run(kind, sizes);
-  run.ledger.reset_peak();
-  Buffer gradient = run.tape.backward(run.gradient(), weights);
-  const int64_t peak = run.ledger.peak();
+  ForwardedLayer layer(kind, sizes);
+  layer.ledger.reset_peak();
+  Buffer gradient = layer.tape.backward(layer.gradient(), weights);
+  const int64_t peak = layer.ledger.peak();
   gradient.reset();
-  return {peak, run.ledger.now()};
+  return {peak, layer.ledger.now()};
 }
 
 Peak weight_half(LayerKind kind, const Sizes& sizes, Weights weights) {
-  Run run(kind, sizes);
-  run.tape.backward_input(run.gradient());
-  run.tape.release_after_input();
-  run.ledger.reset_peak();
-  const int64_t left = run.ledger.now();
-  run.tape.backward_weight(weights);
-  return {run.ledger.peak(), left};
+  ForwardedLayer layer(kind, sizes);
+  layer.tape.backward_input(layer.gradient());
+  layer.tape.release_after_input();
+  layer.ledger.reset_peak();
+  const int64_t left = layer.ledger.now();
+  layer.tape.backward_weight(weights);
+  return {layer.ledger.peak(), left};
 }
 
 }  // namespace
@@ -53,14 +53,14 @@ Peak weight_half(LayerKind kind, const Sizes& sizes, Weights weights) {
 Profile profile_of(LayerKind kind, const Sizes& sizes) {
   Profile profile;
   {
-    Run run(kind, sizes);
-    profile.forward_peak = run.forward_peak;
-    profile.kept = run.ledger.now();
-    run.ledger.reset_peak();
-    Buffer gradient = run.tape.backward_input(run.gradient());
-    profile.input_peak = run.ledger.peak();
+    ForwardedLayer layer(kind, sizes);
+    profile.forward_peak = layer.forward_peak;
+    profile.kept = layer.ledger.now();
+    layer.ledger.reset_peak();
+    Buffer gradient = layer.tape.backward_input(layer.gradient());
+    profile.input_peak = layer.ledger.peak();
     gradient.reset();
-    profile.input_held = run.ledger.now();
+    profile.input_held = layer.ledger.now();
   }
   profile.backward_peak = backward(kind, sizes, Weights::dropped).peak;
   const Peak keeping = backward(kind, sizes, Weights::kept);

@@ -33,9 +33,9 @@ struct Channel {
   std::deque<std::pair<Value, Action>> sent, asked;
 };
 
-class Run {
+class ProgramExecution {
  public:
-  explicit Run(const Program& program)
+  explicit ProgramExecution(const Program& program)
       : program_(program), next_(program.ranks), has_(program.ranks), asked_(program.ranks) {}
 
   void to_end() {
@@ -154,6 +154,6 @@ class Run {
 
 }  // namespace
 
-void check_deadlock(const Program& program) { Run(program).to_end(); }
+void check_deadlock(const Program& program) { ProgramExecution(program).to_end(); }
 
 }  // namespace lockstep::schedule

@@ -45,7 +45,7 @@ at::TensorOptions tensor_options(const TrainConfig& config, c10::Device device) 
   return at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
 }
 
-parallel::MaterializeOptions first_values(const TrainConfig& config, c10::Device device) {
+parallel::MaterializeOptions initializer(const TrainConfig& config, c10::Device device) {
   return {.seed = static_cast<uint64_t>(config.train.seed),
           .device = device,
           .rule = config.model_path.empty()

@@ -16,7 +16,7 @@
 namespace lockstep::train {
 
 at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
-parallel::MaterializeOptions first_values(const config::TrainConfig& config, c10::Device device);
+parallel::MaterializeOptions initializer(const config::TrainConfig& config, c10::Device device);
 // `group` is the data-parallel ranks.
 parallel::FullyShardOptions shard_options(const config::TrainConfig& config,
                                           const comm::Group& group);

@@ -31,7 +31,7 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
       .tied = model::tied_parameters(config.model),
       .plan = config::tensor_plan(config.model),
       .sequence_parallel = config.parallel.sequence_parallel,
-      .first_values = first_values(config, device),
+      .initializer = initializer(config, device),
       .device = device};
   if (config.offload.params) options.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == config::Shard::none && !config.offload.any()) {

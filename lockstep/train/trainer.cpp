@@ -112,7 +112,7 @@ struct Trainer::State {
   State(TrainConfig given, comm::Group group);
 
   void resume();
-  End run();
+  TrainingResult run();
   StepMetrics step();
   void say_what_is_trained();
   void evaluate();
@@ -200,9 +200,9 @@ static checkpoint::Resumed load_named(const std::string& name,
                                       const comm::Group& world,
                                       const checkpoint::LoadOptions& options) {
   // One rank looks: a network disk may show others something older.
-  const std::string path = checkpoint::detail::together("resume", world, [&]() -> std::string {
-    return world.rank() == 0 ? config::checkpoint_at(name) : "";
-  })[0];
+  const std::string path = checkpoint::detail::run_on_all_ranks(
+      "resume", world,
+      [&]() -> std::string { return world.rank() == 0 ? config::checkpoint_at(name) : ""; })[0];
   try {
     auto manifest = checkpoint::load(path, slices, world, options);
     return {path, std::move(manifest)};
@@ -211,7 +211,7 @@ static checkpoint::Resumed load_named(const std::string& name,
   } catch (const std::exception&) {
     const std::string damage = checkpoint::damage_in(path, world);
     if (damage.empty()) throw;
-    const auto others = checkpoint::detail::together("resume", world, [&]() -> std::string {
+    const auto others = checkpoint::detail::run_on_all_ranks("resume", world, [&]() -> std::string {
       return world.rank() == 0 ? config::other_checkpoints(path) : "";
     });
     throw ConfigError(format("{}; {}", damage, others[0]));
@@ -383,7 +383,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
 
 void Trainer::State::say_what_was_saved() {
   if (!saver) return;
-  for (const checkpoint::Saved& saved : saver->ended()) {
+  for (const checkpoint::SaveResult& saved : saver->take_finished()) {
     if (saved.path.empty()) continue;  // of a failure there was a warning
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
@@ -392,7 +392,7 @@ void Trainer::State::say_what_was_saved() {
   }
 }
 
-End Trainer::State::run() {
+TrainingResult Trainer::State::run() {
   say_what_is_trained();
   int64_t evaluated_at = -1;
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
@@ -424,10 +424,10 @@ End Trainer::State::run() {
   say_what_was_saved();
   if (stopping && done < config.train.steps) {
     progress->line(format("stopped at step {} of {}", done, config.train.steps));
-    return End::stopped;
+    return TrainingResult::stopped;
   }
   if (evaluated_at != done) evaluate();
-  return End::finished;
+  return TrainingResult::finished;
 }
 
 Trainer::Trainer(config::TrainConfig config, comm::Group group) {
@@ -445,7 +445,7 @@ Trainer::Trainer(config::TrainConfig config, comm::Group group) {
 
 Trainer::~Trainer() = default;
 
-End Trainer::run() {
+TrainingResult Trainer::run() {
   try {
     return state_->run();
   } catch (const std::exception& error) {

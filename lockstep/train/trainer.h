@@ -11,7 +11,7 @@
 
 namespace lockstep::train {
 
-enum class End {
+enum class TrainingResult {
   finished,  // all steps are done
   stopped    // a signal asked for an end; a checkpoint has what was done
 };
@@ -27,7 +27,7 @@ class Trainer {
   Trainer& operator=(const Trainer&) = delete;
 
   // Collective. Trains to the end, evaluates and saves, and says on rank 0's stdout how it goes.
-  End run();
+  TrainingResult run();
 
  private:
   struct State;

@@ -112,21 +112,21 @@ std::map<std::string, uint32_t> hashes(const std::string& path) {
 }
 
 // Runs of each layout, which saved half-way and went on.
-class Runs {
+class LayoutRuns {
  public:
-  explicit Runs(const Kind& kind) : kind_(kind) {}
+  explicit LayoutRuns(const Kind& kind) : kind_(kind) {}
 
-  struct Run {
+  struct LayoutRun {
     PipelineCurve curve;
     std::string checkpoint;
   };
 
-  const Run& unbroken(const std::string& name) {
+  const LayoutRun& unbroken(const std::string& name) {
     const auto found = runs_.find(name);
     if (found != runs_.end()) return found->second;
     const std::string dir = folder_.path() + "/" + name;
     const PipelineCase c = make(layout_of(name), kind_);
-    Run run;
+    LayoutRun run;
     comm::run_threads(c.world(), [&](const comm::Group& world) {
       // Written while the next steps change everything that is saved.
       checkpoint::Saver saver(dir, world);
@@ -166,7 +166,7 @@ class Runs {
  private:
   const Kind kind_;
   const TempDir folder_;
-  std::map<std::string, Run> runs_;
+  std::map<std::string, LayoutRun> runs_;
 };
 
 std::vector<double> later(const std::vector<double>& values) {
@@ -175,13 +175,13 @@ std::vector<double> later(const std::vector<double>& values) {
 
 using Pairs = std::vector<std::pair<std::string, std::string>>;
 
-Runs& gpt() {
-  static Runs runs({.llama = false, .tied = true, .reproducible = false, .microbatches = 12});
+LayoutRuns& gpt() {
+  static LayoutRuns runs({.llama = false, .tied = true, .reproducible = false, .microbatches = 12});
   return runs;
 }
 
-TEST(CheckpointLayouts, GoOnInAnyOther) {
-  Runs& runs = gpt();
+TEST(CheckpointLayouts, AnyLayoutResumesInAnyOther) {
+  LayoutRuns& runs = gpt();
   const PipelineCurve& expected = runs.unbroken("one").curve;
   const Pairs pairs = {
       {"one", "dp4"},   {"dp4", "one"},     {"full3", "tp2pp2"},     {"tp2pp2", "full3"},
@@ -196,8 +196,8 @@ TEST(CheckpointLayouts, GoOnInAnyOther) {
   }
 }
 
-TEST(CheckpointLayouts, TheSameLayoutGoesOnBitForBit) {
-  Runs& runs = gpt();
+TEST(CheckpointLayouts, TheSameLayoutResumesBitForBit) {
+  LayoutRuns& runs = gpt();
   for (const char* name : {"one", "dp4", "full3", "pp2x2", "tp2", "3d"}) {
     SCOPED_TRACE(name);
     const PipelineCurve found = runs.resumed(name, name);
@@ -207,8 +207,8 @@ TEST(CheckpointLayouts, TheSameLayoutGoesOnBitForBit) {
   }
 }
 
-TEST(CheckpointLayouts, ReproducibleRunsGoOnBitForBitWhereOnlyDataShardsAndStagesDiffer) {
-  Runs runs({.llama = true, .tied = false, .reproducible = true, .microbatches = 8});
+TEST(CheckpointLayouts, ReproducibleRunsResumeBitForBitWhereOnlyDataShardsAndStagesDiffer) {
+  LayoutRuns runs({.llama = true, .tied = false, .reproducible = true, .microbatches = 8});
   const PipelineCurve& expected = runs.unbroken("one").curve;
   const Pairs pairs = {{"one", "dp4"},      {"dp4", "pp4"},       {"pp4", "full2"},
                        {"full2", "one"},    {"hybrid4", "pp2x2"}, {"pp2x2", "optimizer4"},

@@ -133,7 +133,7 @@ void load_in_turn(const Form& form) {
   });
 }
 
-TEST(LoadUsed, ASharedModelHasTheNewValuesEverywhere) {
+TEST(LoadUsed, ALoadedShardedModelHasTheNewValuesOnAllRanks) {
   for (const Form& form : forms()) load_in_turn(form);
 }
 
@@ -142,7 +142,7 @@ struct RowImpl : torch::nn::Module {
   at::Tensor weight = register_parameter("weight", at::ones({1, 2000}));
 };
 
-TEST(LoadUsed, ARankThatHoldsNothing) {
+TEST(LoadUsed, ARankWithoutShardsMayLoad) {
   const TempDir folder;
   comm::run_threads(3, [&](const comm::Group& group) {
     const auto model = std::make_shared<RowImpl>();
@@ -161,7 +161,7 @@ TEST(LoadUsed, ARankThatHoldsNothing) {
 }
 
 // Without a group each rank reads by itself; ranks of the model wait for each other all the same.
-TEST(LoadUsed, EachRankByItself) {
+TEST(LoadUsed, RanksMayLoadWithoutAGroup) {
   const TempDir folder;
   comm::run_threads(3, [&](const comm::Group& group) {
     Layers model = LayersTask::make(1), plain = LayersTask::make(1);
@@ -180,7 +180,7 @@ TEST(LoadUsed, EachRankByItself) {
 }
 
 // Under DDP each rank has all; what a graph has saved is not silently replaced.
-TEST(LoadUsed, AModelUnderDdp) {
+TEST(LoadUsed, AModelUnderDdpMayBeLoaded) {
   const TempDir folder;
   comm::run_threads(2, [&](const comm::Group& group) {
     Layers model = LayersTask::make(1), plain = LayersTask::make(1);

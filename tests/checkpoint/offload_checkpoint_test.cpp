@@ -29,7 +29,7 @@ OffloadOptions all_offloaded(UpdateSite site) {
           .update_site = site};
 }
 
-struct Part {
+struct TrainingSegment {
   std::optional<OffloadOptions> offload = std::nullopt;
   int begin = 0, end = kEnd;
   std::string load = {}, save = {};  // a checkpoint, and the folder for one
@@ -42,7 +42,7 @@ struct Curve {
   std::string saved = {};
 };
 
-Curve train(const comm::Group& group, const Part& part) {
+Curve train(const comm::Group& group, const TrainingSegment& segment) {
   constexpr int64_t kWidth = 104;
   Tower model(4, kWidth);
   fill_parameters(*model, 3);
@@ -51,10 +51,10 @@ Curve train(const comm::Group& group, const Part& part) {
                                        {.units = parallel::ByType{{"Layer"}},
                                         .min_num_params = 50,
                                         .use_orig_params = true,
-                                        .offload = part.offload});
+                                        .offload = segment.offload});
   const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
   std::unique_ptr<optim::Optimizer> optimizer;
-  if (part.offload) {
+  if (segment.offload) {
     optimizer = std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
   } else {
     optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
@@ -70,17 +70,17 @@ Curve train(const comm::Group& group, const Part& part) {
     optimizer->step();
     optimizer->zero_grad();
   };
-  if (part.used) {
+  if (segment.used) {
     for (int index = 0; index < 2; ++index) step(100 + index);
     curve = {};
   }
   const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
-  if (!part.load.empty()) {
-    EXPECT_EQ(checkpoint::load(part.load, slices, group).step, part.begin);
+  if (!segment.load.empty()) {
+    EXPECT_EQ(checkpoint::load(segment.load, slices, group).step, segment.begin);
   }
-  for (int index = part.begin; index < part.end; ++index) step(index);
-  if (!part.save.empty())
-    curve.saved = checkpoint::save(part.save, {.step = part.end, .slices = slices}, group);
+  for (int index = segment.begin; index < segment.end; ++index) step(index);
+  if (!segment.save.empty())
+    curve.saved = checkpoint::save(segment.save, {.step = segment.end, .slices = slices}, group);
   for (const auto& [name, tensor] : sharded.full_state_dict()) curve.weights.push_back(tensor);
   return curve;
 }
@@ -94,7 +94,7 @@ void expect_tail(const Curve& whole, const Curve& tail, const std::string& what)
     EXPECT_TRUE(whole.weights[i].equal(tail.weights[i])) << i;
 }
 
-TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
+TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
   const std::optional<OffloadOptions> forms[] = {std::nullopt, all_offloaded(UpdateSite::device),
                                                  all_offloaded(UpdateSite::cpu)};
   for (const int ranks : {1, 2}) {
@@ -122,8 +122,8 @@ TEST(OffloadCheckpoint, GoesOnWithTheSameBits) {
 // What saved must not notice that it did.
 TEST(OffloadCheckpoint, SavingChangesNothing) {
   const TempDir folder;
-  const Part plain{.offload = all_offloaded(UpdateSite::device)};
-  Part saving = plain;
+  const TrainingSegment plain{.offload = all_offloaded(UpdateSite::device)};
+  TrainingSegment saving = plain;
   saving.save = folder.path();
   comm::run_threads(2, [&](const comm::Group& group) {
     const Curve a = train(group, plain), b = train(group, saving);
@@ -133,7 +133,7 @@ TEST(OffloadCheckpoint, SavingChangesNothing) {
 }
 
 // Two ranks saved; one goes on, offloaded or not, in the same way.
-TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
+TEST(OffloadCheckpoint, ResumesOnAnotherNumberOfRanks) {
   const TempDir folder;
   std::string saved;
   comm::run_threads(2, [&](const comm::Group& group) {
@@ -155,7 +155,7 @@ TEST(OffloadCheckpoint, AnotherNumberOfRanks) {
 
 // A line of several parameters of which the checkpoint lacks one: that one keeps its values and its
 // moments, which nothing was written into.
-TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
+TEST(OffloadCheckpoint, AFlatParameterKeepsWhatTheCheckpointLacks) {
   const TempDir folder;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const auto train_flat = [&](int steps, auto&& body) {

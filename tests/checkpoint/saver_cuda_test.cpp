@@ -30,7 +30,7 @@ TEST(SaverCuda, SavesWhatWasThereAtTheCall) {
     saver.save({.step = step, .slices = slices});
     for (const at::Tensor& tensor : tensors) tensor.zero_();
     saver.wait();
-    load(saver.ended()[0].path, targets);
+    load(saver.take_finished()[0].path, targets);
     for (size_t i = 0; i < tensors.size(); ++i)
       EXPECT_TRUE(at::equal(targets[i].tensor, before[i])) << step << " " << i;
   }

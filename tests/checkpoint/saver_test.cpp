@@ -39,7 +39,7 @@ class Snapshot : public testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(All, Snapshot, testing::Bool(),
                          [](const auto& info) { return info.param ? "Reserved" : "NotReserved"; });
 
-TEST_P(Snapshot, IsOfTheCall) {
+TEST_P(Snapshot, HoldsTheValuesAtTheCallOfSave) {
   const test::TempDir folder;
   // More than a block of the copy, not contiguous, and a block that both share.
   const at::Tensor a = at::rand({20000, 1000}), b = at::rand({300, 7}).t(), c = at::tensor(3);
@@ -55,12 +55,12 @@ TEST_P(Snapshot, IsOfTheCall) {
   b.zero_();
   c.zero_();
   saver.wait();
-  const auto saved = saver.ended();
+  const auto saved = saver.take_finished();
   ASSERT_EQ(saved.size(), 1U);
   EXPECT_EQ(saved[0].step, 1);
   EXPECT_EQ(saved[0].error, "");
   EXPECT_LE(saved[0].waited, saved[0].seconds);
-  EXPECT_TRUE(saver.ended().empty());
+  EXPECT_TRUE(saver.take_finished().empty());
   EXPECT_TRUE(at::equal(loaded(saved[0].path, "a", a), a_before));
   EXPECT_TRUE(at::equal(loaded(saved[0].path, "b", b), b_before));
   EXPECT_EQ(loaded(saved[0].path, "c", c).item<int>(), 3);
@@ -71,7 +71,7 @@ TEST_P(Snapshot, IsOfTheCall) {
     saver.save({.step = rows, .slices = {named("other", other)}});
     other.zero_();
     saver.wait();
-    EXPECT_TRUE(at::equal(loaded(saver.ended()[0].path, "other", other), before));
+    EXPECT_TRUE(at::equal(loaded(saver.take_finished()[0].path, "other", other), before));
   }
 }
 
@@ -112,15 +112,15 @@ TEST_P(SaverFailure, IsToldAndTheNextIsTried) {
       EXPECT_THAT(error.what(), HasSubstr(folder.path() + "/file"));
       ++failed;
     }
-    const auto ended = saver.ended();
-    ASSERT_EQ(ended.size(), 1U);
-    EXPECT_EQ(ended[0].path, "");
-    EXPECT_THAT(ended[0].error, HasSubstr(folder.path() + "/file"));
+    const auto finished = saver.take_finished();
+    ASSERT_EQ(finished.size(), 1U);
+    EXPECT_EQ(finished[0].path, "");
+    EXPECT_THAT(finished[0].error, HasSubstr(folder.path() + "/file"));
     saver.wait();  // it is told once
     if (group.rank() == 0) fs::remove(folder.path() + "/file");
     EXPECT_TRUE(saver.save({.step = 2, .slices = {named("x", x)}}));
     saver.wait();
-    EXPECT_EQ(saver.ended()[0].path, dir + "/step-00000002");
+    EXPECT_EQ(saver.take_finished()[0].path, dir + "/step-00000002");
   });
   EXPECT_EQ(failed, 2);
 }

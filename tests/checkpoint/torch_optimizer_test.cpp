@@ -60,7 +60,7 @@ std::vector<Case> cases() {
 
 class TorchOptimizer : public testing::TestWithParam<Case> {};
 
-TEST_P(TorchOptimizer, GoesOn) {
+TEST_P(TorchOptimizer, ResumesFromACheckpoint) {
   const test::TempDir folder;
   const auto train = [](torch::nn::Sequential& model, torch::optim::Optimizer& optimizer, int from,
                         int to) {
@@ -84,7 +84,7 @@ TEST_P(TorchOptimizer, GoesOn) {
 }
 
 // From shards of two ranks, which flatten parameters or do not, to three and to one.
-TEST_P(TorchOptimizer, GoesOnInOtherShards) {
+TEST_P(TorchOptimizer, ResumesInOtherShards) {
   const test::TempDir folder;
   const auto run = [&](int ranks, bool original, const std::string& from, int first, int last) {
     std::vector<at::Tensor> result;
@@ -120,7 +120,7 @@ TEST_P(TorchOptimizer, GoesOnInOtherShards) {
 INSTANTIATE_TEST_SUITE_P(All, TorchOptimizer, testing::ValuesIn(cases()),
                          [](const auto& info) { return std::string(info.param.name); });
 
-TEST(TorchOptimizerErrors, AreClear) {
+TEST(TorchOptimizerErrors, NameUnsupportedAndForeignOptimizers) {
   auto model = make_model(), other = make_model();
   torch::optim::LBFGS lbfgs(model->parameters(), torch::optim::LBFGSOptions(1));
   EXPECT_THROW(slices_of(*model, lbfgs), ConfigError);

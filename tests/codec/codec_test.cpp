@@ -336,9 +336,9 @@ TEST(Codec, PartsAreEqualToTheWhole) {
           const auto size = static_cast<int64_t>(count);
           // From the last part to the first: none depends on another.
           for (int64_t begin = (size - 1) / step * step; begin >= 0; begin -= step) {
-            const Part part{size, begin, std::min(size, begin + step)};
-            encode(codec, sign, values.data() + begin, bytes.data(), part);
-            decode(codec, sign, bytes.data(), kept.data() + begin, part);
+            const ElementRange range{size, begin, std::min(size, begin + step)};
+            encode(codec, sign, values.data() + begin, bytes.data(), range);
+            decode(codec, sign, bytes.data(), kept.data() + begin, range);
           }
           EXPECT_EQ(bytes, whole) << name_of(codec);
           EXPECT_EQ(kept, expected) << name_of(codec);

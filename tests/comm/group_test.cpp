@@ -25,7 +25,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-TEST(Group, OfOneIsANoOp) {
+TEST(Group, AGroupOfOneDoesNothing) {
   const Group self;
   at::Tensor data = at::arange(6, at::kFloat), copy = at::empty({6});
   all_reduce(data, self).wait();
@@ -36,7 +36,7 @@ TEST(Group, OfOneIsANoOp) {
   EXPECT_TRUE(Work().done());
 }
 
-TEST(Group, OfOneIsMadeByTheBackendWhereThatIsAsked) {
+TEST(Group, AGroupOfOneIsTheBackendsWhereThatIsForced) {
   for (const char* backend : {"thread", "shm", "gloo"}) {
     run_threads(1,
                 [&](const Group& group) {
@@ -45,7 +45,7 @@ TEST(Group, OfOneIsMadeByTheBackendWhereThatIsAsked) {
                     EXPECT_NO_THROW(check.run(group)) << backend << ": " << check.name;
                   EXPECT_EQ(group.split(0, 0).backend(), backend);
                 },
-                {.backend = backend, .even_alone = true});
+                {.backend = backend, .force_backend_on_single_rank = true});
   }
 }
 
@@ -59,7 +59,7 @@ TEST(Group, ASplitThatIsGivenUpLeavesItsMemoryToTheBackend) {
   EXPECT_EQ(used[0].memory.use_count(), 1);
 }
 
-TEST(Group, WhatIsOverDoesNotHoldIt) {
+TEST(Group, FinishedOperationsDoNotHoldTheGroup) {
   for (const char* backend : {"thread", "shm", "gloo"}) {
     run_threads(
         2,
@@ -78,7 +78,7 @@ TEST(Group, WhatIsOverDoesNotHoldIt) {
 }
 
 // What rank 0 of a group offers must be there for one that comes when rank 0 has given up.
-TEST(Group, AThreadThatComesLateFindsWhatTheOthersHaveLeft) {
+TEST(Group, ALateThreadFindsTheOfferOfARankThatGaveUp) {
   std::atomic<bool> has_given_up{false};
   std::string late_message;
   EXPECT_THROW(run_threads(2,
@@ -146,7 +146,7 @@ TEST(Tensors, WhatIsOnlyReadMayBeExpanded) {
 }
 
 // Contiguous, but their memory does not hold their values.
-TEST(Tensors, ViewsThatNegateAndZerosThatAreNotStored) {
+TEST(Tensors, NegatedViewsAndLazyZerosAreReadRight) {
   for (const char* backend : {"thread", "shm", "gloo"}) {
     run_threads(2,
                 [&](const Group& group) {
@@ -277,7 +277,7 @@ TEST(Errors, AMessageMayHaveALaterDeadlineThanItsGroup) {
     run_threads(2,
                 [&](const Group& group) {
                   const at::Tensor data = at::full({4}, 1.0F - group.rank());
-                  const Options later{.timeout = 10 * timeout};
+                  const CollectiveOptions later{.timeout = 10 * timeout};
                   if (group.rank() == 0) {
                     std::this_thread::sleep_for(timeout + milliseconds{200});
                     send(data, 1, group, later).wait();
@@ -290,7 +290,7 @@ TEST(Errors, AMessageMayHaveALaterDeadlineThanItsGroup) {
   }
 }
 
-TEST(Errors, AWriteToAPeerThatIsGoneIsNoSignal) {
+TEST(Errors, AWriteToALostPeerRaisesNoSigpipe) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   close(ends[0]);

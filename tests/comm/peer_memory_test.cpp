@@ -156,7 +156,7 @@ TEST(PeerMemory, NoSharedMemory) {
               {.backend = "gloo"});
 }
 
-TEST(PeerMemory, OfAThreadThatHasGivenUp) {
+TEST(PeerMemory, AThreadThatGaveUpIsNamed) {
   // Rank 1 has learnt of rank 0's tensor, but takes a share in it only when rank 0 is gone.
   std::atomic<bool> is_gone{false};
   std::string late;

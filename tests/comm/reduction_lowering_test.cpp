@@ -65,14 +65,14 @@ void expect_exact(DType dtype) {
   }
 }
 
-TEST(Adapt, AveragesOfWholeNumbersAreExact) {
+TEST(AdaptReduction, AveragesOfWholeNumbersAreExact) {
   expect_exact<int64_t>(DType::int64);
   expect_exact<int32_t>(DType::int32);
   expect_exact<int8_t>(DType::int8);
   expect_exact<uint8_t>(DType::uint8);
 }
 
-TEST(Adapt, AnEmptyAverageIsEmpty) {
+TEST(AdaptReduction, AnEmptyAverageIsEmpty) {
   for (const DType dtype : {DType::int64, DType::int8, DType::float16}) {
     Adapted form = adapt_reduction(
         {.kind = fabric::OpKind::all_reduce, .reduce = fabric::ReduceOp::avg, .dtype = dtype},

@@ -20,7 +20,7 @@ struct RankCase {
 
 class ThreadRanks : public ::testing::TestWithParam<RankCase> {};
 
-TEST_P(ThreadRanks, Conform) {
+TEST_P(ThreadRanks, PassTheConformanceChecks) {
   const auto& [backend, ranks] = GetParam();
   for (const ConformanceCheck& check : conformance_checks()) {
     SCOPED_TRACE(check.name);

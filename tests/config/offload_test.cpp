@@ -160,7 +160,7 @@ TEST(OffloadConfig, BudgetsAndLimits) {
       "offload.param_budget is set, but offload.params is false: parameters stay on the device");
 }
 
-TEST(OffloadConfig, UpdatesAreAdamWs) {
+TEST(OffloadConfig, OffloadNeedsAdamW) {
   expect_refused([](auto& c) { c.optim.name = OptimizerKind::sgd; },
                  "offload is for optim.name adamw; it is sgd");
   expect_refused([](auto& c) { c.offload.clip_mode = ClipMode::none; },
@@ -227,7 +227,7 @@ TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
   });
 }
 
-TEST(OffloadConfig, ParametersThatStayGatheredDoNotLeave) {
+TEST(OffloadConfig, RejectsShardingThatKeepsParametersGathered) {
   for (const auto shard : {Shard::none, Shard::full, Shard::hybrid})
     expect_valid([&](auto& c) { c.parallel.shard = shard; });
   for (const auto shard : {Shard::grad_op, Shard::optimizer}) {

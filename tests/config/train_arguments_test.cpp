@@ -64,7 +64,7 @@ TEST(TrainArguments, FlagOverFile) {
   }
 }
 
-TEST(TrainArguments, Refused) {
+TEST(TrainArguments, RefusesBadFlags) {
   expect_refused({"--train.step", "5"}, "--train.step is not an option; did you mean train.steps?");
   expect_refused({"--steps", "5"}, "--steps is not an option; did you mean train.steps?");
   expect_refused({"--train.step"}, "--train.step is not an option; did you mean train.steps?");

@@ -113,7 +113,7 @@ TEST_F(BatchReaderTest, AStepIsTheSameHoweverItIsCut) {
 }
 
 // At any step, and with another batch size from there on.
-TEST_F(BatchReaderTest, ResumingIsNotStopping) {
+TEST_F(BatchReaderTest, ResumesAtAnySample) {
   const auto data = corpus();
   const auto whole = steps_of(data, plan_with(1, 1, 1), 260);
   for (int64_t first = 0; first < 130; first += 7) {
@@ -131,7 +131,7 @@ TEST_F(BatchReaderTest, DepthChangesNothing) {
 }
 
 // In every state: nothing read, all slots full, moved from, mid-stream.
-TEST_F(BatchReaderTest, EndsInAnyState) {
+TEST_F(BatchReaderTest, CanBeDestroyedInAnyState) {
   const auto data = corpus();
   for (int i = 0; i < 200; ++i) {
     BatchReader reader(data, plan_with(2, 1, 1), 1 + i % 3);
@@ -169,7 +169,7 @@ TEST_F(BatchReaderTest, IdsOutsideTheVocabularySurface) {
   EXPECT_THAT([&] { reader.next(); }, ThrowsMessage<ConfigError>(HasSubstr(words)));
 }
 
-TEST_F(BatchReaderTest, Rules) {
+TEST_F(BatchReaderTest, RejectsBadPlans) {
   const auto data = corpus();
   const auto refused = [&](auto change, const char* rule, int64_t depth = 1) {
     auto plan = plan_with(1, 1, 2, 1);

@@ -67,7 +67,7 @@ TEST_F(BatchTest, BeyondTheDataIsPadding) {
   EXPECT_THAT(batch.target, ElementsAre(5, -100, -100, -100, -100, -100, -100, -100, -100));
 }
 
-TEST_F(BatchTest, Rules) {
+TEST_F(BatchTest, RejectsBadWindowsAndTokens) {
   const auto data = corpus(5);
   // The last token is only ever a target.
   EXPECT_THAT(

@@ -59,7 +59,7 @@ std::vector<int32_t> random_tokens(size_t count, uint64_t vocab) {
   return tokens;
 }
 
-TEST_F(EntropyTest, IsTheDefinition) {
+TEST_F(EntropyTest, AgreesWithTheDefinition) {
   for (const uint64_t vocab : {2, 100, 256, 257, 3000, 65536}) {
     const auto tokens = random_tokens(150'000, vocab);  // more than one read
     const auto found = entropy(corpus(tokens));
@@ -72,7 +72,7 @@ TEST_F(EntropyTest, IsTheDefinition) {
   }
 }
 
-TEST_F(EntropyTest, Certainty) {
+TEST_F(EntropyTest, PredictableTokensHaveNoEntropy) {
   const auto constant = entropy(corpus(std::vector<int32_t>(100, 9)));
   EXPECT_EQ(constant->unigram, 0);
   EXPECT_EQ(constant->bigram, 0);

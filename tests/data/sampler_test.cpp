@@ -98,7 +98,7 @@ TEST(Sampler, TheOrderIsFixed) {
   EXPECT_EQ(Sampler(int64_t{1} << 60, 42)(123456789), 130437128350030212);
 }
 
-TEST(Sampler, Rules) {
+TEST(Sampler, RejectsBadSizesAndPositions) {
   EXPECT_THROW(Sampler(0, 1), ConfigError);
   EXPECT_THROW(Sampler(-3, 1), ConfigError);
   EXPECT_THROW(Sampler(int64_t{1} << 61, 1), ConfigError);

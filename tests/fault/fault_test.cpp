@@ -59,7 +59,9 @@ TEST_P(Faults, AKilledRankIsNamedByEverySurvivor) {
   expect_everybody_lost(run(4, "die", 2, 60'000), 3, 2);
 }
 
-TEST_P(Faults, SoIsTheFirstOne) { expect_everybody_lost(run(3, "die", 0, 60'000), 2, 0); }
+TEST_P(Faults, AKilledFirstRankIsNamedByEverySurvivor) {
+  expect_everybody_lost(run(3, "die", 0, 60'000), 2, 0);
+}
 
 TEST_P(Faults, ASenderThatDiesEndsTheReceive) {
   const Result result = run(2, "die_in_message", 0, 60'000);
@@ -108,7 +110,7 @@ void expect_memory_left_alone(const Result& result) {
       << result.out << result.err;
 }
 
-TEST_P(Faults, WhatWasGivenUpWritesNowhereElse) {
+TEST_P(Faults, AnAbandonedOperationWritesToNoOtherMemory) {
   expect_memory_left_alone(run(2, "give_up", 1, 60'000));
   expect_memory_left_alone(run(2, "give_up_comparing", 1, 60'000));
 }
@@ -190,7 +192,7 @@ TEST(Mpi, ALateRankIsReportedThenATimeout) {
   EXPECT_NE(result.code, 0);
 }
 
-TEST(Mpi, WhatWasGivenUpWritesNowhereElse) {
+TEST(Mpi, AnAbandonedOperationWritesToNoOtherMemory) {
   expect_memory_left_alone(run_mpi("give_up", "60000", "2"));
   expect_memory_left_alone(run_mpi("give_up_comparing", "60000", "2"));
 }

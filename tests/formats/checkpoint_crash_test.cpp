@@ -83,7 +83,7 @@ void expect_retry(const std::string& dir) {
 
 class Crash : public ::testing::TestWithParam<Fault> {};
 
-TEST_P(Crash, AtEveryCall) {
+TEST_P(Crash, ACrashAtAnySystemCallLeavesSoundCheckpoints) {
   auto* const progress = static_cast<Progress*>(
       mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   ASSERT_NE(progress, MAP_FAILED);
@@ -184,7 +184,7 @@ void save_for_ever(const std::string& dir, int64_t step, Shared& shared) try {
   _exit(5);
 }
 
-TEST(Killed, AtAnyMoment) {
+TEST(KilledSave, AtAnyMomentLeavesSoundCheckpoints) {
   auto* const shared = static_cast<Shared*>(
       mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   ASSERT_NE(shared, MAP_FAILED);
@@ -242,7 +242,7 @@ TEST(Killed, AtAnyMoment) {
   munmap(shared, sizeof(Shared));
 }
 
-TEST(Failure, AtEveryCall) {
+TEST(CheckpointFailure, AFailureOfAnySystemCallLeavesSoundCheckpoints) {
   for (int call = 1;; ++call) {
     const test::TempDir temp;
     const auto dir = temp.path() + "/checkpoints";
@@ -271,7 +271,7 @@ TEST(Failure, AtEveryCall) {
   }
 }
 
-TEST(Failure, ShortWrites) {
+TEST(CheckpointFailure, ShortWritesAreCompleted) {
   const test::TempDir temp;
   Progress progress;
   io::calls::arm(Fault::trickle, 1);

@@ -76,7 +76,7 @@ Files read_all(const std::string& path) {
   return tensors;
 }
 
-TEST(CheckpointMutations, RightOrRefused) {
+TEST(CheckpointMutations, AMutatedCheckpointIsReadRightOrRefused) {
   const test_support::MemoryDir dir;
   const auto path = save_numbers(
       dir.path(), 1,

@@ -39,7 +39,7 @@ std::vector<int32_t> read(CheckpointReader& reader, const std::string& tensor, c
 
 std::vector<int32_t> numbers(const layout::Shape& shape, const Box& box) {
   std::vector<int32_t> values(static_cast<size_t>(box.numel()));
-  layout::for_each_run(box, Box::whole(shape), box, [&](const layout::Run& run) {
+  layout::for_each_run(box, Box::whole(shape), box, [&](const layout::ContiguousRun& run) {
     for (int64_t i = 0; i < run.size; ++i) {
       values[static_cast<size_t>(run.to + i)] = static_cast<int32_t>(run.from + i);
     }

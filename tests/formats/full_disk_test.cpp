@@ -54,7 +54,7 @@ std::string save_too_much(const std::string& dir, int expected) {
 }
 
 // Writes fail in the middle of a file, whatever the disk.
-TEST(FullDisk, LimitOfFileSize) {
+TEST(FullDisk, AFileSizeLimitLeavesSoundCheckpoints) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {
               const rlimit limit{kDiskSpace, kDiskSpace};
@@ -66,7 +66,7 @@ TEST(FullDisk, LimitOfFileSize) {
 
 // A file system of kDiskSpace, where this process may mount one; a limit of its files' size
 // elsewhere.
-TEST(FullDisk, SmallFileSystem) {
+TEST(FullDisk, AFullFileSystemLeavesSoundCheckpoints) {
   const test::TempDir temp;
   EXPECT_EQ(in_a_process([&]() -> std::string {
               if ((unshare(CLONE_NEWNS) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0) &&
@@ -82,7 +82,7 @@ TEST(FullDisk, SmallFileSystem) {
             "");
 }
 
-TEST(FullDisk, FolderThatCannotBeWritten) {
+TEST(FullDisk, AFolderThatCannotBeWrittenIsNamed) {
   const test::TempDir temp;
   const auto dir = temp.path() + "/checkpoints";
   save_numbers(dir, 1, tensor_of(1));

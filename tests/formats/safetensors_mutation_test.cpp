@@ -45,7 +45,7 @@ const char* const kHeaderPieces[] = {"{",
                                      " ",
                                      "[[[[[[[["};
 
-TEST(SafetensorsMutations, ValidOrRefused) {
+TEST(SafetensorsMutations, AMutatedFileIsValidOrRefused) {
   std::mt19937 random(1);
   int valid = 0;
   const int mutants = test::tests_all() ? 1'000'000 : 30'000;

@@ -46,7 +46,7 @@ inline io::FileRecord write_numbers(const std::string& folder, const std::string
     for (const auto& slice : slices) {
       if (slice.name != entry.name) continue;
       std::vector<int32_t> values(static_cast<size_t>(slice.box.numel()));
-      const auto fill = [&](const layout::Run& run) {
+      const auto fill = [&](const layout::ContiguousRun& run) {
         const auto begin = values.begin() + run.to;
         std::iota(begin, begin + run.size, first + static_cast<int32_t>(run.from));
       };

@@ -109,7 +109,7 @@ TEST(Box, RunsCopyWhatTwoBoxesShare) {
       const auto source = elements(from), wanted = elements(to), shared = elements(part);
       std::vector<int64_t> copied;
       int64_t end_from = -1, end_to = -1;
-      for_each_run(part, from, to, [&](const layout::Run& run) {
+      for_each_run(part, from, to, [&](const layout::ContiguousRun& run) {
         // As long as they can be.
         ASSERT_FALSE(run.from == end_from && run.to == end_to);
         end_from = run.from + run.size;
@@ -124,7 +124,8 @@ TEST(Box, RunsCopyWhatTwoBoxesShare) {
   }
   const Box scalar = Box::whole({});
   int calls = 0;
-  for_each_run(scalar, scalar, scalar, [&](const layout::Run& run) { calls += run.size == 1; });
+  for_each_run(scalar, scalar, scalar,
+               [&](const layout::ContiguousRun& run) { calls += run.size == 1; });
   EXPECT_EQ(calls, 1);
 }
 
@@ -136,7 +137,7 @@ TEST(Box, PiecesAreRunsInOrder) {
         ASSERT_LE(piece.numel(), most);
         ASSERT_FALSE(piece.empty());
         int runs = 0;
-        for_each_run(piece, box, piece, [&](const layout::Run&) { ++runs; });
+        for_each_run(piece, box, piece, [&](const layout::ContiguousRun&) { ++runs; });
         ASSERT_EQ(runs, 1) << piece.describe() << " of " << box.describe();
         const auto more = elements(piece);
         all.insert(all.end(), more.begin(), more.end());

@@ -136,7 +136,7 @@ TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {
   EXPECT_EQ(resolved(given, kGB, kGB), given);
 }
 
-TEST(Offload, Rules) {
+TEST(Offload, RejectsBadOptions) {
   const OffloadOptions right = resolved({}, 0, 0);
   using Member = int64_t OffloadOptions::*;
   const struct {

@@ -88,7 +88,7 @@ TEST(Placement, TwoCutsTile) {
   }
 }
 
-TEST(Placement, Rules) {
+TEST(Placement, RejectsSlicesOutsideTheShape) {
   const auto refused = [](const Placement& placement, const char* rule) {
     EXPECT_THAT([&] { placement.validate(); }, ThrowsMessage<ConfigError>(HasSubstr(rule)));
   };

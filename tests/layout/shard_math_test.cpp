@@ -207,7 +207,7 @@ TEST(Factors, ExactAndAsNearAsPossible) {
   }
 }
 
-TEST(RoundRobin, ByHand) {
+TEST(RoundRobin, TenItemsOverFourOwners) {
   const RoundRobin map(10, 4);
   EXPECT_EQ(map.owner(6), 2);
   EXPECT_EQ(map.local_index(6), 1);

@@ -410,7 +410,7 @@ TEST_F(DiskStoreTest, AFullDiskIsNamedAndHasItsSpaceBack) {
             "");
 }
 
-TEST_F(DiskStoreTest, SomebodyWhoWaitsIsTold) {
+TEST_F(DiskStoreTest, AWaitingPutThrowsWhenTheDiskIsFull) {
   Gate gate;
   DiskStore store(folder_.path(), {.max_waiting = 1});
   const SizeLimit limit(50'000);

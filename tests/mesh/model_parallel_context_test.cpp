@@ -42,7 +42,7 @@ TEST(ModelParallelConfig, StrategyNames) {
   require_refused([] { parse_strategy("expert"); }, "one of pipeline, tensor, hybrid");
 }
 
-TEST(ModelParallelConfig, Rules) {
+TEST(ModelParallelConfig, RejectsBadDeviceCountsAndIds) {
   const auto refused = [](const ModelParallelConfig& config, int group_size, const char* part) {
     require_refused([&] { config.validate(group_size); }, part);
   };

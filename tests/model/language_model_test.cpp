@@ -54,7 +54,7 @@ TEST(LanguageModel, HasTheTensorsOfItsSpec) {
   }
 }
 
-TEST(LanguageModel, FirstValuesAreFunctionsOfSeedAndName) {
+TEST(LanguageModel, InitialValuesAreFunctionsOfSeedAndName) {
   LanguageModel a(small(ModelKind::llama)), b(small(ModelKind::llama));
   initialize(*a, 7);
   at::manual_seed(99);

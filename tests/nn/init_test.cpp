@@ -96,7 +96,7 @@ TEST(Init, FansNeedTwoDimensions) {
 // ---- initialize ----
 
 // One of each kind that has parameters.
-torch::nn::Sequential zoo() {
+torch::nn::Sequential all_module_kinds() {
   using namespace torch::nn;
   return Sequential(Linear(300, 200), Conv1d(20, 30, 3), Conv2d(20, 30, 3), Conv3d(10, 12, 3),
                     ConvTranspose1d(20, 30, 3), ConvTranspose2d(20, 30, 3),
@@ -122,7 +122,7 @@ TEST(Initialize, DrawsFromTorchsDistributions) {
   std::map<std::string, std::vector<at::Tensor>> theirs, ours;
   for (uint64_t seed = 0; seed < 8; ++seed) {
     torch::manual_seed(seed);
-    auto model = zoo();
+    auto model = all_module_kinds();
     for (const auto& item : model->named_parameters())
       theirs[item.key()].push_back(item.value().detach().clone());
     initialize(*model, seed);
@@ -143,7 +143,7 @@ TEST(Initialize, DrawsFromTorchsDistributions) {
 }
 
 TEST(Initialize, DependsOnNamesNotOnOrderOrNeighbours) {
-  auto model = zoo(), other = zoo();
+  auto model = all_module_kinds(), other = all_module_kinds();
   torch::randn({100});  // torch's generator does not count
   initialize(*model, 5);
   initialize(*other, 5);
@@ -185,7 +185,7 @@ struct ScaledImpl : torch::nn::Module {
   torch::nn::Linear linear{nullptr};
 };
 
-TEST(Initialize, WhatItDoesNotKnowTheRuleMustDealWith) {
+TEST(Initialize, ParametersOfUnknownModulesNeedARule) {
   torch::nn::ModuleHolder<ScaledImpl> model;
   EXPECT_THAT(
       [&] { initialize(*model, 1, {.prefix = "blocks.2."}); },

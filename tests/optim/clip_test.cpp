@@ -166,7 +166,7 @@ TEST(Clip, NormThatIsNotFinite) {
   }
 }
 
-TEST(Clip, Values) {
+TEST(Clip, ClipGradValueClampsElements) {
   const at::Tensor tensor = parameter({3});
   tensor.mutable_grad() = at::tensor({-2.0f, 0.5f, 3.0f});
   clip_grad_value(std::vector{tensor}, 1);

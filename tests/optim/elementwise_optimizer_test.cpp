@@ -72,7 +72,7 @@ std::vector<at::Tensor> many_kinds() {
   return {parameter({5, 3}), parameter({7}, at::kBFloat16), parameter({}), columns, gaps};
 }
 
-TEST(Writes, RaiseTheVersion) {
+TEST(OptimizerWrites, RaiseTheVersion) {
   for (const Make& make : optimizers()) {
     auto tensors = many_kinds();
     const auto optimizer = make(named(tensors));
@@ -89,7 +89,7 @@ TEST(Writes, RaiseTheVersion) {
   }
 }
 
-TEST(Writes, BetweenForwardAndBackwardAreAnError) {
+TEST(OptimizerWrites, BetweenForwardAndBackwardAreAnError) {
   for (const Make& make : optimizers()) {
     torch::nn::Sequential model(torch::nn::Linear(4, 5), torch::nn::Linear(5, 2));
     const auto optimizer = make(named_parameters(*model));
@@ -102,7 +102,7 @@ TEST(Writes, BetweenForwardAndBackwardAreAnError) {
   }
 }
 
-TEST(Writes, AreSeenByAKeyOnTheParameterBeforeMemoryChanges) {
+TEST(OptimizerWrites, AreSeenByADispatchKeyBeforeMemoryChanges) {
   for (const Make& make : optimizers()) {
     auto tensors = many_kinds();
     const auto plain = copies_of(tensors);
@@ -129,7 +129,7 @@ TEST(Writes, AreSeenByAKeyOnTheParameterBeforeMemoryChanges) {
   }
 }
 
-TEST(Writes, ToMemoryThatTheKeyBrings) {
+TEST(OptimizerWrites, GoToMemoryThatADispatchKeyReplaced) {
   const at::Tensor tensor = parameter({6}), plain = copy_of(tensor);
   put_key_on(tensor);
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();

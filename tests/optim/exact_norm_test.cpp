@@ -66,7 +66,7 @@ std::vector<std::vector<at::Tensor>> cut(const at::Tensor& flat, int ranks, std:
 
 class ExactNorm : public ::testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(ExactNorm, BitsDoNotDependOnTheCut) {
+TEST_P(ExactNorm, BitsDoNotDependOnTheSplitIntoTensors) {
   at::manual_seed(1);
   std::mt19937 random(2);
   const at::Tensor flat = many_magnitudes(150'000, GetParam());
@@ -92,7 +92,7 @@ TEST_P(ExactNorm, BitsDoNotDependOnTheCut) {
   }
 }
 
-TEST_P(ExactNorm, NorOnThreadsAndStrides) {
+TEST_P(ExactNorm, BitsDoNotDependOnThreadsAndStrides) {
   const int threads = at::get_num_threads();
   at::manual_seed(3);
   const at::Tensor flat = many_magnitudes(120'000, GetParam());
@@ -111,7 +111,7 @@ TEST_P(ExactNorm, NorOnThreadsAndStrides) {
   EXPECT_EQ(norm_of(gaps.select(1, 1)), norm);
 }
 
-TEST_P(ExactNorm, OperatorsCountWhatKernelsCount) {
+TEST_P(ExactNorm, OperatorsAndKernelsGiveTheSameSums) {
   constexpr int64_t kCount = 16'384, kMany = (int64_t{1} << 22) + 100;
   at::manual_seed(4);
   const at::Tensor few = many_magnitudes(kCount, GetParam());

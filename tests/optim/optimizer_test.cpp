@@ -148,7 +148,7 @@ TEST_P(State, RoundTripContinuesBitForBit) {
     EXPECT_TRUE(same_bits(a[i].tensor, b[i].tensor)) << a[i].name;
 }
 
-TEST_P(State, BeforeTheFirstStep) {
+TEST_P(State, StateBeforeTheFirstStepIsInitial) {
   const auto first = tensors(), second = copies_of(first);
   const auto asked = make(GetParam(), first), fresh = make(GetParam(), second);
   for (const auto& [name, tensor] : asked->state()) {
@@ -164,7 +164,7 @@ TEST_P(State, BeforeTheFirstStep) {
   for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(same_bits(first[i], second[i])) << i;
 }
 
-TEST_P(State, IsTheOptimizersOwn) {
+TEST_P(State, StateSharesMemoryWithTheOptimizer) {
   const auto parameters = tensors();
   const auto optimizer = make(GetParam(), parameters);
   const auto before = optimizer->state();

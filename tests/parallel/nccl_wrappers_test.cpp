@@ -86,7 +86,7 @@ TEST_F(NcclWrappers, Pipeline) {
   }
 }
 
-TEST_F(NcclWrappers, AllTogether) {
+TEST_F(NcclWrappers, DataTensorAndPipelineParallel) {
   PipelineCase c = sharded(ShardingStrategy::full_shard);
   c.ranks = 2;
   c.tp = 2;

@@ -166,7 +166,7 @@ TEST(Memory, ReproducibleSumsHaveCopies) {
   EXPECT_EQ(copies(8), 3);
 }
 
-TEST(Memory, EverySharePlusEveryOtherIsTheWhole) {
+TEST(Memory, SharesOfAllRanksAddUpToTheWhole) {
   TrainConfig config = large();
   config.model.hidden = 520;  // does not divide
   config.model.heads = 4;

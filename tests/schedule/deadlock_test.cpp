@@ -35,16 +35,16 @@ class Deadlock : public ::testing::Test {
   }
 };
 
-TEST_F(Deadlock, TheSoundProgramEnds) { EXPECT_NO_THROW(check_deadlock(program_)); }
+TEST_F(Deadlock, ASoundProgramPasses) { EXPECT_NO_THROW(check_deadlock(program_)); }
 
-TEST_F(Deadlock, ValuesThatWereNeverSent) {
+TEST_F(Deadlock, RefusesValuesThatWereNeverSent) {
   remove(1, {Op::send_gradient, 1, 0});
   refused("the ranks wait for each other: rank 0 at B1 for rank 1");
   remove(0, {Op::send_activation, 1, 0});
   refused("the ranks wait for each other: rank 0 at B1 for rank 1, rank 1 at F1 for rank 0");
 }
 
-TEST_F(Deadlock, ReceivesInAnotherOrderThanSends) {
+TEST_F(Deadlock, RefusesReceivesInAnotherOrderThanSends) {
   swap(0, {Op::recv_gradient, 0, 0}, {Op::recv_gradient, 1, 0});
   refused("rank 0: RG1 meets SG0 of rank 1: the order of receives is not that of sends");
   program_ = lower(generate({Kind::gpipe, 2, 2}));
@@ -55,12 +55,12 @@ TEST_F(Deadlock, ReceivesInAnotherOrderThanSends) {
   refused("rank 1: RA1 meets SA0 of rank 0: the order of receives is not that of sends");
 }
 
-TEST_F(Deadlock, AValueThatNoReceiveAsksFor) {
+TEST_F(Deadlock, RefusesAValueWithoutAReceive) {
   remove(1, {Op::recv_activation, 1, 0});
   refused("rank 1: F1 uses a value that no receive before it asks for");
 }
 
-TEST_F(Deadlock, SendsAndReceivesThatAreLeftOver) {
+TEST_F(Deadlock, RefusesUnmatchedSendsAndReceives) {
   program_.actions[0].push_back({Op::send_activation, 1, 0});
   refused("rank 0: SA1 is never received by rank 1");
   program_.actions[0].pop_back();
@@ -68,7 +68,7 @@ TEST_F(Deadlock, SendsAndReceivesThatAreLeftOver) {
   refused("rank 0: RG1 is never sent by rank 1");
 }
 
-TEST_F(Deadlock, AnOrderOfComputationsThatStandsStill) {
+TEST_F(Deadlock, RefusesAnOrderOfComputationsThatDeadlocks) {
   Schedule schedule = generate({Kind::one_f_one_b, 2, 2});
   program_ = lower(schedule);
   // Rank 0 waits for the gradient of micro-batch 0, rank 1 for the activation of micro-batch 1.

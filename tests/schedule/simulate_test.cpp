@@ -154,7 +154,7 @@ std::vector<std::vector<Interval>> ticked(const Schedule& schedule) {
   return times;
 }
 
-TEST(Simulate, AsAClockThatTicks) {
+TEST(Simulate, AgreesWithASimulationByClockTicks) {
   for (const auto& [options, rows] : tables()) {
     const Schedule schedule = generate(options);
     EXPECT_EQ(simulate(schedule, uniform({})).times, ticked(schedule))

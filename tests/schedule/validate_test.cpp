@@ -30,7 +30,7 @@ void refused(const Schedule& schedule, const std::string& message) {
 
 const std::vector<std::string> kGood = {"F0", "F1", "B0", "B1"};
 
-TEST(Validate, AnyOrderThatRunsWillDo) {
+TEST(Validate, AcceptsAnyOrderThatCanRun) {
   EXPECT_NO_THROW(validate(two_ranks(kGood, kGood)));
   EXPECT_NO_THROW(validate(two_ranks({"F1", "F0", "B0", "B1"}, {"F0", "F1", "B1", "B0"})));
   // One stage splits its backward, the other does not.

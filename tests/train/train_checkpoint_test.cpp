@@ -89,7 +89,7 @@ TEST_F(Train, LoadsWhatFitsOfAnotherModel) {
 
 // Files may not grow beyond so many blocks of 512 bytes: what a full disk looks like to one
 // process.
-TEST_F(Train, GoesOnWithoutSpaceAndKeepsTheOldCheckpoint) {
+TEST_F(Train, ContinuesWithoutDiskSpaceAndKeepsTheOldCheckpoint) {
   steps("checkpoints", {"--train.steps", "3"});
   const auto before = tensors_in(path("checkpoints"));
   std::string script = "ulimit -f 200; exec \"$@\"";
@@ -155,7 +155,7 @@ TEST_F(Train, ResumesFromTheNewestSoundCheckpoint) {
   EXPECT_THAT(none.err, HasSubstr("none of the 3 checkpoints"));
 }
 
-TEST_F(Train, GoesOnAfterKills) {
+TEST_F(Train, ResumesAfterKills) {
   std::mt19937 random(std::random_device{}());
   const Words options{"-n",
                       "2",

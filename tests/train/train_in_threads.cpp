@@ -16,7 +16,7 @@ void train_in_threads(const Words& arguments) {
                     [&](const comm::Group& group) {
                       config.validate(group.size());
                       train::Trainer trainer(config, group);
-                      EXPECT_EQ(trainer.run(), train::End::finished);
+                      EXPECT_EQ(trainer.run(), train::TrainingResult::finished);
                     },
                     {.backend = config.comm.backend == "auto" ? "thread" : config.comm.backend,
                      .strategy = config.comm.strategy,

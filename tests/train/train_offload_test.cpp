@@ -63,14 +63,14 @@ TEST_F(TrainOffload, ReproducibleSumsCountEachMicroBatchOnce) {
   }
 }
 
-TEST_F(TrainOffload, SaysWhereThingsRest) {
+TEST_F(TrainOffload, ReportsWhatIsOffloaded) {
   const Result result = run(model_ + Words{"--train.steps", "3"} + offload("device"));
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("offload "));
   EXPECT_THAT(result.out, HasSubstr("on the host; updates on the device"));
 }
 
-TEST_F(TrainOffload, GoesOnFromACheckpointMadeWithout) {
+TEST_F(TrainOffload, ResumesFromACheckpointMadeWithoutOffload) {
   const Words all = model_ + Words{"-n", "2", "--parallel.shard", "full"};
   const auto expected = numbers(steps("whole", all));
   for (const char* site : {"device", "cpu"}) {

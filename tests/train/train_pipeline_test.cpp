@@ -36,7 +36,7 @@ TEST_F(TrainPipeline, FollowsOneProcess) {
   check("sharded", pipeline(4, "1f1b") + Words{"--parallel.shard", "full"});
 }
 
-TEST_F(TrainPipeline, ReproducibleRunsGoOnInOtherLayouts) {
+TEST_F(TrainPipeline, ReproducibleRunsResumeInOtherLayouts) {
   const Words fixed = model_ + Words{"--train.reproducible", "true",    "--model.kind", "llama",
                                      "--optim.schedule",     "constant"};
   const auto one = losses(steps("one", fixed + Words{"-n", "1"}));

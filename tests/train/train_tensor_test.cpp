@@ -52,7 +52,7 @@ TEST_F(TrainTensor, FollowsOneProcess) {
 }
 
 // Fused projections, an uneven vocabulary and optimizer state find their places again.
-TEST_F(TrainTensor, RunsGoOnInOtherLayouts) {
+TEST_F(TrainTensor, RunsResumeInOtherLayouts) {
   const Words fixed = model_ + Words{"--model.kind",     "llama",   "--model.vocab", "259",
                                      "--optim.schedule", "constant"};
   const auto one = losses(steps("one", fixed + Words{"-n", "1"}));

@@ -64,7 +64,7 @@ TEST_F(Train, ReproducibleRunsAreTheSameBits) {
   EXPECT_EQ(bits({"-n", "4", "--parallel.shard", "hybrid", "--parallel.shard_size", "2"}), one);
 }
 
-TEST_F(Train, ShardedRunsFollowOneProcessAndOtherLayoutsGoOnWithThem) {
+TEST_F(Train, ShardedRunsFollowOneProcessAndResumeInOtherLayouts) {
   const Words llama{"--model.kind",       "llama", "--train.recompute", "full",
                     "--train.eval_every", "10"};
   const auto with = [&](const Words& more) {
@@ -87,7 +87,7 @@ TEST_F(Train, ShardedRunsFollowOneProcessAndOtherLayoutsGoOnWithThem) {
   }
 }
 
-TEST_F(Train, ResumingIsNotHavingStopped) {
+TEST_F(Train, AResumedRunHasTheLossesOfAnUninterruptedOne) {
   const auto whole = steps("whole", {"-n", "2"});
   // Ten steps of the twenty: a signal ends the first part where its checkpoint is.
   const Words part{"-n",
@@ -177,7 +177,7 @@ TEST_F(Train, RanksOfAnotherLauncher) {
   expect_close(losses(read_steps(path("metrics.jsonl"))), losses(steps("alone", {})), 1e-5);
 }
 
-TEST_F(Train, OptionsAct) {
+TEST_F(Train, EveryOptionHasItsEffect) {
   const Words few{"--train.steps", "8"};
   const auto plain = losses(steps("plain", few));
   // Those that change what is computed.
@@ -217,7 +217,7 @@ TEST_F(Train, OldCheckpointsArePruned) {
   EXPECT_TRUE(fs::exists(path("pruned/step-00000020")));
 }
 
-TEST_F(Train, GoesOnWithoutAReader) {
+TEST_F(Train, ContinuesWithoutAReaderOfItsOutput) {
   // The shell closes stdout, and a reader goes away after a line.
   const std::string line = [&] {
     std::string text = LOCKSTEP_COMMAND;
@@ -343,7 +343,7 @@ TEST_F(Train, AnotherModelsCheckpointIsRefusedBeforeAnythingStarts) {
 }
 
 // Weights that are lost: the run ends by itself, and its last good checkpoint stays.
-TEST_F(Train, AHopelessRunEnds) {
+TEST_F(Train, LossesThatAreNotFiniteEndTheRun) {
   const Result result =
       run({"--optim.lr", "1e30", "--optim.warmup", "0", "--optim.clip", "0", "--train.steps", "100",
            "--checkpoint.every", "1", "--checkpoint.keep", "1"});

@@ -72,15 +72,15 @@ double seconds_of(const Body& body) {
   return best;
 }
 
-struct Run {
+struct CodecRun {
   std::vector<float> kept;
   size_t bytes = 0;
   double encode = 0, decode = 0;  // seconds
 };
 
-Run run(Codec codec, const Sample& sample) {
+CodecRun run_codec(Codec codec, const Sample& sample) {
   const std::vector<float>& values = sample.values;
-  Run run{.kept = std::vector<float>(values.size())};
+  CodecRun run{.kept = std::vector<float>(values.size())};
   std::vector<std::byte> encoded;
   if (codec == Codec::lossless) {
     run.encode =
@@ -89,7 +89,7 @@ Run run(Codec codec, const Sample& sample) {
         [&] { codec::decompress(encoded, std::as_writable_bytes(std::span(run.kept))); });
   } else {
     const auto count = static_cast<int64_t>(values.size());
-    const codec::Part all{count, 0, count};
+    const codec::ElementRange all{count, 0, count};
     encoded.resize(codec::encoded_size(codec, count));
     run.encode =
         seconds_of([&] { codec::encode(codec, sample.sign, values.data(), encoded.data(), all); });
@@ -101,7 +101,7 @@ Run run(Codec codec, const Sample& sample) {
 }
 
 Json measure(Codec codec, const Sample& sample) {
-  const Run result = run(codec, sample);
+  const CodecRun result = run_codec(codec, sample);
   double largest = 0, errors = 0, squares = 0;
   for (size_t i = 0; i < sample.values.size(); ++i) {
     const double value = sample.values[i], error = std::fabs(result.kept[i] - value);

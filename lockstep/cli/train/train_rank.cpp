@@ -46,7 +46,7 @@ int train_rank(const std::vector<std::string>& arguments) {
   comm::require_same(config::common_lines(config), group);
   config.validate(group.size());
   train::Trainer trainer(config, group);
-  return trainer.run() == train::End::stopped ? kStopped : 0;
+  return trainer.run() == train::TrainingResult::stopped ? kStopped : 0;
 }
 
 int sample_rank(const std::vector<std::string>& arguments) {

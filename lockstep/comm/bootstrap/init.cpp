@@ -209,17 +209,17 @@ void complete(World& world, const RankEnv& env, const Client& store, const std::
   world.store = store;
   if (nccl::cuda_runtime() != nullptr) nccl::publish_devices(*store, env.rank);
   try {
-    detail::Meeting meeting = detail::hold_meeting(*store, env, common, deadline);
-    world.incarnation = meeting.incarnation;
-    world.hosts = std::move(meeting.hosts);
-    world.address = std::move(meeting.address);
+    detail::JobRoster roster = detail::make_job_roster(*store, env, common, deadline);
+    world.incarnation = roster.incarnation;
+    world.hosts = std::move(roster.hosts);
+    world.address = std::move(roster.address);
   } catch (const Error&) {
     if (world.server) detail::let_others_hear(*store);
     throw;
   }
 }
 
-void be_alone(World& world) {
+void init_single(World& world) {
   world.store = std::make_shared<launch::LocalStore>();
   world.incarnation = detail::new_incarnation();
   world.hosts = {0};
@@ -240,7 +240,7 @@ std::shared_ptr<World> world_with(const InitOptions& options) {
   world->timeout = options.timeout;
   world->check = options.check;
   world->strategy = options.strategy;
-  world->even_alone = options.even_alone;
+  world->force_backend_on_single_rank = options.force_backend_on_single_rank;
   return world;
 }
 
@@ -282,11 +282,11 @@ Group init(const RankEnv& env, InitOptions options) {
   trace::name_thread(env.rank, "compute");
   raise_open_file_limit();
   name_interface_to_engines();
-  if (env.world_size == 1 && !options.even_alone) return {};
+  if (env.world_size == 1 && !options.force_backend_on_single_rank) return {};
   auto world = world_with(options);
   const Deadline deadline(options.timeout);
   if (env.world_size == 1) {
-    be_alone(*world);
+    init_single(*world);
   } else {
     complete(*world, env, meet(*world, env, deadline), options.backend, deadline);
   }
@@ -377,7 +377,7 @@ void run_threads(int size, const std::function<void(Group)>& body, InitOptions o
           world->address = "127.0.0.1";  // whatever hosts they count as
           world->host_backend = "thread";
           const RankEnv env{.rank = rank, .world_size = size};
-          body(size == 1 && !options.even_alone
+          body(size == 1 && !options.force_backend_on_single_rank
                    ? Group()
                    : make_world(env, std::move(world),
                                 options.backend == "auto" ? "thread" : options.backend));

@@ -105,7 +105,8 @@ std::shared_ptr<detail::GroupImpl> detail::make_group(Membership membership,
 
 std::shared_ptr<detail::GroupImpl> detail::make_plain_group(Membership membership,
                                                             const std::string& backend) {
-  if (backend == "none" || (membership.size() == 1 && !membership.world->even_alone))
+  if (backend == "none" ||
+      (membership.size() == 1 && !membership.world->force_backend_on_single_rank))
     return std::make_shared<Alone>(std::move(membership), "none");
   const std::optional<Backend>& adopted = membership.world->adopted;
   const Backend& chosen = adopted && adopted->name == backend ? *adopted : find_backend(backend);

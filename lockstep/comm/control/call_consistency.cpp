@@ -16,13 +16,13 @@ std::shared_ptr<GroupImpl> make_announcement_group(const Membership& membership)
   return one_host ? shm::create_for_announcements(membership) : nullptr;
 }
 
-Comparison::Comparison(const Membership& membership, Watch& watch)
-    : watch_(watch), compares_(membership.world->check && membership.size() > 1) {
+CallConsistency::CallConsistency(const Membership& membership, OperationWatchdog& watchdog)
+    : watchdog_(watchdog), compares_(membership.world->check && membership.size() > 1) {
   if (compares_) board_ = make_announcement_group(membership);
 }
 
-std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t sequence,
-                                          std::function<void()> start, Exchange exchange) {
+std::shared_ptr<Pending> CallConsistency::post(fabric::Operation operation, uint64_t sequence,
+                                               std::function<void()> start, Exchange exchange) {
   if (!compares_) {
     if (start) start();
     return nullptr;
@@ -39,17 +39,17 @@ std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t 
     bool done() const override { return completion.done(); }
   };
   const auto agreement = std::make_shared<Agreement>();
-  lane_.post([this, agreement, sequence, operation = std::move(operation),
-              exchange = std::move(exchange)]() mutable {
+  executor_.post([this, agreement, sequence, operation = std::move(operation),
+                  exchange = std::move(exchange)]() mutable {
     std::exception_ptr error;
     try {
-      watch_.throw_if_failed();
-      watch_.check_agreement(operation, sequence, exchange);
+      watchdog_.throw_if_failed();
+      watchdog_.check_agreement(operation, sequence, exchange);
       if (operation.finish) operation.finish();
     } catch (...) {
       try {
         const std::exception_ptr failure = std::current_exception();
-        watch_.fail(failure, is_mismatch(failure));  // also where nobody waits
+        watchdog_.fail(failure, is_mismatch(failure));  // also where nobody waits
       } catch (...) {
         error = std::current_exception();
       }
@@ -62,12 +62,12 @@ std::shared_ptr<Pending> Comparison::post(fabric::Operation operation, uint64_t 
   return agreement;
 }
 
-std::shared_ptr<Pending> Comparison::post_message(fabric::Operation operation) {
+std::shared_ptr<Pending> CallConsistency::post_message(fabric::Operation operation) {
   operation.finish = nullptr;
   return board_->announce(std::move(operation));
 }
 
-void Comparison::abort(const std::string& why) {
+void CallConsistency::abort(const std::string& why) {
   if (board_) board_->abort(why);
 }
 

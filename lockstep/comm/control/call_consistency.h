@@ -14,13 +14,13 @@ namespace lockstep::comm::detail {
 // For groups whose engine does not compare. Ranks of one host compare on a board in shared memory,
 // which costs about a microsecond and lets the thread that waits, or one of the board's, begin the
 // operation. Ranks of several hosts exchange what they call by the engine itself, on a thread.
-class Comparison {
+class CallConsistency {
  public:
   // Gathers one record of equal size from every rank; returns when it has.
-  using Exchange = std::function<void(const std::shared_ptr<Watch::Records>&)>;
+  using Exchange = std::function<void(const std::shared_ptr<OperationWatchdog::Records>&)>;
 
   // Collective over the members.
-  Comparison(const Membership& membership, Watch& watch);
+  CallConsistency(const Membership& membership, OperationWatchdog& watchdog);
 
   bool has_board() const { return board_ != nullptr; }
   bool exchanges() const { return compares_ && !board_; }
@@ -39,10 +39,10 @@ class Comparison {
   void abort(const std::string& why);
 
  private:
-  Watch& watch_;
+  OperationWatchdog& watchdog_;
   bool compares_;
   std::shared_ptr<GroupImpl> board_;
-  Lane lane_;
+  SerialExecutor executor_;
 };
 
 // A group of the members that only announces, where they share a host's memory; else, on all of

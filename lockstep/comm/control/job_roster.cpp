@@ -127,8 +127,8 @@ std::string places(const std::string& named, std::vector<std::string> addresses,
   return join(addresses, ",");
 }
 
-Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
-                     const std::vector<std::string>& common, const Deadline& deadline) {
+JobRoster make_job_roster(launch::RendezvousClient& store, const RankEnv& env,
+                          const std::vector<std::string>& common, const Deadline& deadline) {
   Card mine{host_identity(),
             store.server_address(),
             {host_name(), {"Lockstep " LOCKSTEP_VERSION, "libtorch " TORCH_VERSION}}};
@@ -148,16 +148,15 @@ Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
     if (store.add("heard", 1) == env.world_size) store.set("all heard", "yes");
     throw;
   }
-  Meeting meeting;
-  words >> meeting.incarnation >> meeting.address;
-  if (meeting.address == "-") meeting.address.clear();  // all are on one host
-  for (int number = 0; words >> number;) meeting.hosts.push_back(number);
-  check(static_cast<int>(meeting.hosts.size()) == env.world_size, "every rank has a host");
-  if (meeting.hosts[static_cast<size_t>(env.rank)] != 0) meeting.address = store.local_address();
+  JobRoster roster;
+  words >> roster.incarnation >> roster.address;
+  if (roster.address == "-") roster.address.clear();  // all are on one host
+  for (int number = 0; words >> number;) roster.hosts.push_back(number);
+  check(static_cast<int>(roster.hosts.size()) == env.world_size, "every rank has a host");
+  if (roster.hosts[static_cast<size_t>(env.rank)] != 0) roster.address = store.local_address();
   const std::string interface = launch::interface_from_environment();
-  if (!interface.empty())
-    meeting.address = launch::address_of_interface(interface, meeting.address);
-  return meeting;
+  if (!interface.empty()) roster.address = launch::address_of_interface(interface, roster.address);
+  return roster;
 }
 
 void let_others_hear(launch::Store& store) {

@@ -10,7 +10,7 @@
 
 namespace lockstep::comm::detail {
 
-struct Meeting {
+struct JobRoster {
   uint64_t incarnation = 0;  // a random number that all ranks have got from one of them
   std::vector<int> hosts;    // of every rank; numbered in order of their lowest rank
   // By which other hosts reach this rank: of the interface that LOCKSTEP_INTERFACE names, else of
@@ -21,8 +21,8 @@ struct Meeting {
 // Collective. Returns when all ranks are there, are of one version and have the same `common`
 // lines. Throws the same on all of them where that is not so: ConfigError that says who differs in
 // what, PeerLost, or TimeoutError that says who is missing.
-Meeting hold_meeting(launch::RendezvousClient& store, const RankEnv& env,
-                     const std::vector<std::string>& common, const Deadline& deadline);
+JobRoster make_job_roster(launch::RendezvousClient& store, const RankEnv& env,
+                          const std::vector<std::string>& common, const Deadline& deadline);
 
 // A number that no other start of communication has.
 uint64_t new_incarnation();

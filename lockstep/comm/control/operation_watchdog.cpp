@@ -81,7 +81,7 @@ void throw_if_told(launch::Store& store, const std::string& group) {
   if (const auto failure = store.find(failure_key(group))) throw_failure(*failure);
 }
 
-Watch::Watch(const Membership& membership, std::string engine)
+OperationWatchdog::OperationWatchdog(const Membership& membership, std::string engine)
     : name_(membership.name),
       engine_(std::move(engine)),
       rank_(membership.rank),
@@ -94,14 +94,16 @@ Watch::Watch(const Membership& membership, std::string engine)
   activity_ = reporter_->watch(key(rank_));
 }
 
-std::string Watch::key(int rank) const { return format("activity{}/{}/{}", engine_, name_, rank); }
+std::string OperationWatchdog::key(int rank) const {
+  return format("activity{}/{}/{}", engine_, name_, rank);
+}
 
-void Watch::throw_if_failed() const {
+void OperationWatchdog::throw_if_failed() const {
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
 }
 
-uint64_t Watch::begin(const Operation& operation) {
+uint64_t OperationWatchdog::begin(const Operation& operation) {
   throw_if_failed();
   const uint64_t sequence = is_message(operation.kind) ? ++messages_ : ++sequence_;
   activity_->store(fabric::Activity{operation.kind, true, sequence}.pack(),
@@ -109,26 +111,28 @@ uint64_t Watch::begin(const Operation& operation) {
   return sequence;
 }
 
-std::shared_ptr<Pending> Watch::announce(const Operation& operation, uint64_t sequence) {
+std::shared_ptr<Pending> OperationWatchdog::announce(const Operation& operation,
+                                                     uint64_t sequence) {
   struct Announced final : Pending {
-    Announced(Watch& w, Operation o, uint64_t s) : watch(w), operation(std::move(o)), sequence(s) {}
-    ~Announced() override { watch.end(operation, sequence); }
+    Announced(OperationWatchdog& w, Operation o, uint64_t s)
+        : watchdog(w), operation(std::move(o)), sequence(s) {}
+    ~Announced() override { watchdog.end(operation, sequence); }
     void wait() override {}
     bool done() const override { return true; }
 
-    Watch& watch;
+    OperationWatchdog& watchdog;
     Operation operation;
     uint64_t sequence;
   };
   return std::make_shared<Announced>(*this, operation, sequence);
 }
 
-void Watch::end(const Operation& operation, uint64_t sequence) {
+void OperationWatchdog::end(const Operation& operation, uint64_t sequence) {
   activity_->store(fabric::Activity{operation.kind, false, sequence}.pack(),
                    std::memory_order_relaxed);
 }
 
-std::optional<std::string> Watch::look_up(const std::string& key) const {
+std::optional<std::string> OperationWatchdog::look_up(const std::string& key) const {
   try {
     return store_->find(key);
   } catch (const std::exception& error) {
@@ -138,7 +142,8 @@ std::optional<std::string> Watch::look_up(const std::string& key) const {
 }
 
 // Members that have not reached this operation, as far as they have reported.
-std::vector<Watch::Peer> Watch::behind(const Operation& operation, uint64_t sequence) const {
+std::vector<OperationWatchdog::Peer> OperationWatchdog::behind(const Operation& operation,
+                                                               uint64_t sequence) const {
   std::vector<Peer> peers;
   for (int peer = 0; peer < static_cast<int>(members_.size()); ++peer) {
     if (peer == rank_ || (is_message(operation.kind) && peer != operation.root)) continue;
@@ -150,7 +155,7 @@ std::vector<Watch::Peer> Watch::behind(const Operation& operation, uint64_t sequ
   return peers;
 }
 
-void Watch::fail(std::exception_ptr error, bool all_know) {
+void OperationWatchdog::fail(std::exception_ptr error, bool all_know) {
   bool is_first = false;
   {
     const std::lock_guard lock(mutex_);
@@ -162,7 +167,7 @@ void Watch::fail(std::exception_ptr error, bool all_know) {
   std::rethrow_exception(error);
 }
 
-void Watch::check_agreement(
+void OperationWatchdog::check_agreement(
     const Operation& operation, uint64_t sequence,
     const std::function<void(const std::shared_ptr<Records>&)>& exchange) const {
   const auto size = members_.size();
@@ -192,11 +197,11 @@ void Watch::check_agreement(
        [&](int rank) { return reinterpret_cast<const int64_t*>(record(rank) + counts_at); }});
 }
 
-void Watch::throw_if_told() const {
+void OperationWatchdog::throw_if_told() const {
   if (const auto failure = look_up(failure_key(name_))) throw_failure(*failure);
 }
 
-void Watch::throw_if_lost(const Operation& operation, uint64_t sequence) const {
+void OperationWatchdog::throw_if_lost(const Operation& operation, uint64_t sequence) const {
   throw_if_told();
   for (int peer = 0; peer < static_cast<int>(members_.size()); ++peer) {
     if (peer == rank_) continue;
@@ -212,8 +217,8 @@ void Watch::throw_if_lost(const Operation& operation, uint64_t sequence) const {
   }
 }
 
-std::string Watch::describe_wait(const Operation& operation, uint64_t sequence,
-                                 double seconds) const {
+std::string OperationWatchdog::describe_wait(const Operation& operation, uint64_t sequence,
+                                             double seconds) const {
   std::string text = format("[{}] rank {} of group '{}': operation #{} {} has waited {:.1f} s",
                             fabric::name_of(operation.kind), rank_, name_, sequence,
                             fabric::describe(operation), seconds);
@@ -226,8 +231,9 @@ std::string Watch::describe_wait(const Operation& operation, uint64_t sequence,
   return text;
 }
 
-void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
-                 const std::function<bool(milliseconds)>& poll) const {
+void OperationWatchdog::wait(const Operation& operation, uint64_t sequence,
+                             Clock::time_point started,
+                             const std::function<bool(milliseconds)>& poll) const {
   bool warned = false;
   // Rank 0 hosts the meeting point, or the launcher does. A group that rank 0 is not in outlives
   // it.
@@ -260,7 +266,7 @@ void Watch::wait(const Operation& operation, uint64_t sequence, Clock::time_poin
   }
 }
 
-void Watch::wait_for(Pending& agreement) const {
+void OperationWatchdog::wait_for(Pending& agreement) const {
   try {
     agreement.wait();
   } catch (const CommError& error) {
@@ -269,7 +275,8 @@ void Watch::wait_for(Pending& agreement) const {
   }
 }
 
-void Watch::explain(const Operation& operation, uint64_t sequence, const std::string& words) const {
+void OperationWatchdog::explain(const Operation& operation, uint64_t sequence,
+                                const std::string& words) const {
   // The engine may notice a death before the meeting point does: give that, and the others'
   // reports, a moment.
   const Deadline moment(2 * ActivityReporter::kInterval);

@@ -21,10 +21,10 @@ void tell_failure(launch::Store& store, const std::string& group, int rank,
 void throw_if_told(launch::Store& store, const std::string& group);
 
 // One for each group. Thread safe.
-class Watch {
+class OperationWatchdog {
  public:
   // `engine` keeps apart what two of them report for one group.
-  explicit Watch(const Membership& membership, std::string engine = {});
+  explicit OperationWatchdog(const Membership& membership, std::string engine = {});
 
   // An operation has begun; returns its number. Throws what broke the group, if something has.
   uint64_t begin(const fabric::Operation& operation);

@@ -82,20 +82,20 @@ void WatchedPending::wait() {
   try {
     // What has begun already mostly ends soon, and then all ranks have announced it.
     if (operation_.unhurried) completion_->wait_for(kSoon);
-    if (agreed_) owner_.watch.wait_for(*agreed_);
-    owner_.watch.wait(operation_, sequence_, started_,
-                      [this](milliseconds time) { return completion_->wait_for(time); });
+    if (agreed_) owner_.watchdog.wait_for(*agreed_);
+    owner_.watchdog.wait(operation_, sequence_, started_,
+                         [this](milliseconds time) { return completion_->wait_for(time); });
     if (const auto error = completion_->error()) explain(error);
   } catch (...) {
     try {
       const std::exception_ptr error = std::current_exception();
-      owner_.watch.fail(error, is_mismatch(error) && !fabric::is_message(operation_.kind));
+      owner_.watchdog.fail(error, is_mismatch(error) && !fabric::is_message(operation_.kind));
     } catch (const std::exception& error) {
       owner_.on_broken(error.what());  // when the others have been told why
       throw;
     }
   }
-  owner_.watch.end(operation_, sequence_);
+  owner_.watchdog.end(operation_, sequence_);
   owner_.trace.add(operation_, sequence_, started_, completion_->finished());
   memory_.reset();
   ended_ = true;
@@ -110,12 +110,12 @@ void WatchedPending::explain(const std::exception_ptr& error) const {
     const std::string words = failure.what();
     // Engines have deadlines of their own, some as long as ours: whichever passes first.
     if (words.find("Timed out") != std::string::npos) {
-      owner_.watch.wait(operation_, sequence_, started_, [](milliseconds time) {
+      owner_.watchdog.wait(operation_, sequence_, started_, [](milliseconds time) {
         std::this_thread::sleep_for(time);
         return false;
       });
     }
-    owner_.watch.explain(operation_, sequence_, words.substr(0, words.find('\n')));
+    owner_.watchdog.explain(operation_, sequence_, words.substr(0, words.find('\n')));
   }
 }
 

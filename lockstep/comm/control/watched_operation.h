@@ -41,13 +41,13 @@ class Completion {
 
 bool is_mismatch(const std::exception_ptr& error);
 
-// A group's operation in flight: waits with the group's watch, turns the engine's errors into ours,
-// and tells the group when it is broken.
+// A group's operation in flight: waits with the group's watchdog, turns the engine's errors into
+// ours, and tells the group when it is broken.
 class WatchedPending final : public Pending {
  public:
   struct Owner {
     std::shared_ptr<GroupImpl> group;  // an operation in flight keeps its group
-    Watch& watch;
+    OperationWatchdog& watchdog;
     OperationTrace& trace;
     std::function<void(const std::string& why)> on_broken;
   };

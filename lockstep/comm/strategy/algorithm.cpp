@@ -17,7 +17,7 @@ namespace {
 
 }  // namespace
 
-std::span<std::byte> add_scratch(Job& job, size_t bytes) {
+std::span<std::byte> add_scratch(CollectiveJob& job, size_t bytes) {
   const std::shared_ptr<std::byte[]> scratch(new std::byte[bytes]);
   job.memory =
       std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
@@ -25,7 +25,7 @@ std::span<std::byte> add_scratch(Job& job, size_t bytes) {
   return {scratch.get(), bytes};
 }
 
-Operation Part::describe(const Job& job, OpKind kind) const {
+Operation AlgorithmGroup::describe(const CollectiveJob& job, OpKind kind) const {
   return {.kind = kind,
           .reduce = job.operation.reduce,
           .dtype = job.operation.dtype,
@@ -34,7 +34,7 @@ Operation Part::describe(const Job& job, OpKind kind) const {
 }
 
 // `work` is null where there is nothing to wait for.
-class Part::Step final : public Pending {
+class AlgorithmGroup::Step final : public Pending {
  public:
   Step() = default;
   Step(Running work, std::vector<int> ranks) : work_(std::move(work)), ranks_(std::move(ranks)) {}
@@ -54,7 +54,8 @@ class Part::Step final : public Pending {
   std::vector<int> ranks_;
 };
 
-Part::Running Part::submit(const Job& job, Operation operation) const {
+AlgorithmGroup::Running AlgorithmGroup::submit(const CollectiveJob& job,
+                                               Operation operation) const {
   try {
     return std::make_shared<Step>(group_->submit(std::move(operation), job.memory), ranks_);
   } catch (const PeerLost& lost) {
@@ -62,12 +63,13 @@ Part::Running Part::submit(const Job& job, Operation operation) const {
   }
 }
 
-Part::Running Part::copy(Bytes to, ConstBytes from) {
+AlgorithmGroup::Running AlgorithmGroup::copy(Bytes to, ConstBytes from) {
   if (!from.empty() && to.data() != from.data()) std::memmove(to.data(), from.data(), from.size());
   return std::make_shared<Step>();
 }
 
-Part::Running Part::send(const Job& job, ConstBytes data, int to) const {
+AlgorithmGroup::Running AlgorithmGroup::send(const CollectiveJob& job, ConstBytes data,
+                                             int to) const {
   Operation operation = describe(job, OpKind::send);
   operation.input = data;
   operation.root = to;
@@ -75,7 +77,7 @@ Part::Running Part::send(const Job& job, ConstBytes data, int to) const {
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::recv(const Job& job, Bytes data, int from) const {
+AlgorithmGroup::Running AlgorithmGroup::recv(const CollectiveJob& job, Bytes data, int from) const {
   Operation operation = describe(job, OpKind::recv);
   operation.output = data;
   operation.root = from;
@@ -83,7 +85,7 @@ Part::Running Part::recv(const Job& job, Bytes data, int from) const {
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::all_reduce(const Job& job, Bytes data) const {
+AlgorithmGroup::Running AlgorithmGroup::all_reduce(const CollectiveJob& job, Bytes data) const {
   if (size() == 1 || data.empty()) return std::make_shared<Step>();
   Operation operation = describe(job, OpKind::all_reduce);
   operation.input = operation.output = data;
@@ -91,7 +93,8 @@ Part::Running Part::all_reduce(const Job& job, Bytes data) const {
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::broadcast(const Job& job, Bytes data, int root) const {
+AlgorithmGroup::Running AlgorithmGroup::broadcast(const CollectiveJob& job, Bytes data,
+                                                  int root) const {
   if (size() == 1 || data.empty()) return std::make_shared<Step>();
   Operation operation = describe(job, OpKind::broadcast);
   operation.output = data;
@@ -101,8 +104,9 @@ Part::Running Part::broadcast(const Job& job, Bytes data, int root) const {
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::reduce_scatter(const Job& job, Bytes output, ConstBytes input,
-                                   std::vector<int64_t> counts) const {
+AlgorithmGroup::Running AlgorithmGroup::reduce_scatter(const CollectiveJob& job, Bytes output,
+                                                       ConstBytes input,
+                                                       std::vector<int64_t> counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::reduce_scatter);
   operation.input = input;
@@ -112,8 +116,9 @@ Part::Running Part::reduce_scatter(const Job& job, Bytes output, ConstBytes inpu
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::all_gather(const Job& job, Bytes output, ConstBytes input,
-                               std::vector<int64_t> counts) const {
+AlgorithmGroup::Running AlgorithmGroup::all_gather(const CollectiveJob& job, Bytes output,
+                                                   ConstBytes input,
+                                                   std::vector<int64_t> counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::all_gather);
   operation.input = input;
@@ -123,9 +128,10 @@ Part::Running Part::all_gather(const Job& job, Bytes output, ConstBytes input,
   return submit(job, std::move(operation));
 }
 
-Part::Running Part::all_to_all(const Job& job, Bytes output, ConstBytes input,
-                               std::vector<int64_t> send_counts,
-                               std::vector<int64_t> recv_counts) const {
+AlgorithmGroup::Running AlgorithmGroup::all_to_all(const CollectiveJob& job, Bytes output,
+                                                   ConstBytes input,
+                                                   std::vector<int64_t> send_counts,
+                                                   std::vector<int64_t> recv_counts) const {
   if (size() == 1) return copy(output, input);
   Operation operation = describe(job, OpKind::all_to_all);
   operation.input = input;
@@ -135,7 +141,7 @@ Part::Running Part::all_to_all(const Job& job, Bytes output, ConstBytes input,
   return submit(job, std::move(operation));
 }
 
-void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::byte> one,
+void accumulate(const CollectiveJob& job, std::span<std::byte> to, std::span<const std::byte> one,
                 std::span<const std::byte> other) {
   std::byte* const output = to.data();
   const std::byte* const inputs[] = {one.data(), other.data()};

@@ -22,7 +22,7 @@ using fabric::OpKind;
 
 // One operation to run. Reductions are sums, products, minima or maxima of what plain engines can
 // reduce (adapt.h). `memory` keeps the buffers alive, also those that a failure leaves in use.
-struct Job {
+struct CollectiveJob {
   Operation operation;
   std::shared_ptr<const void> memory;
   Deadline deadline;
@@ -31,7 +31,7 @@ struct Job {
 };
 
 // Memory for what is on its way, kept alive with the job's own.
-std::span<std::byte> add_scratch(Job& job, size_t bytes);
+std::span<std::byte> add_scratch(CollectiveJob& job, size_t bytes);
 
 class Algorithm {
  public:
@@ -39,17 +39,17 @@ class Algorithm {
   virtual layout::CommStrategy strategy() const = 0;
   virtual bool covers(OpKind kind) const = 0;
   // Called with one job at a time, in the same order on all ranks. Returns when it is done.
-  virtual void run(Job& job) = 0;
+  virtual void run(CollectiveJob& job) = 0;
   // The groups it uses, none of which carries anything else.
   virtual std::vector<GroupImpl*> groups() const = 0;
 };
 
 // One group of an algorithm, with operations in bytes. As in any group, messages and collectives
 // are in order and independent of each other. A PeerLost has the algorithm's rank.
-class Part {
+class AlgorithmGroup {
  public:
   // `ranks` are those of its members in the group that the algorithm is for.
-  Part(std::shared_ptr<GroupImpl> group, std::vector<int> ranks)
+  AlgorithmGroup(std::shared_ptr<GroupImpl> group, std::vector<int> ranks)
       : group_(std::move(group)), ranks_(std::move(ranks)) {}
 
   GroupImpl* group() const { return group_.get(); }
@@ -59,24 +59,24 @@ class Part {
   using Bytes = std::span<std::byte>;
   using ConstBytes = std::span<const std::byte>;
   using Running = std::shared_ptr<Pending>;
-  [[nodiscard]] Running send(const Job& job, ConstBytes data, int to) const;
-  [[nodiscard]] Running recv(const Job& job, Bytes data, int from) const;
-  // Counts are in elements of the job's dtype; a part of one rank copies.
-  [[nodiscard]] Running all_reduce(const Job& job, Bytes data) const;
-  [[nodiscard]] Running broadcast(const Job& job, Bytes data, int root) const;
-  [[nodiscard]] Running reduce_scatter(const Job& job, Bytes output, ConstBytes input,
+  [[nodiscard]] Running send(const CollectiveJob& job, ConstBytes data, int to) const;
+  [[nodiscard]] Running recv(const CollectiveJob& job, Bytes data, int from) const;
+  // Counts are in elements of the job's dtype; a group of one rank copies.
+  [[nodiscard]] Running all_reduce(const CollectiveJob& job, Bytes data) const;
+  [[nodiscard]] Running broadcast(const CollectiveJob& job, Bytes data, int root) const;
+  [[nodiscard]] Running reduce_scatter(const CollectiveJob& job, Bytes output, ConstBytes input,
                                        std::vector<int64_t> counts) const;
-  [[nodiscard]] Running all_gather(const Job& job, Bytes output, ConstBytes input,
+  [[nodiscard]] Running all_gather(const CollectiveJob& job, Bytes output, ConstBytes input,
                                    std::vector<int64_t> counts) const;
-  [[nodiscard]] Running all_to_all(const Job& job, Bytes output, ConstBytes input,
+  [[nodiscard]] Running all_to_all(const CollectiveJob& job, Bytes output, ConstBytes input,
                                    std::vector<int64_t> send_counts,
                                    std::vector<int64_t> recv_counts) const;
 
  private:
   class Step;
 
-  Operation describe(const Job& job, OpKind kind) const;
-  Running submit(const Job& job, Operation operation) const;
+  Operation describe(const CollectiveJob& job, OpKind kind) const;
+  Running submit(const CollectiveJob& job, Operation operation) const;
   static Running copy(Bytes to, ConstBytes from);
 
   std::shared_ptr<GroupImpl> group_;
@@ -84,7 +84,7 @@ class Part {
 };
 
 // Writes the sum of two to `to`, which may be one of them, in the job's sense of adding.
-void accumulate(const Job& job, std::span<std::byte> to, std::span<const std::byte> one,
+void accumulate(const CollectiveJob& job, std::span<std::byte> to, std::span<const std::byte> one,
                 std::span<const std::byte> other);
 
 // How data is cut so that the steps of an algorithm overlap: `total` bytes in equal pieces of whole

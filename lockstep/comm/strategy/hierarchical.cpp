@@ -27,7 +27,7 @@ constexpr size_t kSmallestPiece = 4 << 20;
 
 class Hierarchical final : public Algorithm {
  public:
-  Hierarchical(detail::HostLayout layout, int rank, Part inside, Part across)
+  Hierarchical(detail::HostLayout layout, int rank, AlgorithmGroup inside, AlgorithmGroup across)
       : layout_(std::move(layout)),
         inside_(std::move(inside)),
         across_(std::move(across)),
@@ -48,7 +48,7 @@ class Hierarchical final : public Algorithm {
   }
   std::vector<GroupImpl*> groups() const override { return {inside_.group(), across_.group()}; }
 
-  void run(Job& job) override {
+  void run(CollectiveJob& job) override {
     if (job.operation.count == 0) return;
     switch (job.operation.kind) {
       case OpKind::all_reduce:
@@ -137,16 +137,16 @@ class Hierarchical final : public Algorithm {
 
   // All ranks begin the steps in the same order, with two pieces on the network: one is sent while
   // the other is added up.
-  void all_reduce(const Job& job) const {
+  void all_reduce(const CollectiveJob& job) const {
     const Bytes whole = job.operation.output;
     const Pieces pieces(whole.size(), job.width(), kMostPieces, kSmallestPiece);
-    struct Piece {
+    struct PieceInFlight {
       Bytes whole, mine;
       Counts shares;
       std::shared_ptr<Pending> step;
     };
-    std::vector<Piece> all(pieces.count(whole.size()));
-    const auto sum_inside = [&](Piece& piece, size_t i) {
+    std::vector<PieceInFlight> all(pieces.count(whole.size()));
+    const auto sum_inside = [&](PieceInFlight& piece, size_t i) {
       piece.whole = pieces.of(whole, i);
       piece.shares.resize(static_cast<size_t>(inside_.size()));
       const auto count = static_cast<int64_t>(piece.whole.size() / job.width());
@@ -156,11 +156,11 @@ class Hierarchical final : public Algorithm {
       piece.mine = part(piece.whole, piece.shares, place_, job.width());
       piece.step = inside_.reduce_scatter(job, piece.mine, piece.whole, piece.shares);
     };
-    const auto sum_across = [&](Piece& piece) {
+    const auto sum_across = [&](PieceInFlight& piece) {
       piece.step->wait();
       piece.step = across_.all_reduce(job, piece.mine);
     };
-    const auto gather_inside = [&](Piece& piece) {
+    const auto gather_inside = [&](PieceInFlight& piece) {
       piece.step->wait();
       piece.step = inside_.all_gather(job, piece.whole, piece.mine, piece.shares);
     };
@@ -169,10 +169,10 @@ class Hierarchical final : public Algorithm {
       if (i >= 1 && i <= all.size()) sum_across(all[i - 1]);
       if (i >= 2) gather_inside(all[i - 2]);
     }
-    for (const Piece& piece : all) piece.step->wait();
+    for (const PieceInFlight& piece : all) piece.step->wait();
   }
 
-  void reduce_scatter(Job& job) const {
+  void reduce_scatter(CollectiveJob& job) const {
     const Operation& operation = job.operation;
     const Counts& counts = operation.send_counts;
     const size_t width = job.width();
@@ -196,7 +196,7 @@ class Hierarchical final : public Algorithm {
         ->wait();
   }
 
-  void all_gather(Job& job) const {
+  void all_gather(CollectiveJob& job) const {
     const Operation& operation = job.operation;
     const Counts& counts = operation.recv_counts;
     const size_t width = job.width();
@@ -219,7 +219,7 @@ class Hierarchical final : public Algorithm {
   }
 
   // Over the carriers at the first place: the network is no faster for more of them.
-  void broadcast(const Job& job) const {
+  void broadcast(const CollectiveJob& job) const {
     const Bytes whole = job.operation.output;
     const auto root = static_cast<size_t>(job.operation.root);
     const bool here = layout_.host[root] == host_;
@@ -229,15 +229,15 @@ class Hierarchical final : public Algorithm {
   }
 
   detail::HostLayout layout_;
-  Part inside_, across_;
+  AlgorithmGroup inside_, across_;
   int host_, place_, me_;
   std::vector<int> order_;  // ranks by carrier, host, place
 };
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_hierarchical(detail::HostLayout layout, int rank, Part inside,
-                                             Part across) {
+std::unique_ptr<Algorithm> make_hierarchical(detail::HostLayout layout, int rank,
+                                             AlgorithmGroup inside, AlgorithmGroup across) {
   return std::make_unique<Hierarchical>(std::move(layout), rank, std::move(inside),
                                         std::move(across));
 }

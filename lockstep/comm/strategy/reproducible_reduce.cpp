@@ -202,14 +202,14 @@ class detail::OrderedLine {
       bool done() const override { return completion.done(); }
     };
     const auto sum = std::make_shared<Sum>();
-    lane_.post([self = std::move(self), announced = std::move(announced), body = std::move(body),
-                sum]() mutable {
+    executor_.post([self = std::move(self), announced = std::move(announced),
+                    body = std::move(body), sum]() mutable {
       std::exception_ptr error;
       try {
         if (announced) announced->wait();
         if (!self->group_)
           self->group_ = Group(make_plain_group(self->membership_, self->backend_));
-        const Uncounted not_the_caller;
+        const ExcludeBlockedTime exclude;
         body(*self->group_);
       } catch (...) {
         error = std::current_exception();
@@ -226,7 +226,7 @@ class detail::OrderedLine {
   Membership membership_;
   std::string backend_;
   std::optional<Group> group_;  // of the thread
-  Lane lane_;
+  SerialExecutor executor_;
 };
 
 std::shared_ptr<detail::OrderedLine> detail::GroupImpl::ordered_line() {

@@ -55,7 +55,7 @@ std::vector<int64_t> balanced(int64_t total, int parts) {
 
 class Ring final : public Algorithm {
  public:
-  explicit Ring(Part messages)
+  explicit Ring(AlgorithmGroup messages)
       : messages_(std::move(messages)), size_(messages_.size()), me_(messages_.rank()) {}
 
   layout::CommStrategy strategy() const override { return layout::CommStrategy::ring; }
@@ -65,7 +65,7 @@ class Ring final : public Algorithm {
   }
   std::vector<GroupImpl*> groups() const override { return {messages_.group()}; }
 
-  void run(Job& job) override {
+  void run(CollectiveJob& job) override {
     const Operation& operation = job.operation;
     switch (operation.kind) {
       case OpKind::all_reduce: {
@@ -103,7 +103,7 @@ class Ring final : public Algorithm {
   // Ends with this rank's block complete. In step s the partial sum of block me - 2 - s comes in;
   // target(s, block) is where its sum with this rank's part of `input` goes, and is sent from in
   // the next step. A target may be used again two steps later.
-  void reduce(Job& job, const Blocks& blocks, ConstBytes input,
+  void reduce(CollectiveJob& job, const Blocks& blocks, ConstBytes input,
               const std::function<Bytes(int step, int block)>& target) const {
     struct Incoming {
       int step, block;
@@ -145,7 +145,7 @@ class Ring final : public Algorithm {
     for (Sends& rest : sends) wait(rest);
   }
 
-  void reduce_scatter(Job& job) const {
+  void reduce_scatter(CollectiveJob& job) const {
     const Operation& operation = job.operation;
     const Blocks blocks(operation.send_counts, job.width());
     const Bytes space = add_scratch(job, 2 * blocks.largest());
@@ -157,7 +157,7 @@ class Ring final : public Algorithm {
   }
 
   // Begins with this rank's block complete, ends with all of them.
-  void gather(Job& job, const Blocks& blocks, Bytes whole) const {
+  void gather(CollectiveJob& job, const Blocks& blocks, Bytes whole) const {
     const Pieces pieces(blocks.largest(), job.width());
     std::vector<std::pair<int, Bytes>> incoming;  // step, where it goes
     for (int step = 0; step < size_ - 1; ++step) {
@@ -174,8 +174,8 @@ class Ring final : public Algorithm {
   }
 
   // Receives pieces in order and sends on those of steps before `last`.
-  void pass_on(const Job& job, const std::vector<std::pair<int, Bytes>>& incoming, int last,
-               Sends& sends) const {
+  void pass_on(const CollectiveJob& job, const std::vector<std::pair<int, Bytes>>& incoming,
+               int last, Sends& sends) const {
     std::deque<std::shared_ptr<Pending>> receives;
     const auto ask = [&](size_t i) {
       if (i < incoming.size())
@@ -192,7 +192,7 @@ class Ring final : public Algorithm {
   }
 
   // A chain that begins at the root.
-  void broadcast(Job& job) const {
+  void broadcast(CollectiveJob& job) const {
     const Bytes whole = job.operation.output;
     const Pieces pieces(whole.size(), job.width());
     const int place = around(me_ - job.operation.root);
@@ -208,13 +208,13 @@ class Ring final : public Algorithm {
     wait(sends);
   }
 
-  Part messages_;
+  AlgorithmGroup messages_;
   int size_, me_;
 };
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_ring(Part messages) {
+std::unique_ptr<Algorithm> make_ring(AlgorithmGroup messages) {
   return std::make_unique<Ring>(std::move(messages));
 }
 

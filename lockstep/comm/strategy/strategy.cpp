@@ -36,23 +36,23 @@ class Maker {
   }
 
  private:
-  Part make_part(const std::string& name, const std::vector<int>& ranks,
-                 const std::string& backend) {
-    return Part(make_plain_group(detail::subgroup(base_, name, ranks), backend), ranks);
+  AlgorithmGroup make_algorithm_group(const std::string& name, const std::vector<int>& ranks,
+                                      const std::string& backend) {
+    return AlgorithmGroup(make_plain_group(detail::subgroup(base_, name, ranks), backend), ranks);
   }
-  Part messages(const char* strategy) {
+  AlgorithmGroup messages(const char* strategy) {
     std::vector<int> all(layout_.host.size());
     for (size_t rank = 0; rank < all.size(); ++rank) all[rank] = static_cast<int>(rank);
-    return make_part(format("{}:{}", base_.name, strategy), all, backend_);
+    return make_algorithm_group(format("{}:{}", base_.name, strategy), all, backend_);
   }
   std::unique_ptr<Algorithm> make_hierarchy() {
     const auto me = static_cast<size_t>(base_.rank);
     const int host = layout_.host[me], place = layout_.place[me];
-    Part inside =
-        make_part(format("{}:host{}", base_.name, host), layout_.hosts[static_cast<size_t>(host)],
-                  detail::backend_inside(backend_));
-    Part across =
-        make_part(format("{}:across{}", base_.name, place), layout_.peers(base_.rank), backend_);
+    AlgorithmGroup inside = make_algorithm_group(format("{}:host{}", base_.name, host),
+                                                 layout_.hosts[static_cast<size_t>(host)],
+                                                 detail::backend_inside(backend_));
+    AlgorithmGroup across = make_algorithm_group(format("{}:across{}", base_.name, place),
+                                                 layout_.peers(base_.rank), backend_);
     return make_hierarchical(layout_, base_.rank, std::move(inside), std::move(across));
   }
 

@@ -137,14 +137,14 @@ std::shared_ptr<Pending> StrategyGroup::submit(Operation operation,
     const std::lock_guard lock(queue_->mutex);
     queue_->items.push_back(item);
   }
-  lane_.post([queue = queue_, item] { queue->finish(*item); });
+  executor_.post([queue = queue_, item] { queue->finish(*item); });
   return std::make_shared<ItemPending>(queue_, std::move(item));
 }
 
 void StrategyGroup::run(Item& item) {
   const auto started = Clock::now();
   if (item.announcement) item.announcement->wait();  // its errors name the operation and the ranks
-  Job job{item.operation, item.memory, Deadline(item.operation.timeout)};
+  CollectiveJob job{item.operation, item.memory, Deadline(item.operation.timeout)};
   const OpKind kind = item.operation.kind;
   if (kind == OpKind::all_reduce || kind == OpKind::reduce_scatter) {
     detail::Adapted form = detail::adapt_reduction(std::move(job.operation), std::move(job.memory),

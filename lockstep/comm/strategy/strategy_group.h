@@ -65,7 +65,7 @@ class StrategyGroup final : public GroupImpl, public std::enable_shared_from_thi
   std::mutex submit_mutex_;  // operations are announced in the order in which they are queued
   uint64_t sequence_ = 0;    // with submit_mutex_
   std::shared_ptr<Queue> queue_;
-  detail::Lane lane_;
+  detail::SerialExecutor executor_;
 };
 
 }  // namespace lockstep::comm::strategy

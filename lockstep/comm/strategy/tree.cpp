@@ -16,7 +16,7 @@ using Bytes = std::span<std::byte>;
 
 class Tree final : public Algorithm {
  public:
-  explicit Tree(Part messages)
+  explicit Tree(AlgorithmGroup messages)
       : messages_(std::move(messages)), size_(messages_.size()), me_(messages_.rank()) {}
 
   layout::CommStrategy strategy() const override { return layout::CommStrategy::tree; }
@@ -25,25 +25,25 @@ class Tree final : public Algorithm {
   }
   std::vector<GroupImpl*> groups() const override { return {messages_.group()}; }
 
-  void run(Job& job) override {
+  void run(CollectiveJob& job) override {
     if (job.operation.output.empty()) return;
-    Run run(*this, job);
+    TreePass pass(*this, job);
     if (job.operation.kind == OpKind::broadcast) {
-      for (size_t i = 0; i < run.count; ++i) run.down(i);
+      for (size_t i = 0; i < pass.count; ++i) pass.down(i);
     } else {
       // Results of early pieces come down while late ones go up.
       const size_t lag = static_cast<size_t>(std::bit_width(static_cast<unsigned>(size_ - 1)));
-      for (size_t i = 0; i < run.count + lag; ++i) {
-        if (i < run.count) run.up(i);
-        if (i >= lag) run.down(i - lag);
+      for (size_t i = 0; i < pass.count + lag; ++i) {
+        if (i < pass.count) pass.up(i);
+        if (i >= lag) pass.down(i - lag);
       }
     }
-    for (const auto& send : run.sends) send->wait();
+    for (const auto& send : pass.sends) send->wait();
   }
 
  private:
-  struct Run {
-    Run(const Tree& tree, Job& j)
+  struct TreePass {
+    TreePass(const Tree& tree, CollectiveJob& j)
         : job(j), pieces(j.operation.output.size(), j.width()), messages(tree.messages_) {
       // Places are counted from the root, which for a sum is rank 0.
       const int root = j.operation.kind == OpKind::broadcast ? j.operation.root : 0;
@@ -98,9 +98,9 @@ class Tree final : public Algorithm {
         sends.push_back(messages.send(job, piece(i), *child));
     }
 
-    Job& job;
+    CollectiveJob& job;
     Pieces pieces;
-    const Part& messages;
+    const AlgorithmGroup& messages;
     int parent = -1;
     std::vector<int> children;  // by distance
     size_t count = 0;
@@ -109,13 +109,13 @@ class Tree final : public Algorithm {
     std::vector<std::shared_ptr<Pending>> sends;
   };
 
-  Part messages_;
+  AlgorithmGroup messages_;
   int size_, me_;
 };
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_tree(Part messages) {
+std::unique_ptr<Algorithm> make_tree(AlgorithmGroup messages) {
   return std::make_unique<Tree>(std::move(messages));
 }
 

@@ -7,6 +7,6 @@
 namespace lockstep::comm::strategy {
 
 // `messages` has the ranks of the group, in its order.
-std::unique_ptr<Algorithm> make_tree(Part messages);
+std::unique_ptr<Algorithm> make_tree(AlgorithmGroup messages);
 
 }  // namespace lockstep::comm::strategy

@@ -41,7 +41,7 @@ struct alignas(4 * sizeof(T)) Packed {
 
 // The part of a Philox block that a run has: lanes begin to end, of which lane 0 is, or would be,
 // at `place` in memory.
-struct Part {
+struct PhiloxSlice {
   int64_t block, place;
   int begin, end;
 
@@ -54,24 +54,24 @@ struct Part {
 };
 
 template <class T>
-__device__ Packed<T> load(const T* data, const Part& part) {
-  if (part.is_packed(data)) return *reinterpret_cast<const Packed<T>*>(data + part.place);
+__device__ Packed<T> load(const T* data, const PhiloxSlice& slice) {
+  if (slice.is_packed(data)) return *reinterpret_cast<const Packed<T>*>(data + slice.place);
   Packed<T> values = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (part.has(i)) values.lane[i] = data[part.place + i];
+    if (slice.has(i)) values.lane[i] = data[slice.place + i];
   }
   return values;
 }
 
 template <class T>
-__device__ void store(T* data, const Part& part, const Packed<T>& values) {
-  if (part.is_packed(data)) {
-    *reinterpret_cast<Packed<T>*>(data + part.place) = values;
+__device__ void store(T* data, const PhiloxSlice& slice, const Packed<T>& values) {
+  if (slice.is_packed(data)) {
+    *reinterpret_cast<Packed<T>*>(data + slice.place) = values;
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (part.has(i)) data[part.place + i] = values.lane[i];
+      if (slice.has(i)) data[slice.place + i] = values.lane[i];
     }
   }
 }
@@ -81,17 +81,17 @@ LOCKSTEP_HOST_DEVICE int64_t blocks_per_run(const Runs& runs) { return (runs.len
 
 // Each thread takes one block of one run at a time, then the one that is all threads further.
 template <class Body>
-__device__ void for_parts(const Runs& runs, Body body) {
+__device__ void for_philox_slices(const Runs& runs, Body body) {
   const int64_t per_run = blocks_per_run(runs), total = per_run * runs.count;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const auto visit = [&](int64_t run, int64_t begin, int64_t nth) {
     const int64_t block = begin / 4 + nth, index = 4 * block, end = begin + runs.length;
     if (index >= end) return;
-    body(Part{.block = block,
-              .place = run * runs.length + index - begin,
-              .begin = index < begin ? static_cast<int>(begin - index) : 0,
-              .end = end - index < 4 ? static_cast<int>(end - index) : 4});
+    body(PhiloxSlice{.block = block,
+                     .place = run * runs.length + index - begin,
+                     .begin = index < begin ? static_cast<int>(begin - index) : 0,
+                     .end = end - index < 4 ? static_cast<int>(end - index) : 4});
   };
   if (runs.count == 1) {  // the usual case, without divisions
     for (; i < total; i += step) visit(0, runs.first, i);
@@ -105,17 +105,17 @@ __device__ void for_parts(const Runs& runs, Body body) {
 
 template <class T>
 __global__ void fill_kernel(RandomKey key, Distribution distribution, Runs runs, T* out) {
-  for_parts(runs, [&](const Part& part) {
-    const auto words = random_words(key, part.block);
+  for_philox_slices(runs, [&](const PhiloxSlice& slice) {
+    const auto words = random_words(key, slice.block);
     const bool is_normal = distribution.kind == Distribution::Kind::normal;
     const auto values = transform(is_normal ? to_normal(words) : to_uniform(words), distribution);
     Packed<T> stored;
     for (int i = 0; i < 4; ++i) {
       // A value that is not truncated is inside already.
-      const float value = inside(values.lane[i], key, 4 * part.block + i, distribution);
+      const float value = inside(values.lane[i], key, 4 * slice.block + i, distribution);
       stored.lane[i] = Element<T>::store(value);
     }
-    store(out, part, stored);
+    store(out, slice, stored);
   });
 }
 
@@ -123,14 +123,14 @@ template <class T>
 __global__ void drop_kernel(RandomKey key, Drop drop, Runs runs, const T* in, T* out) {
   using Value = typename Element<T>::Value;
   const auto scale = static_cast<Value>(drop.scale);
-  for_parts(runs, [&](const Part& part) {
-    Packed<T> values = load(in, part);
-    const auto words = random_words(key, part.block);
+  for_philox_slices(runs, [&](const PhiloxSlice& slice) {
+    Packed<T> values = load(in, slice);
+    const auto words = random_words(key, slice.block);
     for (int i = 0; i < 4; ++i) {
       const Value kept = Element<T>::load(values.lane[i]) * scale;
       values.lane[i] = Element<T>::store(words.lane[i] < drop.threshold ? Value{0} : kept);
     }
-    store(out, part, values);
+    store(out, slice, values);
   });
 }
 

@@ -34,7 +34,7 @@ struct Moment {
   float* scales;
 };
 
-struct Job {
+struct PackedAdamWJob {
   void* param;
   const void* grad;
   uint16_t* remainder;
@@ -248,7 +248,7 @@ __device__ float joined(uint16_t param, uint16_t remainder, uint32_t above) {
 
 // P is float, or uint16_t for bfloat16; G likewise.
 template <class P, class G>
-__global__ void __launch_bounds__(kWarps* kLanes) packed_adamw_kernel(Job job) {
+__global__ void __launch_bounds__(kWarps* kLanes) packed_adamw_kernel(PackedAdamWJob job) {
   constexpr bool kHasMaster = sizeof(P) == 2;
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (block * codec::kBlock >= job.elements) return;  // a whole warp
@@ -310,7 +310,7 @@ Moment moment_at(Codec codec, std::byte* codes, int64_t elements) {
 }
 
 template <class P, class G>
-void launch(const Job& job, cudaStream_t stream) {
+void launch(const PackedAdamWJob& job, cudaStream_t stream) {
   const int64_t blocks = (job.elements + codec::kBlock - 1) / codec::kBlock;
   const auto grid = static_cast<unsigned>((blocks + kWarps - 1) / kWarps);
   packed_adamw_kernel<P, G><<<grid, kWarps * kLanes, 0, stream>>>(job);
@@ -323,7 +323,7 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
   if (slice.elements == 0) return;
   const PackedLayout layout = packed_layout(format, slice.elements);
   const bool has_master = format.param == DType::bfloat16;
-  Job job{};
+  PackedAdamWJob job{};
   job.param = slice.param;
   job.grad = slice.grad;
   job.remainder =

@@ -65,7 +65,7 @@ class AcrossHosts {
   void work(std::stop_token stop, int rank) {
     trace::name_thread(rank, "gradients across hosts");
     const c10::AutoGradMode no_grad(false);
-    const comm::Uncounted uncounted;  // who waits for this thread counts
+    const comm::ExcludeBlockedTime exclude;  // who waits for this thread counts
     std::unique_lock lock(mutex_);
     while (arrived_.wait(lock, stop, [this] { return !queue_.empty(); })) {
       std::packaged_task<void()> task = std::move(queue_.front());

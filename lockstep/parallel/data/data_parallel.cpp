@@ -81,23 +81,23 @@ namespace {
 using detail::Replica;
 
 // One call of run(). The model is changed under an exclusive lock and copied under a shared one.
-class Run {
+class ReplicaRun {
  public:
-  Run(detail::DataParallel& parallel, const detail::ReplicaStep& step,
-      const std::function<void()>& update)
+  ReplicaRun(detail::DataParallel& parallel, const detail::ReplicaStep& step,
+             const std::function<void()>& update)
       : parallel_(parallel), pace_(parallel.pace), step_(step), update_(update) {
     for (Replica& replica : parallel_.replicas) working_.push_back(&replica);
     pace_.start();
     if (!pace_.synchronous()) stand_in_for_model();
   }
 
-  ~Run() {  // a step that failed leaves gradients
+  ~ReplicaRun() {  // a step that failed leaves gradients
     for (Replica& replica : parallel_.replicas) {
       if (&replica != &parallel_.model()) clear_gradients(replica);
     }
   }
-  Run(const Run&) = delete;
-  Run& operator=(const Run&) = delete;
+  ReplicaRun(const ReplicaRun&) = delete;
+  ReplicaRun& operator=(const ReplicaRun&) = delete;
 
   void take_steps(size_t replica, int64_t steps) {
     try {
@@ -230,7 +230,7 @@ RunStats DataParallelHandle::run(int64_t steps, const detail::ReplicaStep& step,
   if (steps < 0)
     throw ConfigError(format("[DataParallel::run] steps is {}, must be at least 0", steps));
   const auto claim = replicas_->claim();
-  Run run(*replicas_, step, update);
+  ReplicaRun run(*replicas_, step, update);
   replicas_->for_each(devices().size(), [&](size_t i) { run.take_steps(i, steps); });
   return stats();
 }

@@ -100,8 +100,8 @@ std::shared_ptr<Recording> record(const std::function<const torch::nn::Module&()
   return recording;
 }
 
-at::Tensor first_value(const NamedTensor& parameter, const Recording& recording,
-                       const MaterializeOptions& options) {
+at::Tensor initial_value(const NamedTensor& parameter, const Recording& recording,
+                         const MaterializeOptions& options) {
   const at::NoGradGuard no_grad;
   const Materializer materializer(recording, options);
   return tensor_over(materializer.memory_of(parameter, true), parameter.tensor);

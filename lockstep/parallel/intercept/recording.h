@@ -61,8 +61,8 @@ class Recording {
 };
 
 // What materialize() would give to one parameter, in memory of its own.
-at::Tensor first_value(const NamedTensor& parameter, const Recording& recording,
-                       const MaterializeOptions& options);
+at::Tensor initial_value(const NamedTensor& parameter, const Recording& recording,
+                         const MaterializeOptions& options);
 // The same as materialize() for all tensors but parameters.
 void materialize_rest(torch::nn::Module& model, const Recording& recording,
                       const MaterializeOptions& options);

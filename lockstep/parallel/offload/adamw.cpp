@@ -13,7 +13,7 @@
 #include "lockstep/optim/gradients.h"
 #include "lockstep/optim/parameters/named_state.h"
 #include "lockstep/parallel/offload/offload.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/tiers/state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
 

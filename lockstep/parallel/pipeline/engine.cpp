@@ -92,7 +92,7 @@ milliseconds longest_wait(const schedule::Program& program, milliseconds timeout
 PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
   auto* const shard = std::get_if<FullyShardOptions>(&options.data);
   if (shard == nullptr || !shard->offload) return options;
-  const c10::Device device = options.first_values ? options.first_values->device : options.device;
+  const c10::Device device = options.initializer ? options.initializer->device : options.device;
   shard->offload = layout::divided(layout::resolved(*shard->offload, memory::device_bytes(device),
                                                     static_cast<int64_t>(available_memory())),
                                    chunks);
@@ -145,7 +145,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
       pipeline_(axes.pipeline.split(0, axes.pipeline.rank())),
       tensor_(axes.tensor, options.plan,
               {.sequence_parallel = options.sequence_parallel,
-               .broadcast = !options.first_values.has_value()}),
+               .broadcast = !options.initializer.has_value()}),
       data_rank_(axes.data.rank()),
       program_(schedule::lower(schedule, lower_options(options, schedule))),
       patience_(longest_wait(program_, axes.pipeline.timeout())),
@@ -214,7 +214,7 @@ Tensors PipelineEngine::take(const Action& action, int step) {
       {.gradient = step > 0, .microbatch = action.microbatch, .chunk = action.chunk});
 }
 
-Tensors PipelineEngine::inputs_of(const Action& action, const Run& run) {
+Tensors PipelineEngine::inputs_of(const Action& action, const ProgramRun& run) {
   if (layout().stage(rank(), action.chunk) > 0) {
     return take(action, -1);
   }
@@ -226,7 +226,7 @@ Tensors PipelineEngine::inputs_of(const Action& action, const Run& run) {
 }
 
 // To a stage of this rank at once; to another rank's when the program says so.
-void PipelineEngine::pass_on(const Action& action, Tensors tensors, Run& run) {
+void PipelineEngine::pass_on(const Action& action, Tensors tensors, ProgramRun& run) {
   const bool forward = action.op == Op::forward;
   const int to = layout().stage(rank(), action.chunk) + (forward ? 1 : -1);
   if (to < 0 || to == layout().stages()) return;
@@ -239,7 +239,7 @@ void PipelineEngine::pass_on(const Action& action, Tensors tensors, Run& run) {
   }
 }
 
-Tensors PipelineEngine::forward(const Action& action, Run& run) {
+Tensors PipelineEngine::forward(const Action& action, ProgramRun& run) {
   Stage& stage = *stages_[static_cast<size_t>(action.chunk)];
   Tensors inputs = inputs_of(action, run);
   if (run.batch.begin) run.batch.begin(action.microbatch);
@@ -253,7 +253,7 @@ Tensors PipelineEngine::forward(const Action& action, Run& run) {
   return outputs;
 }
 
-void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
+void PipelineEngine::compute(const Action& action, bool syncs, ProgramRun& run) {
   Stage& stage = *stages_[static_cast<size_t>(action.chunk)];
   if (action.op == Op::forward) {
     pass_on(action, forward(action, run), run);
@@ -275,7 +275,7 @@ void PipelineEngine::compute(const Action& action, bool syncs, Run& run) {
           run);
 }
 
-void PipelineEngine::add_to_trace(const TimedAction& timed, const Run& run) const {
+void PipelineEngine::add_to_trace(const TimedAction& timed, const ProgramRun& run) const {
   const int row_of = pipeline_.members()[static_cast<size_t>(rank())];
   static thread_local const trace::Row row(row_of, "pipeline");
   row.add(run.trains ? "pipeline" : "evaluate", schedule::name_of(timed.action, 2), timed.start,
@@ -284,7 +284,7 @@ void PipelineEngine::add_to_trace(const TimedAction& timed, const Run& run) cons
                  layout().stage(rank(), timed.action.chunk), rank(), data_rank_, num_steps_));
 }
 
-void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
+void PipelineEngine::act(const Action& action, bool reduces_next, ProgramRun& run) {
   const auto chunk = static_cast<size_t>(action.chunk);
   switch (action.op) {
     case Op::forward:
@@ -324,7 +324,7 @@ void PipelineEngine::act(const Action& action, bool reduces_next, Run& run) {
   }
 }
 
-at::Tensor PipelineEngine::run(const schedule::Program& program, Run run) {
+at::Tensor PipelineEngine::run(const schedule::Program& program, ProgramRun run) {
   if (run.trains) {
     stats = {};
     timeline.clear();

@@ -48,7 +48,7 @@ class PipelineEngine {
 
  private:
   // What one run of a program needs.
-  struct Run {
+  struct ProgramRun {
     const PipelineBatch& batch;
     bool reduces = true;
     bool trains = true;
@@ -61,14 +61,14 @@ class PipelineEngine {
   void check_plan();
   at::Tensor exchange_losses(const Tensors& losses);
   void abort(const std::string& why);
-  at::Tensor run(const schedule::Program& program, Run run);
-  void act(const schedule::Action& action, bool reduces_next, Run& run);
-  void compute(const schedule::Action& action, bool syncs, Run& run);
-  Tensors forward(const schedule::Action& action, Run& run);
-  Tensors inputs_of(const schedule::Action& action, const Run& run);
-  void pass_on(const schedule::Action& action, Tensors tensors, Run& run);
+  at::Tensor run(const schedule::Program& program, ProgramRun run);
+  void act(const schedule::Action& action, bool reduces_next, ProgramRun& run);
+  void compute(const schedule::Action& action, bool syncs, ProgramRun& run);
+  Tensors forward(const schedule::Action& action, ProgramRun& run);
+  Tensors inputs_of(const schedule::Action& action, const ProgramRun& run);
+  void pass_on(const schedule::Action& action, Tensors tensors, ProgramRun& run);
   void note_memory();
-  void add_to_trace(const TimedAction& timed, const Run& run) const;
+  void add_to_trace(const TimedAction& timed, const ProgramRun& run) const;
 
   // A message from the stage `step` further, for a chunk of this rank.
   Tensors take(const schedule::Action& action, int step);

@@ -107,7 +107,7 @@ struct Mailbox::Channel {
 
 struct Mailbox::Shared {
   Message receive(int from) const;
-  comm::Options patient() const;
+  comm::CollectiveOptions patient() const;
   void run(int from, Channel& channel);
 
   comm::Group group;
@@ -123,7 +123,7 @@ struct Mailbox::Shared {
   bool stopping = false;
 };
 
-comm::Options Mailbox::Shared::patient() const { return {.timeout = timeout}; }
+comm::CollectiveOptions Mailbox::Shared::patient() const { return {.timeout = timeout}; }
 
 Message Mailbox::Shared::receive(int from) const {
   at::Tensor header = at::empty({kHeaderWords}, at::kLong);
@@ -140,7 +140,7 @@ Message Mailbox::Shared::receive(int from) const {
 }
 
 void Mailbox::Shared::run(int from, Channel& channel) {
-  const comm::Uncounted uncounted;
+  const comm::ExcludeBlockedTime exclude;
   trace::name_thread(group.members()[static_cast<size_t>(group.rank())],
                      format("pipeline, from {}", from));
   std::unique_lock lock(mutex);

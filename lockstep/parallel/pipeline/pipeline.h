@@ -54,8 +54,8 @@ struct PipelineOptions {
   std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
   int max_unsharded = 3;
-  // Layers are built without memory, and get their first values so.
-  std::optional<MaterializeOptions> first_values = std::nullopt;
+  // Layers are built without memory, and get their initial values so.
+  std::optional<MaterializeOptions> initializer = std::nullopt;
   // Each layer is computed again in backward; `random` is what its random layers share, and `store`
   // where its inputs are kept, in memory if there is none.
   bool recompute = false;

@@ -9,7 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/recompute/recompute.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -51,12 +51,12 @@ Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParal
     return module;
   };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
-  if (!options.first_values) {
+  if (!options.initializer) {
     module_ = make();
     if (shard != nullptr) sharded_ = fully_shard(*module_, data, *shard);
   } else {
     auto deferred = parallel::deferred(make);
-    MaterializeOptions values = *options.first_values;
+    MaterializeOptions values = *options.initializer;
     values.rule = tensor.for_parts(std::move(values.rule));
     if (shard != nullptr) {
       sharded_ = fully_shard(deferred, data, *shard, values);

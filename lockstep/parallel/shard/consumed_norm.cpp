@@ -8,7 +8,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/parallel/shard/engine.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel::detail {
 

@@ -18,7 +18,7 @@
 #include "lockstep/parallel/intercept/recording.h"
 #include "lockstep/parallel/shard/arrange_offload.h"
 #include "lockstep/parallel/shard/precision.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/shard/units.h"
 
 namespace lockstep::parallel {
@@ -191,8 +191,9 @@ void check_not_sharded(const NamedTensors& parameters) {
 
 }  // namespace
 
-Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh::Mesh& given_mesh,
-                 const Recording* recording, const MaterializeOptions& first_values)
+ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions wanted,
+                                     const mesh::Mesh& given_mesh, const Recording* recording,
+                                     const MaterializeOptions& initializer)
     : model(given.shared_from_this()), options(std::move(wanted)) {
   const at::NoGradGuard no_grad;
   validate(options);
@@ -203,7 +204,7 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
                             options.offload || options.mixed_precision.param ||
                             options.mixed_precision.reduce;
   if (!needs_engine) {
-    if (recording != nullptr) materialize(*model, *recording, first_values);
+    if (recording != nullptr) materialize(*model, *recording, initializer);
     convert_buffers(*model, options);
     return;
   }
@@ -216,9 +217,9 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
     return parameter.tensor;
   };
   if (recording != nullptr) {
-    materialize_rest(*model, *recording, first_values);
+    materialize_rest(*model, *recording, initializer);
     value_of = [&](const optim::NamedParameter& parameter) {
-      return first_value({parameter.name, parameter.tensor}, *recording, first_values);
+      return initial_value({parameter.name, parameter.tensor}, *recording, initializer);
     };
   } else {
     broadcast_tensors(all, groups.all, 0);
@@ -226,7 +227,7 @@ Sharded::Sharded(torch::nn::Module& given, FullyShardOptions wanted, const mesh:
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   engine = std::make_shared<ShardEngine>(groups, options, model);
-  auto plans = Plans(groups, options).make(*model, first_values.device);
+  auto plans = Plans(groups, options).make(*model, initializer.device);
   std::shared_ptr<OffloadTiers> tiers;
   if (options.offload) {
     tiers = arrange_offload(
@@ -241,17 +242,17 @@ mesh::Mesh as_mesh(const comm::Group& group) { return mesh::Mesh::linear(group, 
 
 ShardedModel fully_shard_deferred(torch::nn::Module& model, const Recording& recording,
                                   const mesh::Mesh& mesh, FullyShardOptions options,
-                                  const MaterializeOptions& first_values) {
-  return ShardedModel(
-      std::make_shared<Sharded>(model, std::move(options), mesh, &recording, first_values));
+                                  const MaterializeOptions& initializer) {
+  return ShardedModel(std::make_shared<ShardedModelState>(model, std::move(options), mesh,
+                                                          &recording, initializer));
 }
 
 }  // namespace detail
 
 ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,
                          FullyShardOptions options) {
-  return ShardedModel(std::make_shared<detail::Sharded>(model, std::move(options), mesh, nullptr,
-                                                        MaterializeOptions{}));
+  return ShardedModel(std::make_shared<detail::ShardedModelState>(model, std::move(options), mesh,
+                                                                  nullptr, MaterializeOptions{}));
 }
 
 ShardedModel fully_shard(torch::nn::Module& model, const comm::Group& group,

@@ -67,20 +67,20 @@ struct NamedShard {
 
 namespace detail {
 class ShardEngine;
-class Sharded;
+class ShardedModelState;
 class Recording;
 }  // namespace detail
 
 // While one is alive, a backward does not end in gradients for the optimizer; see NoSyncGradients.
 class [[nodiscard]] NoSyncShards {
  public:
-  explicit NoSyncShards(std::shared_ptr<detail::Sharded> sharded);
+  explicit NoSyncShards(std::shared_ptr<detail::ShardedModelState> sharded);
   ~NoSyncShards();
   NoSyncShards(NoSyncShards&&) = default;
   NoSyncShards& operator=(NoSyncShards&&) = delete;
 
  private:
-  std::shared_ptr<detail::Sharded> sharded_;
+  std::shared_ptr<detail::ShardedModelState> sharded_;
 };
 
 struct SummonOptions {
@@ -92,20 +92,21 @@ struct SummonOptions {
 // thread and shm, on one; after a step, that one waits until the others use the model.
 class [[nodiscard]] Summon {
  public:
-  Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options);
+  Summon(std::shared_ptr<detail::ShardedModelState> sharded, SummonOptions options);
   ~Summon();
   Summon(Summon&&) = default;
   Summon& operator=(Summon&&) = delete;
 
  private:
-  std::shared_ptr<detail::Sharded> sharded_;
+  std::shared_ptr<detail::ShardedModelState> sharded_;
   SummonOptions options_;
 };
 
 // A value: copies share everything. Keep one as long as the model is used.
 class ShardedModel {
  public:
-  explicit ShardedModel(std::shared_ptr<detail::Sharded> sharded) : sharded_(std::move(sharded)) {}
+  explicit ShardedModel(std::shared_ptr<detail::ShardedModelState> sharded)
+      : sharded_(std::move(sharded)) {}
 
   // What the optimizer updates: one flat shard for each unit, or with use_orig_params this rank's
   // rows of each parameter; and tensors that are whole. On a group of one, the model's own.
@@ -157,10 +158,10 @@ class ShardedModel {
   // state of its shape. Other shapes (step counts) belong to the whole parameter.
   std::vector<NamedShard> parts_of(const std::string& parameter, const at::Tensor& tensor) const;
 
-  std::shared_ptr<detail::Sharded> shared() const { return sharded_; }
+  std::shared_ptr<detail::ShardedModelState> shared() const { return sharded_; }
 
  private:
-  std::shared_ptr<detail::Sharded> sharded_;
+  std::shared_ptr<detail::ShardedModelState> sharded_;
 };
 
 // Shards the model over the group, or over the axes of the mesh: with hybrid_shard the second of
@@ -176,21 +177,21 @@ ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,
 namespace detail {
 ShardedModel fully_shard_deferred(torch::nn::Module& model, const Recording& recording,
                                   const mesh::Mesh& mesh, FullyShardOptions options,
-                                  const MaterializeOptions& first_values);
+                                  const MaterializeOptions& initializer);
 mesh::Mesh as_mesh(const comm::Group& group);
 }  // namespace detail
 template <class Model>
 ShardedModel fully_shard(Deferred<Model>& deferred, const mesh::Mesh& mesh,
                          FullyShardOptions options = {},
-                         const MaterializeOptions& first_values = {}) {
+                         const MaterializeOptions& initializer = {}) {
   return detail::fully_shard_deferred(*deferred.model, *deferred.recording, mesh,
-                                      std::move(options), first_values);
+                                      std::move(options), initializer);
 }
 template <class Model>
 ShardedModel fully_shard(Deferred<Model>& deferred, const comm::Group& group,
                          FullyShardOptions options = {},
-                         const MaterializeOptions& first_values = {}) {
-  return fully_shard(deferred, detail::as_mesh(group), std::move(options), first_values);
+                         const MaterializeOptions& initializer = {}) {
+  return fully_shard(deferred, detail::as_mesh(group), std::move(options), initializer);
 }
 
 }  // namespace lockstep::parallel

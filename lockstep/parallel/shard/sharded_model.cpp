@@ -12,14 +12,14 @@
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/shard/consumed_norm.h"
 #include "lockstep/parallel/shard/fully_shard.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel {
 
 using detail::Flat;
 using detail::Member;
 
-NoSyncShards::NoSyncShards(std::shared_ptr<detail::Sharded> sharded)
+NoSyncShards::NoSyncShards(std::shared_ptr<detail::ShardedModelState> sharded)
     : sharded_(std::move(sharded)) {
   if (sharded_->engine) sharded_->engine->gradients().change_no_sync(1);
 }
@@ -27,7 +27,7 @@ NoSyncShards::~NoSyncShards() {
   if (sharded_ && sharded_->engine) sharded_->engine->gradients().change_no_sync(-1);
 }
 
-Summon::Summon(std::shared_ptr<detail::Sharded> sharded, SummonOptions options)
+Summon::Summon(std::shared_ptr<detail::ShardedModelState> sharded, SummonOptions options)
     : sharded_(std::move(sharded)), options_(options) {
   if (sharded_->engine) sharded_->engine->begin_summon(options_.write_back);
 }
@@ -118,7 +118,7 @@ struct Place {
   const Member* member = nullptr;
 };
 
-Place find(const detail::Sharded& sharded, const std::string& name) {
+Place find(const detail::ShardedModelState& sharded, const std::string& name) {
   Place place;
   if (sharded.engine) place.flat = sharded.engine->find(name, &place.member);
   if (place.flat != nullptr) return place;

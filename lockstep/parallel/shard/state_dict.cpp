@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/shard/fully_shard.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel {
 namespace {

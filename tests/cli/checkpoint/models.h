@@ -66,7 +66,7 @@ inline std::vector<float> part_of(const std::vector<float>& whole,
                                   const formats::ShardSlice& slice) {
   std::vector<float> part(static_cast<size_t>(slice.box.numel()));
   layout::for_each_run(slice.box, layout::Box::whole(slice.shape), slice.box,
-                       [&](const layout::Run& run) {
+                       [&](const layout::ContiguousRun& run) {
                          std::copy_n(whole.begin() + run.from, run.size, part.begin() + run.to);
                        });
   return part;

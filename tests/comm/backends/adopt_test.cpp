@@ -31,7 +31,7 @@ std::vector<Result> run_gloo(int size, const std::string& what = "",
   return results;
 }
 
-TEST(AdoptProcessGroup, KeepsAllPromises) {
+TEST(AdoptProcessGroup, PassesTheConformanceChecks) {
   const auto results = run_gloo(3);
   for (const Result& result : results) EXPECT_EQ(result.code, 0) << result.err;
   for (int rank = 0; rank < 3; ++rank) {
@@ -42,7 +42,7 @@ TEST(AdoptProcessGroup, KeepsAllPromises) {
   }
 }
 
-TEST(AdoptProcessGroup, ItsRanksOverAnotherBackend) {
+TEST(AdoptProcessGroup, MakesAGroupOfItsRanksOverAnotherBackend) {
   for (const Result& result : run_gloo(2, "shm")) {
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.out, HasSubstr("of 2, backend shm, all checks hold, mean gradient 1.0"));
@@ -57,7 +57,7 @@ TEST(AdoptProcessGroup, ADeadRankIsNamed) {
   }
 }
 
-TEST(AdoptProcessGroup, WhatKeepsOneRankAwayIsSaidByAll) {
+TEST(AdoptProcessGroup, AllRanksSayWhyOneCannotTakePart) {
   const auto results = run_gloo(3, "", {"LOCKSTEP_TIMEOUT=soon"});
   const std::string reason = "LOCKSTEP_TIMEOUT=soon must be a number of seconds above 0";
   for (const Result& result : results) EXPECT_EQ(result.code, 2) << result.err;
@@ -80,7 +80,7 @@ Result run_mpi(int size, const std::string& what) {
   return process.wait(milliseconds{120'000});
 }
 
-TEST(AdoptMpiComm, KeepsAllPromises) {
+TEST(AdoptMpiComm, PassesTheConformanceChecks) {
   // Its own name means the same as "auto": a new group would need MPI's whole world.
   const Result result = run_mpi(4, "mpi");
   EXPECT_EQ(result.code, 0) << result.err;
@@ -93,7 +93,7 @@ TEST(AdoptMpiComm, KeepsAllPromises) {
   EXPECT_THAT(result.out, HasSubstr("rank 0 of 1, local 0 of 1, backend none, all checks hold"));
 }
 
-TEST(AdoptMpiComm, ItsRanksOverAnotherBackend) {
+TEST(AdoptMpiComm, MakesAGroupOfItsRanksOverAnotherBackend) {
   const Result result = run_mpi(3, "shm");
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, backend shm, all checks hold"));

@@ -86,7 +86,7 @@ TransportFactory factory_of() {
   return [](const TransportSite& site) { return std::make_unique<T>(site); };
 }
 
-TEST(CustomBackend, KeepsAllPromisesWithSendAndRecvAlone) {
+TEST(CustomBackend, SendAndRecvAlonePassTheConformanceChecks) {
   register_backend("plain", factory_of<ThreadTransport>());
   for (const int size : {2, 5}) {
     for (const ConformanceCheck& check : conformance_checks()) {
@@ -117,7 +117,7 @@ TEST(CustomBackend, ComparesWhatAStrategyRuns) {
                .check = true});
 }
 
-TEST(CustomBackend, HasTheSumsOfTheOthers) {
+TEST(CustomBackend, HasTheSumsOfOtherBackends) {
   register_backend("summing", factory_of<ThreadTransport>());
   const auto sum = [](const std::string& backend) {
     at::Tensor result;
@@ -168,7 +168,7 @@ class SummingTransport final : public ThreadTransport {
   int rank_, size_;
 };
 
-TEST(CustomBackend, DoesItselfWhatItSaysItRuns) {
+TEST(CustomBackend, RunsTheCollectivesThatItDeclares) {
   register_backend("engine", factory_of<SummingTransport>());
   run_threads(3,
               [](const Group& group) {

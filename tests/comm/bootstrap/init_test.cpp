@@ -22,7 +22,7 @@ Result run(const std::vector<std::string>& argv, const std::vector<std::string>&
   return process.wait(milliseconds{60'000});
 }
 
-TEST(Init, NobodyMeansAGroupOfOne) {
+TEST(Init, WithoutALauncherTheGroupHasOneRank) {
   const Result result = run({kInitRank});
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 0 of 1, local 0 of 1, backend none, sum 1"));

@@ -24,9 +24,9 @@ class StoreThatIsGone final : public launch::Store {
   bool remove(const std::string&) override { return false; }
 };
 
-class Alone : public testing::Test {
+class RendezvousGone : public testing::Test {
  protected:
-  Alone() {
+  RendezvousGone() {
     auto world = std::make_shared<World>();
     world->store = std::make_shared<StoreThatIsGone>();
     world->hosts = {0, 1};
@@ -39,22 +39,22 @@ class Alone : public testing::Test {
   fabric::Operation operation_;
 };
 
-TEST_F(Alone, AnOperationThatEndsSoonIsDone) {
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+TEST_F(RendezvousGone, WaitsForAnOperationThatEndsSoon) {
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   int asked = 0;
-  EXPECT_NO_THROW(watch.wait(operation_, sequence, Clock::now(), [&](milliseconds) {
+  EXPECT_NO_THROW(watchdog.wait(operation_, sequence, Clock::now(), [&](milliseconds) {
     return ++asked == 4;  // at once, all of them
   }));
   EXPECT_EQ(asked, 4);
 }
 
-TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+TEST_F(RendezvousGone, GivesUpAnOperationLongBeforeItsDeadline) {
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   const auto start = Clock::now();
   try {
-    watch.wait(operation_, sequence, start, [](milliseconds time) {
+    watchdog.wait(operation_, sequence, start, [](milliseconds time) {
       std::this_thread::sleep_for(time);
       return false;
     });
@@ -65,18 +65,19 @@ TEST_F(Alone, OneThatDoesNotIsGivenUpLongBeforeItsDeadline) {
   EXPECT_LT(seconds_since(start), 15);
 }
 
-TEST_F(Alone, AGroupWithoutTheRankThatHostsItWaitsOn) {
+TEST_F(RendezvousGone, AGroupWithoutTheHostingRankKeepsWaiting) {
   membership_.members = {1, 2};
-  Watch watch(membership_);
-  const uint64_t sequence = watch.begin(operation_);
+  OperationWatchdog watchdog(membership_);
+  const uint64_t sequence = watchdog.begin(operation_);
   const auto start = Clock::now();
-  EXPECT_NO_THROW(watch.wait(operation_, sequence, start, [&](milliseconds time) {
+  EXPECT_NO_THROW(watchdog.wait(operation_, sequence, start, [&](milliseconds time) {
     std::this_thread::sleep_for(time);
     return seconds_since(start) > 1.5;
   }));
   operation_.timeout = milliseconds{50};
-  EXPECT_THROW(watch.wait(operation_, sequence, Clock::now(), [](milliseconds) { return false; }),
-               CommError);
+  EXPECT_THROW(
+      watchdog.wait(operation_, sequence, Clock::now(), [](milliseconds) { return false; }),
+      CommError);
 }
 
 }  // namespace

@@ -15,12 +15,12 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(RequireSame, IsSilentWhereItIs) {
+TEST(RequireSame, EqualTextsPass) {
   run_threads(3, [](const Group& group) { require_same("a = 1\nb = 2\n", group); });
   require_same("alone", Group());
 }
 
-TEST(RequireSame, SaysOnAllRanksWhoHasWhatInTheFirstLineThatDiffers) {
+TEST(RequireSame, AllRanksNameTheFirstLineThatDiffers) {
   std::mutex mutex;
   std::multiset<std::string> messages;
   run_threads(4, [&](const Group& group) {
@@ -37,7 +37,7 @@ TEST(RequireSame, SaysOnAllRanksWhoHasWhatInTheFirstLineThatDiffers) {
               AllOf(HasSubstr("b = 2 on ranks 0, 1, 3 ("), HasSubstr("; b = 3 on rank 2 (")));
 }
 
-TEST(RequireSame, ALineTooManyIsADifference) {
+TEST(RequireSame, AnExtraLineIsADifference) {
   EXPECT_EQ(detail::difference({{"x", {"a", "b"}}, {"y", {"a"}}}),
             "b on rank 0 (x); nothing on rank 1 (y)");
   EXPECT_EQ(detail::difference({{"x", {"a"}}, {"y", {"a"}}}), "");

@@ -37,7 +37,7 @@ class Strategies : public ::testing::TestWithParam<Case> {
   }
 };
 
-TEST_P(Strategies, Conform) {
+TEST_P(Strategies, PassTheConformanceChecks) {
   for (const ConformanceCheck& check : conformance_checks()) {
     SCOPED_TRACE(check.name);
     try {
@@ -82,7 +82,7 @@ struct Large : ::testing::TestWithParam<CommStrategy> {};
 
 // Vectors that go in several pieces, of different lengths: values, and the same bits on all ranks
 // and from run to run.
-TEST_P(Large, InPieces) {
+TEST_P(Large, VectorsSentInSeveralPiecesAreSummedRight) {
   constexpr int kRanks = 5;
   constexpr int64_t kCount = 700'003;
   const std::vector<int64_t> counts{250'001, 0, 150'000, 300'001, 1};

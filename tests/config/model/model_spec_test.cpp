@@ -127,7 +127,7 @@ TEST(ModelSpec, FfnOfLlamaIsTwoThirds) {
   EXPECT_EQ((ModelSpec{.kind = ModelKind::llama, .hidden = 25}.ffn_size()), 128);  // 66.67
 }
 
-TEST(ModelSpec, Rules) {
+TEST(ModelSpec, RejectsBadSizes) {
   expect_refused({.layers = 0}, "[model] layers is 0, must be at least 1 and at most 65536");
   expect_refused({.hidden = -8}, "[model] hidden is -8, must be at least 1 and at most 1048576");
   expect_refused({.heads = 0}, "[model] heads is 0, must be at least 1 and at most 128");

@@ -27,7 +27,7 @@ TEST(Interface, HasAnAddress) {
   EXPECT_EQ(address_of_interface("lo", "10.0.0.1"), "127.0.0.1");
 }
 
-TEST(Interface, OneThatIsNotThereIsAnErrorThatListsTheOthers) {
+TEST(Interface, AMissingInterfaceIsAnErrorThatListsTheOthers) {
   EXPECT_THAT(refusal([] { address_of_interface("eth77"); }),
               AllOf(HasSubstr("no 'eth77'; there are "), HasSubstr("lo (127.0.0.1")));
 }
@@ -39,7 +39,7 @@ TEST(Interface, LoopbackIsNotForOthers) {
   EXPECT_FALSE(is_loopback("10.0.0.127"));
 }
 
-TEST(Interface, WhoIsKnownByAnAddressListensThereOrOnTheInterfaceThatIsNamed) {
+TEST(Interface, ListensOnTheGivenAddressOrTheNamedInterface) {
   EXPECT_EQ(listening_address({"somewhere", 1}, "").text(), "somewhere:1");
   EXPECT_EQ(listening_address({"127.0.0.1", 1}, "lo").text(), "127.0.0.1:1");
   EXPECT_EQ(listening_address({"0.0.0.0", 1}, "lo").text(), "127.0.0.1:1");

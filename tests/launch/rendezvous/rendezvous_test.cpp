@@ -117,7 +117,7 @@ TEST(Rendezvous, ARankConnectsOnceAndAllCountTheSameWorld) {
 // What those who wait for the meeting hear.
 std::string meeting(RendezvousClient& waiting) { return waiting.get(kMeetingKey, in(20'000)); }
 
-TEST(Rendezvous, OneWhoIsTurnedAwayEndsTheMeetingForAll) {
+TEST(Rendezvous, ARefusedRankEndsTheRendezvousForAll) {
   {
     RendezvousServer server(kToken);
     auto first = client(server, 0, 3);
@@ -132,7 +132,7 @@ TEST(Rendezvous, OneWhoIsTurnedAwayEndsTheMeetingForAll) {
   EXPECT_EQ(meeting(good), "refused rank 2 counts 4 ranks in all, rank 0 counts 3");
 }
 
-TEST(Rendezvous, NothingEndsAMeetingThatIsOverAndNobodyOfAnEarlierGenerationDoes) {
+TEST(Rendezvous, EarlierGenerationsCannotEndARendezvousAndNothingEndsAFinishedOne) {
   RendezvousServer server(kToken);
   server.begin_generation(1);
   auto first = client(server, 0, 2, 1);
@@ -172,7 +172,7 @@ TEST(Rendezvous, WhatIsLostInOneIncarnationMayComeToTheNext) {
   EXPECT_EQ(new1.find(kMeetingKey), std::nullopt);
 }
 
-TEST(Rendezvous, OneWhoLeavesTooSoonEndsTheMeetingForAll) {
+TEST(Rendezvous, ARankThatLeavesEarlyEndsTheRendezvousForAll) {
   RendezvousServer server(kToken);
   auto first = client(server, 0, 2);
   { auto leaves = client(server, 1, 2); }
@@ -219,7 +219,7 @@ TEST(Rendezvous, AServerOfOneIncarnationSendsRanksOnToTheNext) {
   EXPECT_EQ(next.get(), "new");
 }
 
-TEST(Rendezvous, OneWhoIsLostEndsTheMeetingForAll) {
+TEST(Rendezvous, ALostRankEndsTheRendezvousForAll) {
   RendezvousServer server(kToken);
   auto first = client(server, 0, 3);
   server.mark_lost(2, "ended with code 9");

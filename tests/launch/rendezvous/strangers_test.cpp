@@ -196,7 +196,7 @@ TEST(Rendezvous, AServerThatDoesNotKnowTheTokenIsFoundOut) {
               HasSubstr("does not know the job's token"));
 }
 
-TEST(Rendezvous, AThousandStrangersNeitherDelayNorEndAMeeting) {
+TEST(Rendezvous, AThousandStrangersNeitherDelayNorEndARendezvous) {
   rlimit files{};
   getrlimit(RLIMIT_NOFILE, &files);
   files.rlim_cur = std::min<rlim_t>(files.rlim_max, 8192);

@@ -27,33 +27,33 @@ const std::vector<Distribution> kDistributions = {
     Distribution::uniform(0, 1), Distribution::uniform(-3, 0.5), Distribution::normal(0, 1),
     Distribution::normal(1.5, 0.02), Distribution::truncated_normal(0, 1, -0.5, 2)};
 
-struct Piece {
+struct BoxCase {
   Shape shape;
   Box box;
   Shape sizes;  // of the box
 };
 
 // Boxes of all kinds of runs: long and short, one and many, beginning anywhere in a block.
-std::vector<Piece> pieces() {
+std::vector<BoxCase> box_cases() {
   std::mt19937 random(1);
   const auto below = [&](int64_t n) {
     return std::uniform_int_distribution<int64_t>(0, n)(random);
   };
-  std::vector<Piece> pieces;
+  std::vector<BoxCase> cases;
   for (int round = 0; round < 200; ++round) {
-    Piece piece;
+    BoxCase box_case;
     const auto dims = 1 + below(3);
     for (int64_t dim = 0; dim < dims; ++dim) {
-      piece.shape.push_back(1 + below(dims == 1 ? 4000 : 13));
-      const auto begin = below(piece.shape.back());
-      piece.box.ranges.push_back(
-          below(1) ? layout::Range{begin, begin + below(piece.shape.back() - begin)}
-                   : layout::Range{0, piece.shape.back()});
-      piece.sizes.push_back(piece.box.ranges.back().size());
+      box_case.shape.push_back(1 + below(dims == 1 ? 4000 : 13));
+      const auto begin = below(box_case.shape.back());
+      box_case.box.ranges.push_back(
+          below(1) ? layout::Range{begin, begin + below(box_case.shape.back() - begin)}
+                   : layout::Range{0, box_case.shape.back()});
+      box_case.sizes.push_back(box_case.box.ranges.back().size());
     }
-    pieces.push_back(piece);
+    cases.push_back(box_case);
   }
-  return pieces;
+  return cases;
 }
 
 at::Tensor bits_of(const at::Tensor& tensor) {
@@ -96,13 +96,13 @@ TEST(RandomCuda, NormalNumbersAreTheSameOverManyBlocks) {
 
 TEST(RandomCuda, SlicesHaveTheBitsOfTheCpu) {
   size_t round = 0;
-  for (const auto& piece : pieces()) {
+  for (const auto& box_case : box_cases()) {
     const auto dtype = kTypes[round % 4];
     const auto& distribution = kDistributions[round++ % kDistributions.size()];
-    auto cpu = at::empty(piece.sizes, dtype);
-    auto gpu = at::empty(piece.sizes, at::TensorOptions(dtype).device(at::kCUDA));
-    fill(cpu, kKey, distribution, Slice{piece.shape, piece.box});
-    fill(gpu, kKey, distribution, Slice{piece.shape, piece.box});
+    auto cpu = at::empty(box_case.sizes, dtype);
+    auto gpu = at::empty(box_case.sizes, at::TensorOptions(dtype).device(at::kCUDA));
+    fill(cpu, kKey, distribution, Slice{box_case.shape, box_case.box});
+    fill(gpu, kKey, distribution, Slice{box_case.shape, box_case.box});
     expect_same(gpu, cpu);
   }
 }
@@ -144,12 +144,13 @@ TEST(RandomCuda, FollowsTheIndicesNotTheMemory) {
 
 TEST(RandomCuda, DropoutHasTheBitsOfTheCpuForwardAndBackward) {
   size_t round = 0;
-  for (const auto& piece : pieces()) {
+  for (const auto& box_case : box_cases()) {
     const auto dtype = kTypes[round++ % 4];
-    const auto x = at::randn(piece.sizes).to(dtype), gradient = at::randn(piece.sizes).to(dtype);
+    const auto x = at::randn(box_case.sizes).to(dtype),
+               gradient = at::randn(box_case.sizes).to(dtype);
     const auto cpu = x.clone().requires_grad_();
     const auto gpu = x.to(at::kCUDA).requires_grad_();
-    const Slice slice{piece.shape, piece.box};
+    const Slice slice{box_case.shape, box_case.box};
     const auto y = dropout(cpu, 0.3, kKey, slice), z = dropout(gpu, 0.3, kKey, slice);
     expect_same(z.detach(), y.detach());
     y.backward(gradient);

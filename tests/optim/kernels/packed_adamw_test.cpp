@@ -310,7 +310,7 @@ TEST(PackedAdamW, Layout) {
   EXPECT_EQ(plain.total, 512u);
 }
 
-TEST(PackedAdamW, OtherTypesAreABug) {
+TEST(PackedAdamW, RejectsOtherTypes) {
   EXPECT_THROW(packed_adamw({.param = DType::float16}, {}, {}), std::logic_error);
   EXPECT_THROW(packed_adamw({.param = DType::float32, .grad = DType::bfloat16}, {}, {}),
                std::logic_error);

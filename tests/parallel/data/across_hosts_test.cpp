@@ -24,7 +24,7 @@ double sent(const nlohmann::json& event) {
 }
 
 // As in comm/overlap_test.cpp, whose main() sets LOCKSTEP_TRACE.
-TEST(AcrossHosts, HalfTheBytesCrossAndAllOfThemStayInside) {
+TEST(AcrossHosts, CompressesBetweenHostsAndNotInsideAHost) {
   constexpr int64_t kCount = 12'000;
   const std::pair<std::string, std::function<GradientHook()>> cases[] = {
       {"whole", [] { return hooks::across_hosts({}); }},

@@ -302,7 +302,7 @@ TEST(DataParallelRun, AFailedStepLeavesNoGradients) {
   EXPECT_FALSE(update.model->w.grad().defined());
 }
 
-TEST(DataParallelRun, MayNotUseItself) {
+TEST(DataParallelRun, NestedRunsAreRefused) {
   Descent update;
   auto parallel = data_parallel(update.model, {.devices = cpus(2)});
   EXPECT_THAT(message_of([&] {

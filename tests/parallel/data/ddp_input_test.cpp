@@ -232,7 +232,7 @@ TEST(DdpInput, RanksAgreeWhoseWeightsCount) {
 }
 
 // What a rank accumulated before it ran out of data is not part of the others' next step.
-TEST(DdpInput, LeftoversOfARankThatLeavesDoNotCount) {
+TEST(DdpInput, UnreducedGradientsOfARankThatRanOutOfDataDoNotCount) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp =
         parallel::ddp(MlpTask::make(1), group, {.uneven_inputs = true, .reproducible = true});

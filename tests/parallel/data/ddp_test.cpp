@@ -481,7 +481,7 @@ TEST(Ddp, AHandleKeepsTheModel) {
   });
 }
 
-TEST(Ddp, TellsWhatItIs) {
+TEST(Ddp, ReportsGroupOptionsAndDevices) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 77});
     EXPECT_EQ(ddp.rank(), group.rank());

@@ -120,7 +120,7 @@ TEST(AcrossHosts, AveragesOverAllRanks) {
   }
 }
 
-TEST(AcrossHosts, AFailureReachesWhoCompletes) {
+TEST(AcrossHosts, AFailureIsThrownOnCompletion) {
   comm::run_threads(4,
                     [](comm::Group group) {
                       const GradientHook hook =

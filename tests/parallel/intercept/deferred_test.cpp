@@ -135,7 +135,7 @@ void expect_same_values(const torch::nn::Module& plain, const torch::nn::Module&
   }
 }
 
-TEST(Deferred, TorchsModulesBeginAsEver) {
+TEST(Deferred, TorchModulesGetTheirUsualInitialValues) {
   const auto plain = torch_modules();
   const auto model = materialize(deferred(torch_modules), {.seed = 1});
   expect_same_form(*plain, *model);
@@ -145,7 +145,7 @@ TEST(Deferred, TorchsModulesBeginAsEver) {
   EXPECT_GT(embedding[6].abs().max().item<float>(), 0);
 }
 
-TEST(Deferred, OwnModulesBeginAsEver) {
+TEST(Deferred, UserModulesGetTheirUsualInitialValues) {
   const Own plain(kWide);
   const Own model = materialize(deferred([] { return Own(kWide); }), {.seed = 1});
   expect_same_form(*plain, *model);
@@ -237,7 +237,7 @@ TEST(Deferred, ConstructionTakesNoMemory) {
   EXPECT_LT(resident_bytes(), before + 10'000'000);
 }
 
-TEST(Deferred, OneValueOfMany) {
+TEST(Deferred, OneRecordedValueIsComputedAlone) {
   auto model = deferred([] { return Own(kWide); });
   const at::Tensor scaled = model.model->scaled;
   EXPECT_TRUE(scaled.is_meta());
@@ -254,7 +254,7 @@ TEST(Deferred, OneValueOfMany) {
   EXPECT_TRUE(made->scaled.is_same(scaled));
 }
 
-TEST(Deferred, RuleIsAskedFirst) {
+TEST(Deferred, AUserRuleComesFirst) {
   std::vector<std::string> asked;
   const auto rule = [&](const at::Tensor& parameter, const lockstep::nn::init::Source& source) {
     asked.push_back(source.name);
@@ -277,7 +277,7 @@ TEST(Deferred, RuleIsAskedFirst) {
   EXPECT_EQ(all.at("1.bias").abs().max().item<float>(), 0);
 }
 
-TEST(Deferred, LockstepsModulesBegin) {
+TEST(Deferred, LockstepModulesGetInitialValues) {
   const auto make = [] {
     auto all = std::make_shared<torch::nn::Module>();
     all->register_module("linear", lockstep::nn::Linear(kWide, kWide));

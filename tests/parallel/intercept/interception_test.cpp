@@ -224,7 +224,7 @@ void require_both_engines() {
   shard_on_two_ranks();
 }
 
-TEST(Interception, AnEngineOfTheProgram) {
+TEST(Interception, WorksWithAnAutogradEngineOfTheProgram) {
   expect_alone([] {
     set_counting_engine();  // it was there first
     require_both_engines();

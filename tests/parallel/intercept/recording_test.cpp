@@ -63,7 +63,7 @@ TEST(Recording, CopiesAreCopies) {
   EXPECT_TRUE(at::equal(net->norm, (net->target->weight / 2).norm(2, 1, true)));
 }
 
-TEST(Recording, EveryStepSeesWhatThereWasThen) {
+TEST(Recording, ReplayedStepsSeeTheValuesOfTheirTime) {
   struct Net : torch::nn::Module {
     Net() {
       const at::Tensor scratch = torch::randn({kColumns, kColumns});
@@ -174,7 +174,7 @@ TEST(Recording, WhatCannotBeRecordedIsNamed) {
   }
 }
 
-TEST(Recording, RandomMemoryIsNoNumber) {
+TEST(Recording, UninitializedMemoryIsNan) {
   const auto model = deferred([] { return torch::nn::Linear(4, 4); });
   EXPECT_TRUE(std::isnan(model.model->weight.data_ptr<float>()[3]));
 }

@@ -8,7 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/memory/meter.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 #include "tests/parallel/offload/training.h"
 #include "tests/support/sampling.h"
 
@@ -148,7 +148,7 @@ TEST(OffloadWrites, ASecondBackwardBeforeStepIsRefusedWhereTheFirstHasUpdated) {
   }
 }
 
-TEST(OffloadWrites, ClippingWhatIsGoneIsRefused) {
+TEST(OffloadWrites, ClippingWithoutKeptGradientsIsRefused) {
   Small small(everything(UpdateSite::device, ClipMode::none));
   small.backward();
   EXPECT_THAT([&] { small.sharded.clip_grad_norm(1); },

@@ -67,11 +67,11 @@ std::vector<PipelineCase> cases(bool reproducible) {
 
 class PipelineData : public testing::TestWithParam<bool> {};
 
-TEST_P(PipelineData, Ddp) {
+TEST_P(PipelineData, DdpTrainsAsOneProcess) {
   for (const PipelineCase& c : cases(GetParam())) compare(c);
 }
 
-TEST_P(PipelineData, EveryStrategy) {
+TEST_P(PipelineData, EveryShardingStrategyTrainsAsOneProcess) {
   using enum ShardingStrategy;
   for (PipelineCase c : cases(GetParam())) {
     for (const auto strategy : {full_shard, shard_grad_op, optimizer, no_shard, hybrid_shard}) {
@@ -83,7 +83,7 @@ TEST_P(PipelineData, EveryStrategy) {
   }
 }
 
-TEST_P(PipelineData, HoweverManyAreGathered) {
+TEST_P(PipelineData, AnyLimitOnGatheredStagesTrainsAsOneProcess) {
   for (PipelineCase c : cases(GetParam())) {
     for (const int most : {0, 1}) {
       c.shard = shard_options(ShardingStrategy::full_shard, c.reproducible);
@@ -147,7 +147,7 @@ parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
            .tied = model::tied_parameters(spec),
            .data = *c.shard,
            .max_unsharded = c.max_unsharded,
-           .first_values =
+           .initializer =
                parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}}};
 }
 

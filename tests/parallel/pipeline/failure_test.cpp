@@ -35,7 +35,7 @@ struct Failed {
 };
 
 // What every rank is told.
-Failed fails(int ranks, const Job& job, const PipelineOptions& options,
+Failed fails(int ranks, const PipelineJob& job, const PipelineOptions& options,
              const std::function<void(Pipeline&)>& use, const std::string& backend = "thread") {
   Failed failed{std::vector<std::string>(static_cast<size_t>(ranks), "nothing was thrown")};
   std::barrier all_done(ranks);  // nobody hears of it by someone's leaving
@@ -55,7 +55,7 @@ Failed fails(int ranks, const Job& job, const PipelineOptions& options,
   return failed;
 }
 
-Failed step_that_fails(int ranks, const Job& job, const PipelineOptions& options,
+Failed step_that_fails(int ranks, const PipelineJob& job, const PipelineOptions& options,
                        const std::string& backend = "thread") {
   return fails(
       ranks, job, options, [&](Pipeline& pipeline) { pipeline.step(batch_of(job, 0)); }, backend);
@@ -89,7 +89,7 @@ std::vector<PipelineOptions> four_ranks() {
 TEST(PipelineFailure, ALossThatThrows) {
   for (const PipelineOptions& options : four_ranks()) {
     for (const int64_t at : {0, 3, 5}) {
-      Job job{.layers = blocks(8)};
+      PipelineJob job{.layers = blocks(8)};
       job.loss = [at](int64_t i, const Tensors& outputs) {
         if (i == at) throw std::runtime_error("the loss is lost");
         return outputs[0].sum();
@@ -103,7 +103,7 @@ TEST(PipelineFailure, ALayerThatThrows) {
   for (const PipelineOptions& options : four_ranks()) {
     for (const size_t broken : {0u, 3u, 7u}) {
       for (const int at : {1, 6}) {
-        Job job{.layers = blocks(8)};
+        PipelineJob job{.layers = blocks(8)};
         const auto calls = std::make_shared<std::atomic<int>>(0);
         job.layers[broken] = function_layer([at, calls](const Tensors& in) {
           if (++*calls == at) throw std::runtime_error("a layer is bad");
@@ -122,7 +122,7 @@ TEST(PipelineFailure, ABackwardThatThrows) {
       SCOPED_TRACE(layout::name_of(options.schedule));
       for (const size_t broken : {1u, 7u}) {
         for (const int at : {1, options.microbatches}) {
-          Job job{.layers = blocks(8)};
+          PipelineJob job{.layers = blocks(8)};
           const auto calls = std::make_shared<std::atomic<int>>(0);
           job.layers[broken] = function_layer([at, calls](const Tensors& in) {
             return Tensors{BreaksBackward::apply(in[0], ++*calls == at)};
@@ -135,7 +135,7 @@ TEST(PipelineFailure, ABackwardThatThrows) {
 }
 
 TEST(PipelineFailure, AnEvaluationThatThrows) {
-  Job job{.layers = blocks(4)};
+  PipelineJob job{.layers = blocks(4)};
   job.loss = [](int64_t i, const Tensors& outputs) {
     if (i == 2) throw std::runtime_error("the loss is lost");
     return outputs[0].sum();
@@ -147,7 +147,7 @@ TEST(PipelineFailure, AnEvaluationThatThrows) {
 
 // Each time, not only the first.
 TEST(PipelineFailure, AFailedPipelineDoesNotGoOn) {
-  Job job{.layers = blocks(4)};
+  PipelineJob job{.layers = blocks(4)};
   job.loss = [](int64_t i, const Tensors& outputs) {
     if (i == 0) throw std::runtime_error("the loss is lost");
     return outputs[0].sum();
@@ -168,7 +168,7 @@ TEST(PipelineFailure, ARankThatLeaves) {
     for (PipelineOptions options : kinds()) {
       options.microbatches = 6;
       for (const int leaver : {0, 1, 2}) {
-        const Job job{.layers = blocks(12)};
+        const PipelineJob job{.layers = blocks(12)};
         const auto begin = std::chrono::steady_clock::now();
         comm::run_threads(3,
                           [&](const comm::Group& group) {
@@ -187,7 +187,7 @@ TEST(PipelineFailure, ARankThatLeaves) {
 
 // Told through the store.
 TEST(PipelineFailure, GlooEndsToo) {
-  Job job{.layers = blocks(4)};
+  PipelineJob job{.layers = blocks(4)};
   job.loss = [](int64_t, const Tensors&) -> at::Tensor {
     throw std::runtime_error("the loss is lost");
   };
@@ -228,7 +228,7 @@ TEST(PipelineFailure, ARankThatHangsIsNamedAfterOneTimeout) {
     for (const bool in_backward : {false, true}) {
       if (in_backward && backend != std::string("thread")) continue;
       SCOPED_TRACE(backend);
-      Job job{.layers = blocks(8)};
+      PipelineJob job{.layers = blocks(8)};
       std::promise<void> end;
       const auto ended = end.get_future().share();
       const auto calls = std::make_shared<std::atomic<int>>(0);
@@ -271,7 +271,7 @@ TEST(PipelineFailure, ARankThatHangsIsNamedAfterOneTimeout) {
 
 // A rank that has not come to the step at all.
 TEST(PipelineFailure, ARankThatDoesNotBeginIsNamed) {
-  const Job job{.layers = blocks(3)};
+  const PipelineJob job{.layers = blocks(3)};
   std::atomic<int> told = 0;
   std::promise<void> end;
   const auto ended = end.get_future().share();
@@ -295,7 +295,7 @@ TEST(PipelineFailure, ARankThatDoesNotBeginIsNamed) {
 // Ranks wait longer than the timeout, but for one that moves on: in the forward at the end of the
 // pipeline, in the backward at its beginning, where others have nothing left to do.
 TEST(PipelineFailure, ASlowPipelineGoesOn) {
-  Job job{.layers = blocks(6)};
+  PipelineJob job{.layers = blocks(6)};
   const Works::Work slow = [] { std::this_thread::sleep_for(200ms); }, nothing = [] {};
   job.layers[1] = layer_with(nothing, slow);
   job.layers[4] = layer_with(slow, nothing);

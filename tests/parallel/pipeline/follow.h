@@ -55,7 +55,7 @@ inline std::vector<parallel::Layer> blocks(int count, int64_t width = 6) {
   return layers;
 }
 
-struct Job {
+struct PipelineJob {
   std::vector<parallel::Layer> layers;
   // Of micro-batch `i`, counted through all steps.
   std::function<Tensors(int64_t i)> inputs = [](int64_t i) { return Tensors{random({3, 6}, i)}; };
@@ -68,7 +68,7 @@ struct Job {
   };
 };
 
-inline PipelineBatch batch_of(const Job& job, int64_t first) {
+inline PipelineBatch batch_of(const PipelineJob& job, int64_t first) {
   return {.inputs = [&job, first](int i) { return job.inputs(first + i); },
           .loss = [&job, first](int i, const Tensors& out) { return job.loss(first + i, out); }};
 }
@@ -76,7 +76,7 @@ inline PipelineBatch batch_of(const Job& job, int64_t first) {
 // Of one process. The gradients of a step begin anew.
 class OneProcess {
  public:
-  explicit OneProcess(const Job& job) : job_(job) {
+  explicit OneProcess(const PipelineJob& job) : job_(job) {
     for (const parallel::Layer& layer : job.layers) layers_.push_back(layer.build(*module_));
     for (const auto& item : module_->named_parameters()) {
       set_value(item.key(), item.value());
@@ -112,12 +112,13 @@ class OneProcess {
   }
 
  private:
-  const Job& job_;
+  const PipelineJob& job_;
   std::shared_ptr<torch::nn::Module> module_ = std::make_shared<torch::nn::Module>();
   std::vector<parallel::LayerForward> layers_;
 };
 
-inline Pipeline make_pipeline(const Job& job, const comm::Group& group, PipelineOptions options) {
+inline Pipeline make_pipeline(const PipelineJob& job, const comm::Group& group,
+                              PipelineOptions options) {
   Pipeline pipeline(job.layers, group, std::move(options));
   for (const auto& module : pipeline.modules()) {
     for (const auto& item : module->named_parameters()) {
@@ -149,7 +150,8 @@ inline void expect_gradients(const Pipeline& pipeline, const OneProcess& expecte
 }
 
 // Three steps of gradient descent, each compared.
-inline void follow(const Job& job, const comm::Group& group, const PipelineOptions& options) {
+inline void follow(const PipelineJob& job, const comm::Group& group,
+                   const PipelineOptions& options) {
   SCOPED_TRACE(std::string(layout::name_of(options.schedule)) + " on " +
                std::to_string(group.size()));
   OneProcess expected(job);
@@ -178,7 +180,7 @@ inline void follow(const Job& job, const comm::Group& group, const PipelineOptio
   }
 }
 
-inline void follow(const Job& job, int ranks, const PipelineOptions& options) {
+inline void follow(const PipelineJob& job, int ranks, const PipelineOptions& options) {
   comm::run_threads(ranks, [&](const comm::Group& group) { follow(job, group, options); },
                     {.backend = "thread", .timeout = std::chrono::seconds(20)});
 }
@@ -192,7 +194,7 @@ inline std::vector<PipelineOptions> kinds() {
 }
 
 // With four layers: two or four stages.
-inline void follow_all(const Job& job) {
+inline void follow_all(const PipelineJob& job) {
   for (const PipelineOptions& options : kinds()) follow(job, 2, options);
 }
 

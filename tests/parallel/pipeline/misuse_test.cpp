@@ -178,7 +178,7 @@ TEST(PipelineMisuse, ShardsWithoutNames) {
 
 // ---- in a step ----
 
-Messages step_messages(const Job& job, const PipelineOptions& options = {}) {
+Messages step_messages(const PipelineJob& job, const PipelineOptions& options = {}) {
   return messages(2, [&](const comm::Group& group) {
     Pipeline pipeline = make_pipeline(job, group, options);
     pipeline.step(batch_of(job, 0));
@@ -186,7 +186,7 @@ Messages step_messages(const Job& job, const PipelineOptions& options = {}) {
 }
 
 TEST(PipelineMisuse, TooManyTensors) {
-  Job job{.layers = blocks(2)};
+  PipelineJob job{.layers = blocks(2)};
   job.layers[0] = function_layer([](const Tensors& in) { return Tensors(9, in[0]); });
   job.layers[1] = function_layer([](const Tensors& in) { return Tensors{in[0]}; });
   const std::string message = "[pipeline] a stage gives 9 tensors to the next, must be at most 8";
@@ -198,7 +198,7 @@ TEST(PipelineMisuse, TooManyTensors) {
 }
 
 TEST(PipelineMisuse, TensorsThatCannotTravel) {
-  Job job{.layers = blocks(2)};
+  PipelineJob job{.layers = blocks(2)};
   job.layers[1] = function_layer([](const Tensors& in) { return Tensors{in[0]}; });
   job.loss = [](int64_t, const Tensors&) { return at::zeros({}); };
   job.layers[0] = function_layer([](const Tensors&) {
@@ -214,7 +214,7 @@ TEST(PipelineMisuse, TensorsThatCannotTravel) {
 }
 
 TEST(PipelineMisuse, LossesThatAreNotOneNumber) {
-  Job job{.layers = blocks(2)};
+  PipelineJob job{.layers = blocks(2)};
   job.loss = [](int64_t, const Tensors& outputs) { return outputs[0]; };
   const std::string start = "[pipeline] the loss of micro-batch 0 has ";
   EXPECT_EQ(step_messages(job)[1], start + "18 elements, must have 1");
@@ -227,7 +227,7 @@ TEST(PipelineMisuse, LossesThatAreNotOneNumber) {
 }
 
 TEST(PipelineMisuse, ALayerThatDoesNotTakeWhatIsGiven) {
-  Job job{.layers = blocks(2)};
+  PipelineJob job{.layers = blocks(2)};
   job.inputs = [](int64_t i) { return Tensors{random({3, 6}, i), random({3, 6}, i)}; };
   EXPECT_EQ(step_messages(job)[0],
             "[pipeline] layer 'blocks.0' is given 2 tensors, which its forward does not take");

@@ -57,7 +57,7 @@ TEST(Pipeline, BuildsOnlyItsOwnLayers) {
 TEST(Pipeline, RanksTogetherHaveEveryParameterOnce) {
   for (const bool tied : {false, true}) {
     for (PipelineOptions options : kinds()) {
-      Job job{.layers = blocks(4)};
+      PipelineJob job{.layers = blocks(4)};
       std::multiset<std::string> expected;
       for (int i = 0; i < (tied ? 3 : 4); ++i) {
         for (const char* name : {".linear.weight", ".linear.bias"})
@@ -124,7 +124,7 @@ const std::vector<PipelineOptions>& all_kinds() {
 TEST(Pipeline, DoesWhatTheScheduleSays) {
   for (const PipelineOptions& options : all_kinds()) {
     SCOPED_TRACE(layout::name_of(options.schedule));
-    const Job job{.layers = blocks(4)};
+    const PipelineJob job{.layers = blocks(4)};
     comm::run_threads(2, [&](const comm::Group& group) {
       Pipeline pipeline = make_pipeline(job, group, options);
       EXPECT_EQ(pipeline.stats().peak_live, 0);
@@ -154,7 +154,7 @@ TEST(Pipeline, DoesWhatTheScheduleSays) {
 
 // One layer for each stage: what a split backward keeps is a gradient of (3, 6) floats for each.
 TEST(Pipeline, CountsWhatSplitBackwardsKeep) {
-  const Job job{.layers = blocks(2)};
+  const PipelineJob job{.layers = blocks(2)};
   comm::run_threads(2, [&](const comm::Group& group) {
     Pipeline pipeline =
         make_pipeline(job, group, {.schedule = PipelineSchedule::zb_h1, .microbatches = 6});
@@ -178,7 +178,7 @@ TEST(Pipeline, RunsAScheduleFromAFile) {
     std::ofstream(path) << schedule::to_csv(wanted);
     const PipelineOptions options{
         .schedule = PipelineSchedule::file, .microbatches = 4, .chunks = 2, .schedule_file = path};
-    const Job job{.layers = blocks(4)};
+    const PipelineJob job{.layers = blocks(4)};
     follow(job, 2, options);
     comm::run_threads(2, [&](const comm::Group& group) {
       const Pipeline pipeline(job.layers, group, options);
@@ -190,7 +190,7 @@ TEST(Pipeline, RunsAScheduleFromAFile) {
 
 // ---- accumulation ----
 
-void compare_accumulation(const PipelineOptions& options, const Job& job) {
+void compare_accumulation(const PipelineOptions& options, const PipelineJob& job) {
   SCOPED_TRACE(layout::name_of(options.schedule));
   const bool exact = std::get<parallel::DdpOptions>(options.data).reproducible;
   comm::run_threads(2, [&](const comm::Group& group) {
@@ -220,7 +220,7 @@ TEST(Pipeline, StepsThatAccumulateAreOneStep) {
     for (const bool tied : {false, true}) {
       for (PipelineOptions options : kinds()) {
         options.data = parallel::DdpOptions{.reproducible = reproducible};
-        Job job{.layers = blocks(4)};
+        PipelineJob job{.layers = blocks(4)};
         if (tied) {
           job.layers.back() = layer("blocks.0", [] { return Block(6); });
           options.tied = {"blocks.0.linear.bias", "blocks.0.linear.weight"};
@@ -244,7 +244,7 @@ struct NoisyImpl : BlockImpl {
 TORCH_MODULE(Noisy);
 
 TEST(Pipeline, EvaluatesAsOneProcess) {
-  Job job;
+  PipelineJob job;
   for (int i = 0; i < 4; ++i)
     job.layers.push_back(layer("noisy" + std::to_string(i), [] { return Noisy(); }));
   for (const PipelineOptions& options : kinds()) {

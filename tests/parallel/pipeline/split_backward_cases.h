@@ -70,33 +70,33 @@ struct OwnLinear : torch::autograd::Function<OwnLinear> {
   }
 };
 
-// ---- the zoo ----
+// ---- the cases ----
 
-struct Cage : torch::nn::Module {
+struct SplitCaseModule : torch::nn::Module {
   at::Tensor gain = register_parameter("gain", at::full({1}, 1.25));
 };
 
-struct Specimen {
+struct SplitCase {
   std::string name;
-  std::shared_ptr<Cage> module = std::make_shared<Cage>();
+  std::shared_ptr<SplitCaseModule> module = std::make_shared<SplitCaseModule>();
   std::function<Tensors(const Tensors&)> forward = {};
   Tensors inputs = {};
 };
 
-class SplitZoo {
+class SplitCases {
  public:
   // `use` is given the module and the inputs, and returns tensors in any form.
   template <class Module, class Use>
   void add(const std::string& name, Module module, Tensors inputs, Use use) {
-    Specimen specimen{.name = name};
-    specimen.module->register_module("module", module);
-    specimen.inputs = std::move(inputs);
-    specimen.forward = [module, use](const Tensors& in) mutable {
+    SplitCase split_case{.name = name};
+    split_case.module->register_module("module", module);
+    split_case.inputs = std::move(inputs);
+    split_case.forward = [module, use](const Tensors& in) mutable {
       Tensors out;
       parallel::detail::collect_tensors(use(module, in), out);
       return out;
     };
-    all_.push_back(std::move(specimen));
+    all_.push_back(std::move(split_case));
   }
   template <class Module>
   void add(const std::string& name, Module module, Tensors inputs) {
@@ -104,42 +104,43 @@ class SplitZoo {
         [](Module& m, const Tensors& in) { return m->forward(in[0]); });
   }
 
-  std::vector<Specimen> take() { return std::move(all_); }
+  std::vector<SplitCase> take() { return std::move(all_); }
 
  private:
-  std::vector<Specimen> all_;
+  std::vector<SplitCase> all_;
 };
 
-inline void add_layers(SplitZoo& zoo) {
+inline void add_layers(SplitCases& cases) {
   using namespace torch::nn;
   const at::Tensor x = random({3, 4}, 1), sequence = random({5, 3, 4}, 2);
-  zoo.add("linear", Linear(4, 5), {x});
-  zoo.add("linear of three dimensions", Linear(4, 5), {sequence});
-  zoo.add("linear without bias", Linear(LinearOptions(4, 5).bias(false)), {sequence});
-  zoo.add("layer norm", LayerNorm(LayerNormOptions({4})), {sequence});
-  zoo.add("convolution", Sequential(Conv2d(2, 3, 3), Functional(at::tanh), Conv2d(3, 2, 2)),
-          {random({2, 2, 6, 6}, 3)});
-  zoo.add("batch norm", BatchNorm1d(4), {x});
-  zoo.add("embedding", Embedding(7, 4), {x, at::tensor({1, 6, 1}, at::kLong)},
-          [](Embedding& m, const Tensors& in) { return in[0] * m(in[1]); });
-  zoo.add("lstm", LSTM(LSTMOptions(4, 3).num_layers(2).bidirectional(true)), {sequence});
-  zoo.add("gru", GRU(GRUOptions(4, 3).num_layers(2)), {sequence});
-  zoo.add("attention", MultiheadAttention(MultiheadAttentionOptions(4, 2)),
-          {sequence, random({5, 3, 4}, 4)},
-          [](MultiheadAttention& m, const Tensors& in) { return m->forward(in[0], in[1], in[1]); });
-  zoo.add("encoder", TransformerEncoderLayer(TransformerEncoderLayerOptions(4, 2).dropout(0)),
-          {sequence});
-  zoo.add("deep",
-          Sequential(Linear(4, 4), Functional(at::sigmoid), LayerNorm(LayerNormOptions({4})),
-                     Linear(4, 6), Functional(at::silu), Linear(6, 4)),
-          {x});
+  cases.add("linear", Linear(4, 5), {x});
+  cases.add("linear of three dimensions", Linear(4, 5), {sequence});
+  cases.add("linear without bias", Linear(LinearOptions(4, 5).bias(false)), {sequence});
+  cases.add("layer norm", LayerNorm(LayerNormOptions({4})), {sequence});
+  cases.add("convolution", Sequential(Conv2d(2, 3, 3), Functional(at::tanh), Conv2d(3, 2, 2)),
+            {random({2, 2, 6, 6}, 3)});
+  cases.add("batch norm", BatchNorm1d(4), {x});
+  cases.add("embedding", Embedding(7, 4), {x, at::tensor({1, 6, 1}, at::kLong)},
+            [](Embedding& m, const Tensors& in) { return in[0] * m(in[1]); });
+  cases.add("lstm", LSTM(LSTMOptions(4, 3).num_layers(2).bidirectional(true)), {sequence});
+  cases.add("gru", GRU(GRUOptions(4, 3).num_layers(2)), {sequence});
+  cases.add("attention", MultiheadAttention(MultiheadAttentionOptions(4, 2)),
+            {sequence, random({5, 3, 4}, 4)}, [](MultiheadAttention& m, const Tensors& in) {
+              return m->forward(in[0], in[1], in[1]);
+            });
+  cases.add("encoder", TransformerEncoderLayer(TransformerEncoderLayerOptions(4, 2).dropout(0)),
+            {sequence});
+  cases.add("deep",
+            Sequential(Linear(4, 4), Functional(at::sigmoid), LayerNorm(LayerNormOptions({4})),
+                       Linear(4, 6), Functional(at::silu), Linear(6, 4)),
+            {x});
 }
 
-inline void add_shapes(SplitZoo& zoo) {
+inline void add_shapes(SplitCases& cases) {
   using torch::nn::Linear;
   const at::Tensor x = random({3, 4}, 1), y = random({3, 4}, 2);
   const auto add = [&](const std::string& name, Tensors inputs, auto use) {
-    zoo.add(name, Linear(4, 4), std::move(inputs), use);
+    cases.add(name, Linear(4, 4), std::move(inputs), use);
   };
   add("a weight used twice", {x},
       [](Linear& m, const Tensors& in) { return m(at::tanh(m(in[0]))); });
@@ -205,19 +206,19 @@ inline void add_shapes(SplitZoo& zoo) {
   for (const bool weight : {true, false}) {
     const Linear frozen(4, 4);
     (weight ? frozen->weight : frozen->bias).set_requires_grad(false);
-    zoo.add(weight ? "a frozen weight" : "a frozen bias", frozen, {x});
+    cases.add(weight ? "a frozen weight" : "a frozen bias", frozen, {x});
   }
   const Linear frozen(4, 4);
   for (at::Tensor& parameter : frozen->parameters()) parameter.set_requires_grad(false);
-  zoo.add("frozen", frozen, {x});
+  cases.add("frozen", frozen, {x});
 }
 
-inline std::vector<Specimen> split_species() {
+inline std::vector<SplitCase> split_cases() {
   torch::manual_seed(1);
-  SplitZoo zoo;
-  add_layers(zoo);
-  add_shapes(zoo);
-  return zoo.take();
+  SplitCases cases;
+  add_layers(cases);
+  add_shapes(cases);
+  return cases.take();
 }
 
 }  // namespace lockstep::test

@@ -82,22 +82,22 @@ struct Passed {
   Tensors inputs, entries, outputs;
 };
 
-Passed pass(const Specimen& specimen, Entry entry) {
+Passed pass(const SplitCase& split_case, Entry entry) {
   Passed passed;
-  for (const at::Tensor& value : specimen.inputs) {
+  for (const at::Tensor& value : split_case.inputs) {
     passed.inputs.push_back(value.detach().clone().set_requires_grad(entry == Entry::inputs &&
                                                                      value.is_floating_point()));
     const bool gains = entry == Entry::inside && value.is_floating_point();
-    passed.entries.push_back(gains ? passed.inputs.back() * specimen.module->gain
+    passed.entries.push_back(gains ? passed.inputs.back() * split_case.module->gain
                                    : passed.inputs.back());
   }
-  passed.outputs = specimen.forward(passed.entries);
+  passed.outputs = split_case.forward(passed.entries);
   return passed;
 }
 
-void compare_split(const Specimen& specimen, Entry entry) {
-  SCOPED_TRACE(specimen.name + (entry == Entry::inside ? ", inside" : ""));
-  const Passed plain = pass(specimen, entry);
+void compare_split(const SplitCase& split_case, Entry entry) {
+  SCOPED_TRACE(split_case.name + (entry == Entry::inside ? ", inside" : ""));
+  const Passed plain = pass(split_case, entry);
   for (const at::Tensor& tensor : plain.entries) {
     if (tensor.requires_grad()) tensor.retain_grad();
   }
@@ -105,15 +105,15 @@ void compare_split(const Specimen& specimen, Entry entry) {
   ASSERT_FALSE(roots.edges.empty());
   torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, false, false,
                                                         true, {});
-  const auto expected = take_gradients(*specimen.module);
+  const auto expected = take_gradients(*split_case.module);
 
   std::map<std::string, int> fired;
-  for (const auto& item : specimen.module->named_parameters()) {
+  for (const auto& item : split_case.module->named_parameters()) {
     if (item.value().requires_grad())
       grad_accumulator(item.value())
           ->add_post_hook(std::make_unique<CountingHook>(fired[item.key()]));
   }
-  Passed split = pass(specimen, entry);
+  Passed split = pass(split_case, entry);
   roots = roots_of(split.outputs);
   const std::vector<Edge> edges = edges_of(split.entries);
   split.outputs.clear();
@@ -125,7 +125,7 @@ void compare_split(const Specimen& specimen, Entry entry) {
       expect_same(backward.input_gradients()[next++], plain.entries[i].grad(),
                   "input " + std::to_string(i));
   }
-  for (const auto& item : specimen.module->named_parameters()) {
+  for (const auto& item : split_case.module->named_parameters()) {
     EXPECT_FALSE(item.value().grad().defined()) << item.key() << " after the first half";
     EXPECT_EQ(fired[item.key()], 0) << item.key();
   }
@@ -134,7 +134,7 @@ void compare_split(const Specimen& specimen, Entry entry) {
   EXPECT_EQ(backward.run_weights(), has_weights);
   EXPECT_EQ(backward.kept_bytes(), 0u);
   for (const at::Tensor& input : split.inputs) EXPECT_FALSE(input.grad().defined());
-  for (const auto& [name, gradient] : take_gradients(*specimen.module)) {
+  for (const auto& [name, gradient] : take_gradients(*split_case.module)) {
     expect_same(gradient, expected.at(name), name);
     EXPECT_EQ(fired[name], expected.at(name).defined() ? 1 : 0) << name;
   }
@@ -142,8 +142,8 @@ void compare_split(const Specimen& specimen, Entry entry) {
 
 TEST(SplitBackward, GivesTheBitsOfOneBackward) {
   for (const Entry entry : {Entry::inputs, Entry::inside}) {
-    for (const Specimen& specimen : split_species()) {
-      compare_split(specimen, entry);
+    for (const SplitCase& split_case : split_cases()) {
+      compare_split(split_case, entry);
       if (HasFatalFailure()) return;
     }
   }

@@ -179,7 +179,7 @@ inline PipelineTrained train_pipeline(
       .plan = config::tensor_plan(spec),
       .sequence_parallel = c.sequence_parallel,
       .max_unsharded = c.max_unsharded,
-      .first_values =
+      .initializer =
           parallel::MaterializeOptions{
               .seed = 3, .device = c.device, .rule = model::initial_values(spec)},
       .device = c.device};

@@ -39,7 +39,7 @@ struct JoinImpl : torch::nn::Module {
 TORCH_MODULE(Join);
 
 TEST(PipelineValues, SeveralTensors) {
-  Job job;
+  PipelineJob job;
   job.layers = {layer("one", [] { return Fork(); }), layer("two", [] { return Join(); }),
                 layer("three", [] { return Fork(); }), layer("four", [] { return Join(); })};
   job.inputs = [](int64_t i) { return Tensors{random({3, 6}, i), random({3, 6}, 500 + i)}; };
@@ -60,7 +60,7 @@ struct LookupImpl : torch::nn::Module {
 TORCH_MODULE(Lookup);
 
 TEST(PipelineValues, IntegersArePassedAlong) {
-  Job job;
+  PipelineJob job;
   for (int i = 0; i < 4; ++i)
     job.layers.push_back(layer("lookup" + std::to_string(i), [] { return Lookup(); }));
   job.inputs = [](int64_t i) {
@@ -73,7 +73,7 @@ TEST(PipelineValues, IntegersArePassedAlong) {
 }
 
 TEST(PipelineValues, ShapesDifferFromMicroBatchToMicroBatch) {
-  Job job{.layers = blocks(4)};
+  PipelineJob job{.layers = blocks(4)};
   job.inputs = [](int64_t i) {
     // One, two and three dimensions, and none of a first size that is the same.
     const at::Tensor x = random({2 + i % 5, 1 + i % 3, 6}, i);
@@ -83,13 +83,13 @@ TEST(PipelineValues, ShapesDifferFromMicroBatchToMicroBatch) {
 }
 
 TEST(PipelineValues, AnEmptyMicroBatch) {
-  Job job{.layers = blocks(4)};
+  PipelineJob job{.layers = blocks(4)};
   job.inputs = [](int64_t i) { return Tensors{random({i % 4 == 1 ? 0 : 2, 6}, i)}; };
   follow_all(job);
 }
 
 TEST(PipelineValues, NumbersOfDoublePrecisionAndStrides) {
-  Job job;
+  PipelineJob job;
   job.layers = {
       function_layer([](const Tensors& in) { return Tensors{in[0].t().to(at::kDouble)}; }),
       function_layer([](const Tensors& in) { return Tensors{in[0].t().to(at::kFloat)}; }),
@@ -107,7 +107,7 @@ struct SpareImpl : torch::nn::Module {
 TORCH_MODULE(Spare);
 
 TEST(PipelineValues, AnOutputThatNobodyUses) {
-  Job job;
+  PipelineJob job;
   for (int i = 0; i < 4; ++i)
     job.layers.push_back(layer("spare" + std::to_string(i), [] { return Spare(); }));
   job.loss = [](int64_t, const Tensors& outputs) { return outputs.back().square().sum(); };
@@ -115,7 +115,7 @@ TEST(PipelineValues, AnOutputThatNobodyUses) {
 }
 
 TEST(PipelineValues, TheSameTensorTwice) {
-  Job job;
+  PipelineJob job;
   const auto twice = function_layer([](const Tensors& in) { return Tensors{in[0], in[0]}; });
   const auto sum = function_layer([](const Tensors& in) { return Tensors{in[0] * in[1]}; });
   // At the door of a stage and, with two stages, inside one.
@@ -156,7 +156,7 @@ TEST(PipelineValues, OneRankAndThree) {
 
 // Stages without parameters, and layers that are no modules.
 TEST(PipelineValues, Functions) {
-  Job job;
+  PipelineJob job;
   job.layers = {function_layer([](const Tensors& in) { return Tensors{in[0] * 2}; }),
                 layer("only", [] { return Block(6); }),
                 function_layer([](const Tensors& in) { return Tensors{at::sigmoid(in[0])}; }),
@@ -169,7 +169,7 @@ TEST(PipelineValues, Functions) {
 TEST(PipelineValues, FrozenStages) {
   for (const std::vector<std::string>& frozen : std::vector<std::vector<std::string>>{
            {"blocks.0"}, {"blocks.0", "blocks.1"}, {"blocks.2", "blocks.3"}, {"blocks.1"}}) {
-    Job job{.layers = blocks(4)};
+    PipelineJob job{.layers = blocks(4)};
     job.prepare = [&](const std::string& name, at::Tensor tensor) {
       for (const std::string& prefix : frozen) {
         if (name.starts_with(prefix)) tensor.set_requires_grad(false);
@@ -181,7 +181,7 @@ TEST(PipelineValues, FrozenStages) {
 
 // Statistics of micro-batches, in their order.
 TEST(PipelineValues, Buffers) {
-  Job job;
+  PipelineJob job;
   for (int i = 0; i < 4; ++i) {
     job.layers.push_back(
         layer("norm" + std::to_string(i), [] { return torch::nn::BatchNorm1d(6); }));
@@ -215,7 +215,7 @@ parallel::Layer shared() {
 TEST(PipelineValues, TiedParameters) {
   for (PipelineOptions options : kinds()) {
     options.tied = {"shared.linear.weight", "shared.linear.bias"};
-    Job job{.layers = blocks(4)};
+    PipelineJob job{.layers = blocks(4)};
     job.layers.front() = job.layers.back() = shared();
     follow(job, 2, options);
     job.layers[1] = job.layers[2] = shared();  // with several copies

@@ -122,7 +122,7 @@ TEST_F(ActivationStoreTest, BackwardRightAfterForwardNeedsNotWait) {
 }
 
 // Micro-batches as 1F1B has them. The order of the first step is the guess in the second.
-TEST_F(ActivationStoreTest, TheOrderOfTheStepBefore) {
+TEST_F(ActivationStoreTest, PrefetchesInTheOrderOfTheLastStep) {
   Blocks blocks(3);
   const auto disk = store();
   size_t put = 0;
@@ -155,7 +155,7 @@ TEST_F(ActivationStoreTest, TheOrderOfTheStepBefore) {
 }
 
 // Another order than guessed, on the same store.
-TEST_F(ActivationStoreTest, AWrongGuessCostsTimeAlone) {
+TEST_F(ActivationStoreTest, AWrongPrefetchOrderChangesNoResult) {
   Blocks blocks(3);
   const at::Tensor x = at::randn({4, 8}), y = at::randn({4, 8});
   blocks.forward(x, nullptr).backward();
@@ -173,7 +173,7 @@ TEST_F(ActivationStoreTest, AWrongGuessCostsTimeAlone) {
 }
 
 // A graph that is never gone through, or not to its end.
-TEST_F(ActivationStoreTest, WhatIsDroppedIsForgotten) {
+TEST_F(ActivationStoreTest, DroppedGraphsFreeTheirInputs) {
   Blocks blocks(4);
   const auto disk = store();
   const at::Tensor x = at::randn({4, 8});
@@ -193,7 +193,7 @@ struct InputCase {
 };
 
 // All kinds of tensors, with and without gradients: the same bits as without a store.
-TEST_F(ActivationStoreTest, AnyInput) {
+TEST_F(ActivationStoreTest, AnyKindOfInputGivesTheSameBits) {
   const std::vector<InputCase> cases{
       {"leaf", [](const at::Tensor& x) { return x; }},
       {"result", [](const at::Tensor& x) { return x * 2; }},
@@ -247,7 +247,7 @@ TEST_F(ActivationStoreTest, AnyInput) {
   }
 }
 
-TEST_F(ActivationStoreTest, TheSecondCallFindsWhatTheFirstFound) {
+TEST_F(ActivationStoreTest, RecomputationSeesTheSameInputs) {
   const auto disk = store();
   std::vector<std::string> seen;
   const auto body = [&](const Tensors& in) {

@@ -105,7 +105,7 @@ TEST_P(Strategies, FollowOneProcessWithAdamW) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Strategies, ::testing::Values(1, 2, 3, 4, 8));
 
-TEST(Reproducible, OneHashFor124) {
+TEST(Reproducible, TheSameBitsOnOneTwoAndFourRanks) {
   for (const auto& [name, given] : strategies()) {
     SCOPED_TRACE(name);
     FullyShardOptions options = given;

@@ -14,8 +14,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-const Species& linear() {
-  static const Species found = species().front();
+const ModuleCase& linear() {
+  static const ModuleCase found = module_cases().front();
   return found;
 }
 
@@ -23,11 +23,11 @@ const Species& linear() {
 
 // Rank 1 leaves once the model is made; what rank 0 does then must not wait for ever.
 void expect_comm_error(const std::string& backend,
-                       const std::function<void(Animal&, parallel::ShardedModel&)>& use) {
+                       const std::function<void(CaseModule&, parallel::ShardedModel&)>& use) {
   SCOPED_TRACE(backend);
   comm::run_threads(2,
                     [&](const comm::Group& group) {
-                      const auto model = make_animal(linear(), at::kCPU);
+                      const auto model = make_case_module(linear(), at::kCPU);
                       auto sharded = shard(*model, group, {"", shard_all()});
                       if (group.rank() == 1) return;
                       // Each time: values that nobody vouches for are never shown.
@@ -39,10 +39,11 @@ void expect_comm_error(const std::string& backend,
 
 TEST(ShardFailure, AGatherWithoutItsPeerThrows) {
   for (const char* backend : {"thread", "shm", "gloo"}) {
-    expect_comm_error(backend, [](Animal& model, parallel::ShardedModel&) {
+    expect_comm_error(backend, [](CaseModule& model, parallel::ShardedModel&) {
       model.forward(numbers({4, 6}, 1));
     });
-    expect_comm_error(backend, [](Animal&, parallel::ShardedModel& sharded) { sharded.unshard(); });
+    expect_comm_error(backend,
+                      [](CaseModule&, parallel::ShardedModel& sharded) { sharded.unshard(); });
   }
 }
 
@@ -73,8 +74,8 @@ TEST(ShardFailure, ABackwardAfterOneThatThrew) {
         EXPECT_NO_THROW(comm::run_threads(
             2,
             [&](const comm::Group& group) {
-              const auto plain = make_animal(linear(), at::kCPU),
-                         model = make_animal(linear(), at::kCPU);
+              const auto plain = make_case_module(linear(), at::kCPU),
+                         model = make_case_module(linear(), at::kCPU);
               auto sharded = shard(*model, group, {"", shard_all(), drops});
               auto plain_sgd = make_sgd(plain->parameters()), sgd = make_sgd(sharded.parameters());
               bool fails = false;
@@ -110,7 +111,7 @@ TEST(ShardFailure, ABackwardAfterOneThatThrew) {
 // The model outlives what held its values.
 TEST(ShardFailure, AModelWithoutItsShardsSaysSo) {
   comm::run_threads(2, [](const comm::Group& group) {
-    const auto model = make_animal(linear(), at::kCPU);
+    const auto model = make_case_module(linear(), at::kCPU);
     { const auto sharded = shard(*model, group, {"", shard_all()}); }
     EXPECT_THROW(model->forward(numbers({4, 6}, 1)), Error);
   });

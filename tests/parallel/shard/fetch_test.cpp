@@ -159,7 +159,7 @@ TEST(Fetch, ShardGradOpKeepsUnitsUntilTheirBackward) {
 }
 
 // What was fetched for an order that is no longer true.
-TEST(Fetch, LimitLetsGoOfWhatIsNotUsed) {
+TEST(Fetch, LimitAllGathersReleasesUnitsThatAreNotUsed) {
   for (const bool limit : {true, false}) {
     comm::run_threads(2, [&](const comm::Group& group) {
       FullyShardOptions options = weights_only();

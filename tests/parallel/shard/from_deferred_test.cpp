@@ -104,7 +104,7 @@ TEST(FromDeferred, Trains) {
   }
 }
 
-TEST(FromDeferred, RulesAreAsked) {
+TEST(FromDeferred, UserRulesInitializeShards) {
   comm::run_threads(2, [](const comm::Group& group) {
     auto built = deferred(make_net);
     const auto rule = [](const at::Tensor& parameter, const lockstep::nn::init::Source& source) {

@@ -18,7 +18,7 @@ namespace {
 using parallel::fully_shard;
 using parallel::FullyShardOptions;
 
-TEST(Norms, ThoseOfTheWholeModel) {
+TEST(Norms, AreThoseOfTheWholeModel) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard,
         Strategy::hybrid_shard}) {
@@ -42,7 +42,7 @@ TEST(Norms, ThoseOfTheWholeModel) {
   }
 }
 
-TEST(Norms, NotANumberIsSeenByAll) {
+TEST(Norms, ANanIsSeenByAllRanks) {
   for (const Strategy strategy : kStrategies) {
     SCOPED_TRACE(name_of(strategy));
     comm::run_threads(3, [&](const comm::Group& group) {

@@ -23,7 +23,7 @@ using testing::IsEmpty;
 
 // ---- sharding ----
 
-TEST(Sharding, Twice) {
+TEST(Sharding, ShardingAModelTwiceIsRefused) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard}) {
     SCOPED_TRACE(name_of(strategy));
@@ -37,7 +37,7 @@ TEST(Sharding, Twice) {
   }
 }
 
-TEST(Sharding, DifferentModels) {
+TEST(Sharding, RejectsModelsThatDifferBetweenRanks) {
   EXPECT_THAT(errors_of(3,
                         [](const comm::Group& group) {
                           Layers model(group.rank() == 1 ? 3 : 4);
@@ -62,7 +62,7 @@ TEST(Sharding, DifferentModels) {
                          HasSubstr("weight Float[258, 256] on rank 1"))));
 }
 
-TEST(Sharding, BadOptions) {
+TEST(Sharding, RejectsBadOptions) {
   const auto refusal = [](FullyShardOptions options, int ranks = 2) {
     std::string message;
     const auto errors = errors_of(ranks, [&](const comm::Group& group) {

@@ -163,7 +163,7 @@ std::vector<Use> uses() {
 
 class Uses : public testing::TestWithParam<Use> {};
 
-TEST_P(Uses, GiveTheSameBits) {
+TEST_P(Uses, ShardedAndPlainModelsGiveTheSameBits) {
   parallel::FullyShardOptions orig = shard_all(parallel::OneUnit{}), ahead = shard_all(),
                               two = ahead;
   orig.use_orig_params = true;

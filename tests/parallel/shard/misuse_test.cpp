@@ -49,7 +49,7 @@ std::vector<std::string> errors_with_model(const Body& body,
 
 // ---- writes into copies ----
 
-TEST(Writes, IntoGatheredParameters) {
+TEST(GatheredParameterWrites, AreRefusedByName) {
   const std::vector<std::function<void(at::Tensor&)>> writes{
       [](at::Tensor& p) { p.add_(1); },
       [](at::Tensor& p) { p.clamp_(-1, 1); },
@@ -76,7 +76,7 @@ TEST(Writes, IntoGatheredParameters) {
   }
 }
 
-TEST(Writes, OutsideNoGradToo) {
+TEST(GatheredParameterWrites, AreRefusedOutsideNoGradToo) {
   EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model, auto&) {
                 loss_of(model).backward();
                 model->layers[1]->weight.mul_(2);
@@ -86,7 +86,7 @@ TEST(Writes, OutsideNoGradToo) {
 
 // ---- frozen parameters ----
 
-TEST(Frozen, UntilTheModelWasSharded) {
+TEST(FrozenParameters, UnfrozenAfterShardingAreNamed) {
   for (const Strategy strategy : kStrategies) {
     EXPECT_THAT(errors_of(2,
                           [&](const comm::Group& group) {
@@ -101,7 +101,7 @@ TEST(Frozen, UntilTheModelWasSharded) {
   }
 }
 
-TEST(Frozen, SinceTheModelWasSharded) {
+TEST(FrozenParameters, FrozenAfterShardingAreNamedInFlatUnits) {
   for (const bool orig : {false, true}) {
     const auto errors = errors_with_model(
         [](const comm::Group&, Layers model, auto&) {
@@ -120,7 +120,7 @@ TEST(Frozen, SinceTheModelWasSharded) {
 
 // ---- replaced parameters ----
 
-TEST(Replaced, ModelToAnotherType) {
+TEST(ReplacedParameters, ConvertingTheModelIsRefused) {
   EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model, auto&) {
                 model->to(torch::kDouble);
                 loss_of(model);
@@ -130,7 +130,7 @@ TEST(Replaced, ModelToAnotherType) {
 }
 
 // Also where it is the only parameter that was converted, at whatever time.
-TEST(Replaced, OneModuleToAnotherType) {
+TEST(ReplacedParameters, ConvertingOneModuleIsRefused) {
   for (const bool trained : {false, true}) {
     EXPECT_THAT(errors_with_model(
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
@@ -147,7 +147,7 @@ TEST(Replaced, OneModuleToAnotherType) {
   }
 }
 
-TEST(Replaced, OtherData) {
+TEST(ReplacedParameters, SetDataIsRefused) {
   for (const bool trained : {false, true}) {
     EXPECT_THAT(errors_with_model(
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
@@ -165,7 +165,7 @@ TEST(Replaced, OtherData) {
 
 // ---- steps ----
 
-TEST(Steps, OverTheModelsParameters) {
+TEST(OptimizerSteps, OverTheModelsParametersAreRefused) {
   const auto parameters = [](Layers model) { return model->parameters(); };
   const std::vector<std::function<void(Layers)>> steps{
       [&](Layers m) { torch::optim::SGD(parameters(m), 0.1).step(); },
@@ -195,7 +195,7 @@ TEST(Steps, OverTheModelsParameters) {
 }
 
 // With these the model's parameters have whole gradients: looking at them is right, stepping not.
-TEST(Steps, OverTheModelsParametersWithWholeGradients) {
+TEST(OptimizerSteps, OverTheModelsParametersWithWholeGradientsAreRefused) {
   EXPECT_THAT(errors_with_model(
                   [](const comm::Group&, Layers model, auto&) {
                     loss_of(model).backward();
@@ -214,7 +214,7 @@ TEST(Steps, OverTheModelsParametersWithWholeGradients) {
       << "nothing is sharded: they are the parameters";
 }
 
-TEST(Steps, BetweenForwardAndBackward) {
+TEST(OptimizerSteps, BetweenForwardAndBackwardAreRefused) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer}) {
     for (const bool ours : {false, true}) {
@@ -236,7 +236,7 @@ TEST(Steps, BetweenForwardAndBackward) {
   }
 }
 
-TEST(Steps, AfterABackwardThatWasNotReduced) {
+TEST(OptimizerSteps, AfterAnUnreducedBackwardAreRefused) {
   for (const bool zeroed : {false, true}) {
     for (const bool ours : {false, true}) {
       EXPECT_THAT(errors_with_model(
@@ -257,7 +257,7 @@ TEST(Steps, AfterABackwardThatWasNotReduced) {
   }
 }
 
-TEST(Steps, OfUnreducedGradientsByForce) {
+TEST(OptimizerSteps, OnUnreducedGradientsAfterBeginUpdateAreRefused) {
   for (const bool ours : {false, true}) {
     EXPECT_THAT(errors_with_model(
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
@@ -282,7 +282,7 @@ TEST(Steps, OfUnreducedGradientsByForce) {
   }
 }
 
-TEST(Steps, WithoutReducingAreFineWhereItWasReduced) {
+TEST(OptimizerSteps, UnderNoSyncAreAllowedWithShardedGradients) {
   FullyShardOptions options = weights_only();
   options.no_sync = parallel::NoSyncGradients::sharded;
   EXPECT_THAT(errors_with_model(
@@ -297,7 +297,7 @@ TEST(Steps, WithoutReducingAreFineWhereItWasReduced) {
 }
 
 // The rank that read is the one that is told.
-TEST(Steps, AfterALoneRead) {
+TEST(OptimizerSteps, AfterAReadOnOneRankAreRefusedThere) {
   const auto errors = errors_of(2, [](const comm::Group& group) {
     Layers model;
     auto sharded = fully_shard(*model, group, weights_only());
@@ -323,7 +323,7 @@ TEST(Steps, AfterALoneRead) {
 
 // ---- lifetime ----
 
-TEST(Gone, TheModelIsUsedAfterwards) {
+TEST(DestroyedHandle, UseOfTheModelAfterwardsIsRefused) {
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
         loss_of(model).backward();
@@ -342,7 +342,7 @@ TEST(Gone, TheModelIsUsedAfterwards) {
                  HasSubstr("the sharded model that had its values is gone"))));
 }
 
-TEST(Gone, BetweenForwardAndBackward) {
+TEST(DestroyedHandle, BetweenForwardAndBackwardIsRefused) {
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
         const at::Tensor loss = loss_of(model);
@@ -352,7 +352,7 @@ TEST(Gone, BetweenForwardAndBackward) {
       Each(HasSubstr("parameter layer3.weight is used")));
 }
 
-TEST(Gone, TheOptimizersShardsStay) {
+TEST(DestroyedHandle, ShardsOfTheOptimizerStayValid) {
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
         torch::optim::SGD optimizer(sharded->parameters(), 0.1);
@@ -367,7 +367,7 @@ TEST(Gone, TheOptimizersShardsStay) {
       Each(IsEmpty()));
 }
 
-TEST(Gone, TheModelBeforeItsShards) {
+TEST(DestroyedHandle, TheModelMayBeDestroyedFirst) {
   EXPECT_THAT(errors_of(2,
                         [](const comm::Group& group) {
                           std::optional<Layers> model(std::in_place);
@@ -386,7 +386,7 @@ struct Stop : std::runtime_error {
 };
 
 // Everybody stops at the same place, and goes on as if nothing had been.
-TEST(Exceptions, OnAllRanks) {
+TEST(ExceptionsInAShardedModel, OnAllRanksLeaveTrainingUnchanged) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard}) {
     for (const bool in_backward : {false, true}) {
@@ -428,7 +428,7 @@ TEST(Exceptions, OnAllRanks) {
 // Nobody waits for the dead, whatever was under way.
 class OneRankFails : public testing::TestWithParam<std::string> {};
 
-TEST_P(OneRankFails, AndNobodyHangs) {
+TEST_P(OneRankFails, TheOtherRanksDoNotHang) {
   for (const bool in_backward : {false, true}) {
     for (const int known : {0, 2}) {
       EXPECT_THROW(comm::run_threads(2,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A zoo of torch's modules, and the one comparison that all of them must stand.
+// Torch's modules as test cases, and the one comparison that all of them must pass.
 #pragma once
 
 #include <functional>
@@ -8,16 +8,16 @@
 #include <utility>
 #include <vector>
 
-#include "tests/parallel/shard/module_zoo.h"
+#include "tests/parallel/shard/plain_and_sharded.h"
 
 namespace lockstep::test {
 
 // A module with what calls it; and a parameter without dimensions, which is in another unit.
-class Animal : public torch::nn::Module {
+class CaseModule : public torch::nn::Module {
  public:
   using Call = std::function<at::Tensor(const at::Tensor&)>;
 
-  Animal() { gain_ = register_parameter("gain", at::ones({})); }
+  CaseModule() { gain_ = register_parameter("gain", at::ones({})); }
   template <class Holder>
   Holder add(const std::string& name, Holder module) {
     return register_module(name, std::move(module));
@@ -33,72 +33,72 @@ class Animal : public torch::nn::Module {
   at::Tensor gain_;
 };
 
-struct Species {
+struct ModuleCase {
   std::string name;
-  std::function<void(Animal&)> make;
+  std::function<void(CaseModule&)> make;
   std::function<at::Tensor(uint64_t seed)> input;
   bool trains = true;
 };
 
 // Makes one module, which is called with one tensor.
 template <class Holder, class... Arguments>
-std::function<void(Animal&)> single(Arguments... arguments) {
-  return [=](Animal& animal) {
-    auto module = animal.add("module", Holder(arguments...));
-    animal.set_call([module](const at::Tensor& x) mutable { return module(x); });
+std::function<void(CaseModule&)> single(Arguments... arguments) {
+  return [=](CaseModule& model) {
+    auto module = model.add("module", Holder(arguments...));
+    model.set_call([module](const at::Tensor& x) mutable { return module(x); });
   };
 }
 
 // Its result is the first of a tuple.
 template <class Holder, class... Arguments>
-std::function<void(Animal&)> recurrent(Arguments... arguments) {
-  return [=](Animal& animal) {
-    auto module = animal.add("module", Holder(arguments...));
-    animal.set_call([module](const at::Tensor& x) mutable { return std::get<0>(module(x)); });
+std::function<void(CaseModule&)> recurrent(Arguments... arguments) {
+  return [=](CaseModule& model) {
+    auto module = model.add("module", Holder(arguments...));
+    model.set_call([module](const at::Tensor& x) mutable { return std::get<0>(module(x)); });
   };
 }
 
-inline void make_tied(Animal& animal) {
-  auto table = animal.add("table", torch::nn::Embedding(11, 6));
-  animal.add_parameter("head", table->weight);
-  animal.set_call([table](const at::Tensor& x) mutable {
+inline void make_tied(CaseModule& model) {
+  auto table = model.add("table", torch::nn::Embedding(11, 6));
+  model.add_parameter("head", table->weight);
+  model.set_call([table](const at::Tensor& x) mutable {
     return at::linear(at::tanh(table(x)), table->weight);
   });
 }
 
-inline void make_bilinear(Animal& animal) {
-  auto module = animal.add("module", torch::nn::Bilinear(6, 6, 3));
-  animal.set_call([module](const at::Tensor& x) mutable { return module(x, at::sin(x)); });
+inline void make_bilinear(CaseModule& model) {
+  auto module = model.add("module", torch::nn::Bilinear(6, 6, 3));
+  model.set_call([module](const at::Tensor& x) mutable { return module(x, at::sin(x)); });
 }
 
-inline void make_cell(Animal& animal) {
-  auto module = animal.add("module", torch::nn::LSTMCell(6, 5));
-  animal.set_call([module](const at::Tensor& x) mutable {
+inline void make_cell(CaseModule& model) {
+  auto module = model.add("module", torch::nn::LSTMCell(6, 5));
+  model.set_call([module](const at::Tensor& x) mutable {
     auto state = module(x);
     state = module(x.neg(), state);
     return at::cat({std::get<0>(state), std::get<1>(state)}, 1);
   });
 }
 
-inline void make_attention(Animal& animal) {
-  auto module = animal.add("module", torch::nn::MultiheadAttention(8, 2));
-  animal.set_call([module](const at::Tensor& x) mutable {
+inline void make_attention(CaseModule& model) {
+  auto module = model.add("module", torch::nn::MultiheadAttention(8, 2));
+  model.set_call([module](const at::Tensor& x) mutable {
     return std::get<0>(module(x, x.flip(0), x.square()));
   });
 }
 
 // Parameters of two types, and some that are not trained, in one unit.
-inline void make_mixed(Animal& animal) {
-  auto wide = animal.add("wide", torch::nn::Linear(6, 4));
+inline void make_mixed(CaseModule& model) {
+  auto wide = model.add("wide", torch::nn::Linear(6, 4));
   wide->to(at::kDouble);
-  auto fixed = animal.add("fixed", torch::nn::Linear(4, 7));
+  auto fixed = model.add("fixed", torch::nn::Linear(4, 7));
   fixed->weight.set_requires_grad(false);
-  animal.set_call([wide, fixed](const at::Tensor& x) mutable {
+  model.set_call([wide, fixed](const at::Tensor& x) mutable {
     return fixed(at::tanh(wide(x.to(at::kDouble))).to(at::kFloat));
   });
 }
 
-inline std::vector<Species> species() {
+inline std::vector<ModuleCase> module_cases() {
   using namespace torch::nn;  // NOLINT: a list of its modules
   const auto floats = [](std::vector<int64_t> sizes) {
     return [sizes](uint64_t seed) { return numbers(sizes, seed); };
@@ -139,24 +139,26 @@ inline std::vector<Species> species() {
   };
 }
 
-inline std::shared_ptr<Animal> make_animal(const Species& species, c10::Device device) {
-  auto animal = std::make_shared<Animal>();
-  species.make(*animal);
-  fill(*animal, 17);
-  animal->train(species.trains);
-  animal->to(device);
-  return animal;
+inline std::shared_ptr<CaseModule> make_case_module(const ModuleCase& module_case,
+                                                    c10::Device device) {
+  auto model = std::make_shared<CaseModule>();
+  module_case.make(*model);
+  fill(*model, 17);
+  model->train(module_case.trains);
+  model->to(device);
+  return model;
 }
 
 // Some steps of a plain model and of a sharded one: outputs, gradients and weights are the same.
-inline void compare(const Species& species, const Sharding& sharding, const comm::Group& group,
-                    c10::Device device = at::kCPU) {
-  const auto plain = make_animal(species, device), model = make_animal(species, device);
+inline void compare(const ModuleCase& module_case, const Sharding& sharding,
+                    const comm::Group& group, c10::Device device = at::kCPU) {
+  const auto plain = make_case_module(module_case, device),
+             model = make_case_module(module_case, device);
   auto sharded = shard(*model, group, sharding);
   auto plain_sgd = make_sgd(parameters_of(*plain)), sgd = make_sgd(sharded.parameters());
   for (int step = 0; step < sharding.steps; ++step) {
     const auto seed = static_cast<uint64_t>(100 + step);
-    at::Tensor plain_input = species.input(seed).to(device);
+    at::Tensor plain_input = module_case.input(seed).to(device);
     at::Tensor input = plain_input.clone();
     if (input.is_floating_point()) {
       input.set_requires_grad(true);

@@ -265,7 +265,7 @@ TEST(Optimizers, StepAsOnAWholeModel) {
 
 // ---- options that change nothing but memory and time ----
 
-TEST(SameNumbers, WhateverIsKeptWhere) {
+TEST(SameNumbers, EveryOffloadAndNoSyncOptionTrainsAsOneProcess) {
   FullyShardOptions options = weights_only();
   options.offload_to_cpu = true;
   expect_follows<LayersTask>(2, options);
@@ -287,7 +287,7 @@ TEST(SameNumbers, WhateverIsKeptWhere) {
   expect_follows<LayersTask>(2, options);
 }
 
-TEST(SameNumbers, MoreRanksThanRows) {
+TEST(SameNumbers, MoreRanksThanRowsTrainAsOneProcess) {
   expect_follows<MlpTask>(8, {.units = parallel::BySize{1}, .min_num_params = 1});
   expect_follows<MlpTask>(
       8, {.units = parallel::BySize{1}, .min_num_params = 1, .use_orig_params = true});

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "tests/parallel/shard/module_zoo.h"
+#include "tests/parallel/shard/plain_and_sharded.h"
 
 namespace lockstep::test {
 

@@ -196,7 +196,7 @@ TEST(Precision, Buffers) {
   }
 }
 
-TEST(Precision, OnOneRank) {
+TEST(Precision, OneRankTrainsInANarrowType) {
   Layers model = LayersTask::make(1);
   auto sharded = fully_shard(*model, comm::Group(), with({.param = at::kBFloat16}));
   optim::AdamW optimizer(sharded.named_parameters());

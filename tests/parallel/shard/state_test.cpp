@@ -70,7 +70,7 @@ TEST(Unshard, OverAStep) {
   });
 }
 
-TEST(Summon, ShowsMemory) {
+TEST(Summon, ShowsWholeParameters) {
   for (const Strategy strategy : kStrategies) {
     SCOPED_TRACE(name_of(strategy));
     comm::run_threads(3, [&](const comm::Group& group) {
@@ -94,7 +94,7 @@ TEST(Summon, ShowsMemory) {
   }
 }
 
-TEST(Summon, OnOneRankAlone) {
+TEST(Summon, OneRankAloneMaySummon) {
   comm::run_threads(2, [](const comm::Group& group) {
     Layers model = LayersTask::make(1), plain = LayersTask::make(1);
     auto sharded = fully_shard(*model, group, weights_only());
@@ -169,7 +169,7 @@ TEST(Summon, WithoutWriteBackNothingChanges) {
   });
 }
 
-TEST(Summon, InsideAnother) {
+TEST(Summon, SummonsMayBeNested) {
   comm::run_threads(2, [](const comm::Group& group) {
     Layers model = LayersTask::make(1);
     auto sharded = fully_shard(*model, group, weights_only());
@@ -340,7 +340,7 @@ TEST(StateDict, WrongOnesWriteNothing) {
 }
 
 // Optimizer state, named and placed as the parameters that it belongs to.
-TEST(PartsOf, OptimizerState) {
+TEST(PartsOf, OptimizerStateIsPlacedAsItsParameters) {
   for (const bool orig : {false, true}) {
     std::mutex mutex;
     std::map<std::string, at::Tensor> put_together;
@@ -385,7 +385,7 @@ TEST(PartsOf, OptimizerState) {
   }
 }
 
-TEST(Training, ModesAreTheModels) {
+TEST(TrainingMode, TrainAndEvalReachTheModel) {
   comm::run_threads(2, [](const comm::Group& group) {
     ConvNet model = ConvNetTask::make(1);
     auto sharded = fully_shard(*model, group);

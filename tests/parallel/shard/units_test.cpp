@@ -39,7 +39,7 @@ Names units_of(const FullyShardOptions& options, Make make) {
 
 TinyTransformer transformer() { return TransformerTask::make(1); }
 
-TEST(Units, BySize) {
+TEST(Units, SizeChoosesUnits) {
   const Names units =
       units_of({.units = parallel::BySize{1000}, .min_num_params = 100}, transformer);
   EXPECT_THAT(units, ElementsAre("tokens", "model", "block0.qkv", "block0.out", "block0.up",
@@ -49,7 +49,7 @@ TEST(Units, BySize) {
               ElementsAre("model", "block0", "block1", "whole tensors"));
 }
 
-TEST(Units, ByType) {
+TEST(Units, TypeNamesChooseUnits) {
   for (const char* name :
        {"TransformerBlock", "TransformerBlockImpl", "lockstep::test::TransformerBlockImpl"}) {
     EXPECT_THAT(units_of({.units = parallel::ByType{{name}}}, transformer),
@@ -58,7 +58,7 @@ TEST(Units, ByType) {
   }
 }
 
-TEST(Units, OneInsideAnother) {
+TEST(Units, NestedUnitsOwnTheirOwnParameters) {
   const Names units =
       units_of({.units = parallel::ByType{{"TransformerBlock", "Linear"}}, .min_num_params = 1},
                transformer);
@@ -67,7 +67,7 @@ TEST(Units, OneInsideAnother) {
                          "block1", "block1.qkv", "block1.out", "block1.up", "block1.down", "head"));
 }
 
-TEST(Units, ByPredicate) {
+TEST(Units, APredicateChoosesUnits) {
   const auto wanted = [](const std::string& path, torch::nn::Module& module) {
     return path == "block1" && module.as<TransformerBlockImpl>() != nullptr;
   };
@@ -75,7 +75,7 @@ TEST(Units, ByPredicate) {
               ElementsAre("model", "block1", "whole tensors"));
 }
 
-TEST(Units, One) {
+TEST(Units, OneUnitHoldsTheWholeModel) {
   EXPECT_THAT(units_of({.units = parallel::OneUnit{}}, transformer),
               ElementsAre("model", "whole tensors"));
   EXPECT_THAT(units_of({.units = parallel::OneUnit{}, .min_num_params = 1}, transformer),
@@ -83,7 +83,7 @@ TEST(Units, One) {
 }
 
 // The memory of units shares a few descriptors.
-TEST(Units, ThousandsOfThem) {
+TEST(Units, ThousandsOfUnitsShareFewFileDescriptors) {
   const int count = tests_all() ? 5000 : 300;
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -122,7 +122,7 @@ struct OuterImpl : torch::nn::Module {
 };
 TORCH_MODULE(Outer);
 
-TEST(Units, AChildCalledModel) {
+TEST(Units, AChildCalledModelHasItsOwnUnit) {
   comm::run_threads(2, [](const comm::Group& group) {
     Outer model;
     auto sharded = fully_shard(*model, group, {.units = parallel::BySize{1}});
@@ -177,7 +177,7 @@ struct TiedTask {
   }
 };
 
-TEST(Kinds, TiedParametersAreOne) {
+TEST(ParameterKinds, TiedParametersAreOne) {
   for (const bool orig : {false, true}) {
     comm::run_threads(3, [&](const comm::Group& group) {
       Tied model = TiedTask::make(1), plain = TiedTask::make(1);
@@ -229,7 +229,7 @@ struct MixedTask : TiedTask {
   }
 };
 
-TEST(Kinds, TypesAndFrozenParametersInOneUnit) {
+TEST(ParameterKinds, DtypesAndFrozenParametersShareAUnit) {
   for (const Strategy strategy :
        {Strategy::full_shard, Strategy::shard_grad_op, Strategy::optimizer, Strategy::no_shard}) {
     for (const bool orig : {false, true}) {
@@ -253,7 +253,7 @@ TEST(Kinds, TypesAndFrozenParametersInOneUnit) {
   });
 }
 
-TEST(Kinds, SmallTensorsAreWholeAndAveraged) {
+TEST(ParameterKinds, SmallTensorsAreWholeAndAveraged) {
   comm::run_threads(2, [](const comm::Group& group) {
     Layers model = LayersTask::make(1), plain = LayersTask::make(1);
     const auto sharded = fully_shard(*model, group, weights_only());
@@ -273,7 +273,7 @@ TEST(Kinds, SmallTensorsAreWholeAndAveraged) {
   });
 }
 
-TEST(Kinds, MinNumParamsDecidesWhatIsWhole) {
+TEST(ParameterKinds, MinNumParamsDecidesWhatIsWhole) {
   comm::run_threads(2, [](const comm::Group& group) {
     for (const auto& [least, sharded_count] :
          std::vector<std::pair<int64_t, int>>{{1, 8}, {32, 8}, {33, 4}, {1024, 4}, {1025, 0}}) {

@@ -17,7 +17,7 @@
 #include <thread>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 #include "tests/parallel/shard/support.h"
 #include "tests/support/sampling.h"
 

@@ -178,7 +178,7 @@ at::Tensor watched(int64_t count, Patience& patience) {
       memory->data(), {count}, [memory, &patience](void*) { patience.gone(); }, at::kFloat);
 }
 
-TEST(UpdateRing, WhatThrowsWaitsForCopiesOfTheGradient) {
+TEST(UpdateRing, AFailedUpdateWaitsForCopiesOfTheGradient) {
   for (const bool from_host : {true, false}) {
     Updates updates(0, from_host);
     const StatePlan plan{.lossless = true,
@@ -200,7 +200,7 @@ TEST(UpdateRing, WhatThrowsWaitsForCopiesOfTheGradient) {
   }
 }
 
-TEST(UpdateRing, GoesAfterWhatUsesIt) {
+TEST(UpdateRing, ItsMemoryOutlivesItWhileWorkUsesIt) {
   Updates updates(1);
   Patience patience;
   patience.hold(*updates.tiers->in);
@@ -212,7 +212,7 @@ TEST(UpdateRing, GoesAfterWhatUsesIt) {
   EXPECT_FALSE(patience.went_early());
 }
 
-TEST(OffloadTiers, RetiredMemoryGoesAfterWhatUsesIt) {
+TEST(OffloadTiers, RetiredMemoryOutlivesTheWorkThatUsesIt) {
   Patience patience;
   std::vector<float> target(4);
   {

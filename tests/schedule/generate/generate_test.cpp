@@ -26,7 +26,7 @@ TEST(Generate, FourRanksAsWrittenOut) {
   }
 }
 
-TEST(Generate, SmallOnesByHand) {
+TEST(Generate, SmallSchedulesWrittenByHand) {
   const auto rows = [](const ScheduleOptions& options) {
     const Schedule schedule = generate(options);
     std::vector<std::string> lines;
@@ -156,7 +156,7 @@ TEST(Generate, AllGroups) {
   }
 }
 
-TEST(Generate, WhatAKindDoesNotAllow) {
+TEST(Generate, RejectsOptionsThatAKindDoesNotAllow) {
   const auto refused = [](const ScheduleOptions& options, const char* message) {
     EXPECT_THAT([&] { generate(options); }, ThrowsMessage<ConfigError>(message));
   };

@@ -26,17 +26,17 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
   CustomGroup(Membership membership, std::string backend, std::unique_ptr<Transport> collectives,
               std::unique_ptr<Transport> messages)
       : GroupImpl(std::move(membership), std::move(backend)),
-        watch_(this->membership()),
+        watchdog_(this->membership()),
         trace_(this->membership()),
         for_collectives_(std::move(collectives)),
         for_messages_(std::move(messages)),
-        comparison_(this->membership(), watch_),
+        consistency_(this->membership(), watchdog_),
         collectives_(*for_collectives_, this->membership().rank, this->membership().size()) {}
 
   std::shared_ptr<Pending> submit(Operation operation,
                                   std::shared_ptr<const void> memory) override {
     const std::lock_guard lock(mutex_);  // operations are numbered in the order in which they run
-    const uint64_t sequence = watch_.begin(operation);
+    const uint64_t sequence = watchdog_.begin(operation);
     return post(std::move(operation), sequence, std::move(memory));
   }
   std::shared_ptr<Pending> announce(Operation operation) override {
@@ -51,15 +51,15 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
       std::shared_ptr<Pending> agreed, running;  // until it has been run by other means
     };
     const std::lock_guard lock(mutex_);
-    const uint64_t sequence = watch_.begin(operation);
-    auto running = watch_.announce(operation, sequence);
+    const uint64_t sequence = watchdog_.begin(operation);
+    auto running = watchdog_.announce(operation, sequence);
     return std::make_shared<Announced>(
         membership().world->check ? post(std::move(operation), sequence, nullptr) : nullptr,
         std::move(running));
   }
   // Those that run cannot be ended, but none begins.
   bool abort(const std::string& why) override {
-    comparison_.abort(why);
+    consistency_.abort(why);
     return false;
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
@@ -73,7 +73,8 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
     const bool message = fabric::is_message(operation.kind);
     auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
     auto self = shared_from_this();
-    Lane& lane = message ? message_lanes_[{operation.kind, operation.root}] : collective_lane_;
+    SerialExecutor& executor =
+        message ? message_executors_[{operation.kind, operation.root}] : collective_executor_;
     auto job = [self, operation, sequence, completion, memory, message]() mutable {
       std::exception_ptr error;
       try {
@@ -87,22 +88,22 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
       completion->part_done(error);
     };
     std::shared_ptr<Pending> agreed;
-    if (!message && comparison_.has_board()) {
-      agreed = comparison_.post(
+    if (!message && consistency_.has_board()) {
+      agreed = consistency_.post(
           operation, sequence,
-          [&lane, completion, job = std::move(job)] {
+          [&executor, completion, job = std::move(job)] {
             completion->expect(0, nullptr);
-            lane.post(job);
+            executor.post(job);
           },
           nullptr);
     } else {
-      lane.post(std::move(job));
+      executor.post(std::move(job));
     }
-    return std::make_shared<WatchedPending>(WatchedPending::Owner{self, watch_, trace_,
+    return std::make_shared<WatchedPending>(WatchedPending::Owner{self, watchdog_, trace_,
                                                                   [this](const std::string& why) {
                                                                     for_collectives_->abort();
                                                                     for_messages_->abort();
-                                                                    comparison_.abort(why);
+                                                                    consistency_.abort(why);
                                                                   }},
                                             std::move(operation), sequence, started,
                                             std::move(completion), std::move(memory),
@@ -111,9 +112,9 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
 
   void perform(const Operation& operation, uint64_t sequence) {
     if (collectives_failure_) std::rethrow_exception(collectives_failure_);
-    if (membership().world->check && !comparison_.has_board()) {
-      watch_.check_agreement(
-          operation, sequence, [&](const std::shared_ptr<Watch::Records>& records) {
+    if (membership().world->check && !consistency_.has_board()) {
+      watchdog_.check_agreement(
+          operation, sequence, [&](const std::shared_ptr<OperationWatchdog::Records>& records) {
             const std::span<const std::byte> mine(records->mine);
             MessageCollectives::Outputs blocks;
             for (std::span all(records->all); !all.empty(); all = all.subspan(mine.size()))
@@ -141,17 +142,17 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
     if (!operation.output.empty()) for_messages_->recv(operation.root, operation.output);
   }
 
-  Watch watch_;
+  OperationWatchdog watchdog_;
   OperationTrace trace_;
   std::unique_ptr<Transport> for_collectives_, for_messages_;
-  Comparison comparison_;
+  CallConsistency consistency_;
   MessageCollectives collectives_;
-  // Of the collective that failed first: ranks would take a later one's data for its. Only the lane
-  // of collectives uses it.
+  // Of the collective that failed first: ranks would take a later one's data for its. Only the
+  // executor of collectives uses it.
   std::exception_ptr collectives_failure_;
   std::mutex mutex_;
-  Lane collective_lane_;
-  std::map<std::pair<OpKind, int>, Lane> message_lanes_;
+  SerialExecutor collective_executor_;
+  std::map<std::pair<OpKind, int>, SerialExecutor> message_executors_;
 };
 
 }  // namespace

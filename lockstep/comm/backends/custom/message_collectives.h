@@ -37,7 +37,7 @@ class MessageCollectives {
   Transport& transport_;
   int rank_;
   size_t size_;
-  Lane sender_;
+  SerialExecutor sender_;
 };
 
 }  // namespace lockstep::comm::detail

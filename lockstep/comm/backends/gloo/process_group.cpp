@@ -61,11 +61,11 @@ class EngineGroup final : public detail::GroupImpl,
   EngineGroup(detail::Membership membership, std::string backend, c10::intrusive_ptr<Engine> engine,
               TagSetter set_tag)
       : GroupImpl(std::move(membership), std::move(backend)),
-        watch_(this->membership()),
+        watchdog_(this->membership()),
         trace_(this->membership()),
         size_(this->membership().size()),
         rank_(this->membership().rank),
-        comparison_(this->membership(), watch_),
+        consistency_(this->membership(), watchdog_),
         set_tag_(std::move(set_tag)),
         group_(std::move(engine)) {}
 
@@ -81,7 +81,7 @@ class EngineGroup final : public detail::GroupImpl,
                                           std::shared_ptr<const void> memory) override;
   // Those that run cannot be ended, but none begins.
   bool abort(const std::string& why) override {
-    comparison_.abort(why);
+    consistency_.abort(why);
     return false;
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
@@ -103,11 +103,11 @@ class EngineGroup final : public detail::GroupImpl,
   // of all_to_all being what the tag does not tell, and in the order of the calls: an engine with
   // few threads runs it in that order.
   bool begins_at_once(const Operation& operation) const {
-    return set_tag_ && comparison_.has_board() && operation.kind != OpKind::all_to_all &&
+    return set_tag_ && consistency_.has_board() && operation.kind != OpKind::all_to_all &&
            num_held_back_ == 0;
   }
   // How ranks of several hosts gather what they call.
-  detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
+  detail::CallConsistency::Exchange exchange_for(const Operation& operation, uint64_t sequence);
 
   Started start(const Operation& operation, std::shared_ptr<const void> memory);
   Started start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory);
@@ -124,10 +124,10 @@ class EngineGroup final : public detail::GroupImpl,
                                                   std::shared_ptr<const void> memory,
                                                   std::shared_ptr<detail::Pending> agreed) {
     return std::make_shared<detail::WatchedPending>(
-        detail::WatchedPending::Owner{shared_from_this(), watch_, trace_,
+        detail::WatchedPending::Owner{shared_from_this(), watchdog_, trace_,
                                       [this](const std::string& why) {
                                         broken_ = true;
-                                        comparison_.abort(why);
+                                        consistency_.abort(why);
                                       }},
         std::move(operation), sequence, started, std::move(completion), std::move(memory),
         std::move(agreed));
@@ -139,14 +139,14 @@ class EngineGroup final : public detail::GroupImpl,
     return operation.timeout + milliseconds{500};
   }
 
-  detail::Watch watch_;
+  detail::OperationWatchdog watchdog_;
   detail::OperationTrace trace_;
   int size_, rank_;
   std::atomic<bool> broken_{false};
   const std::shared_ptr<std::atomic<int>> in_flight_ = std::make_shared<std::atomic<int>>(0);
   std::mutex mutex_;
   std::map<std::pair<OpKind, int>, uint32_t> message_numbers_;
-  detail::Comparison comparison_;
+  detail::CallConsistency consistency_;
   std::atomic<int> num_held_back_{0};
   const TagSetter set_tag_;
   c10::intrusive_ptr<Engine> group_;
@@ -183,10 +183,10 @@ void EngineGroup::follow(const std::vector<WorkHandle>& works,
   }
 }
 
-detail::Comparison::Exchange EngineGroup::exchange_for(const Operation& operation,
-                                                       uint64_t sequence) {
+detail::CallConsistency::Exchange EngineGroup::exchange_for(const Operation& operation,
+                                                            uint64_t sequence) {
   return [self = shared_from_this(), operation,
-          sequence](const std::shared_ptr<detail::Watch::Records>& records) {
+          sequence](const std::shared_ptr<detail::OperationWatchdog::Records>& records) {
     const NoSigpipe no_signal;
     const size_t size = records->mine.size();
     std::vector<at::Tensor> inputs{bytes_tensor(records->mine)};
@@ -208,17 +208,17 @@ detail::Comparison::Exchange EngineGroup::exchange_for(const Operation& operatio
 
 std::shared_ptr<detail::Pending> EngineGroup::announce(Operation operation) {
   if (fabric::is_message(operation.kind)) return nullptr;
-  const uint64_t sequence = watch_.begin(operation);
+  const uint64_t sequence = watchdog_.begin(operation);
   auto agreed =
-      comparison_.post(operation, sequence, std::exchange(operation.finish, nullptr),
-                       comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+      consistency_.post(operation, sequence, std::exchange(operation.finish, nullptr),
+                        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
   return std::make_shared<Announced>(shared_from_this(), std::move(agreed),
-                                     watch_.announce(operation, sequence));
+                                     watchdog_.announce(operation, sequence));
 }
 
 std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
                                                      std::shared_ptr<const void> memory) {
-  const uint64_t sequence = watch_.begin(operation);
+  const uint64_t sequence = watchdog_.begin(operation);
   if (fabric::is_message(operation.kind))
     return submit_message(std::move(operation), sequence, std::move(memory));
   const auto started = Clock::now();
@@ -226,17 +226,17 @@ std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
   std::shared_ptr<detail::Pending> agreed;
   if (begins_at_once(operation)) {
     operation.unhurried = true;
-    agreed = comparison_.post(operation, sequence, nullptr, nullptr);
+    agreed = consistency_.post(operation, sequence, nullptr, nullptr);
     begin(operation, sequence, memory, completion);
   } else {
     ++num_held_back_;
-    agreed = comparison_.post(
+    agreed = consistency_.post(
         operation, sequence,
         [self = shared_from_this(), operation, sequence, memory, completion] {
           self->begin(operation, sequence, memory, completion);
           --self->num_held_back_;
         },
-        comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
   }
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
@@ -418,7 +418,7 @@ int EngineGroup::next_tag(const Operation& operation) {
     const std::lock_guard lock(mutex_);
     number = message_numbers_[{operation.kind, operation.root}]++ % (1 << 15);
   }
-  if (!comparison_.has_board()) return static_cast<int>(number << 15);
+  if (!consistency_.has_board()) return static_cast<int>(number << 15);
   Operation either = operation;  // a send and its recv
   either.kind = OpKind::send;
   either.root = 0;
@@ -431,9 +431,9 @@ std::shared_ptr<detail::Pending> EngineGroup::submit_message(Operation operation
                                                              std::shared_ptr<const void> memory) {
   const auto started = Clock::now();
   auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
-  const bool header = membership().world->check && !comparison_.has_board();
+  const bool header = membership().world->check && !consistency_.has_board();
   begin_message(operation, memory, next_tag(operation), header, completion);
-  auto agreed = comparison_.has_board() ? comparison_.post_message(operation) : nullptr;
+  auto agreed = consistency_.has_board() ? consistency_.post_message(operation) : nullptr;
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
 }

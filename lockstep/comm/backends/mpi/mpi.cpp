@@ -45,12 +45,12 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   // Ranks of the job are ranks of `world`.
   MpiGroup(detail::Membership membership, MPI_Comm world)
       : GroupImpl(std::move(membership), "mpi"),
-        watch_(this->membership()),
+        watchdog_(this->membership()),
         trace_(this->membership()),
         small_(world, this->membership().members, tag_of(this->membership())),
         worker_(std::make_shared<Worker>(small_.duplicate())),
         messages_(small_.duplicate()),
-        comparison_(this->membership(), watch_) {}
+        consistency_(this->membership(), watchdog_) {}
 
   ~MpiGroup() override {
     bool is_busy = false;
@@ -89,7 +89,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::shared_ptr<detail::Pending> announce(Operation operation) override;
   // Those that run cannot be ended, but none begins.
   bool abort(const std::string& why) override {
-    comparison_.abort(why);
+    consistency_.abort(why);
     return false;
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
@@ -103,7 +103,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   // Gives a collective to MPI, or to the thread that does.
   void begin(Operation adapted, bool small, const std::shared_ptr<Progress>& progress);
   // How ranks of several hosts gather what they call.
-  detail::Comparison::Exchange exchange_for(const Operation& operation, uint64_t sequence);
+  detail::CallConsistency::Exchange exchange_for(const Operation& operation, uint64_t sequence);
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
             Progress& progress, detail::Pending* agreed);
   [[noreturn]] void fail(std::exception_ptr failure, bool all_know);
@@ -119,7 +119,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
     start_thread();
   }
 
-  detail::Watch watch_;
+  detail::OperationWatchdog watchdog_;
   detail::OperationTrace trace_;
   Communicator small_;
   const std::shared_ptr<Worker> worker_;
@@ -128,7 +128,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   std::mutex submit_mutex_;
   std::atomic<bool> broken_{false};
   std::thread thread_;
-  detail::Comparison comparison_;
+  detail::CallConsistency consistency_;
 };
 
 // Until it has been run by other means.
@@ -174,7 +174,7 @@ class MpiGroup::MpiPending final : public detail::Pending {
   void wait() override {
     if (ended_) return;
     group_->wait(operation_, sequence_, started_, *progress_, agreed_.get());
-    group_->watch_.end(operation_, sequence_);
+    group_->watchdog_.end(operation_, sequence_);
     group_->trace_.add(operation_, sequence_, started_, progress_->finished);
     memory_.reset();
     ended_ = true;
@@ -217,9 +217,9 @@ bool is_with_mpi(Progress& progress) {
 void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
                     Progress& progress, detail::Pending* agreed) {
   try {
-    if (agreed != nullptr) watch_.wait_for(*agreed);
+    if (agreed != nullptr) watchdog_.wait_for(*agreed);
     int round = 0;
-    watch_.wait(operation, sequence, started, [&](milliseconds time) {
+    watchdog_.wait(operation, sequence, started, [&](milliseconds time) {
       const auto until = Clock::now() + time;
       std::unique_lock lock(progress.mutex);
       if (progress.running.requests.empty())
@@ -242,7 +242,7 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
       } catch (const MismatchError&) {
         throw;
       } catch (const std::exception& error) {
-        watch_.explain(operation, sequence, error.what());
+        watchdog_.explain(operation, sequence, error.what());
       }
     }
   } catch (const MismatchError&) {
@@ -260,16 +260,17 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
 
 void MpiGroup::fail(std::exception_ptr failure, bool all_know) {
   try {
-    watch_.fail(std::move(failure), all_know);
+    watchdog_.fail(std::move(failure), all_know);
   } catch (const std::exception& error) {
-    comparison_.abort(error.what());  // when the others have been told why
+    consistency_.abort(error.what());  // when the others have been told why
     throw;
   }
 }
 
-detail::Comparison::Exchange MpiGroup::exchange_for(const Operation& operation, uint64_t sequence) {
+detail::CallConsistency::Exchange MpiGroup::exchange_for(const Operation& operation,
+                                                         uint64_t sequence) {
   return [self = shared_from_this(), operation,
-          sequence](const std::shared_ptr<detail::Watch::Records>& records) {
+          sequence](const std::shared_ptr<detail::OperationWatchdog::Records>& records) {
     const auto progress = std::make_shared<Progress>();
     progress->memory = records;
     const auto ranks = static_cast<size_t>(self->membership().size());
@@ -291,12 +292,12 @@ detail::Comparison::Exchange MpiGroup::exchange_for(const Operation& operation, 
 std::shared_ptr<detail::Pending> MpiGroup::announce(Operation operation) {
   if (fabric::is_message(operation.kind)) return nullptr;
   const std::lock_guard lock(submit_mutex_);
-  const uint64_t sequence = watch_.begin(operation);
+  const uint64_t sequence = watchdog_.begin(operation);
   auto agreed =
-      comparison_.post(operation, sequence, std::exchange(operation.finish, nullptr),
-                       comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+      consistency_.post(operation, sequence, std::exchange(operation.finish, nullptr),
+                        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
   return std::make_shared<Announced>(shared_from_this(), std::move(agreed),
-                                     watch_.announce(operation, sequence));
+                                     watchdog_.announce(operation, sequence));
 }
 
 // A header travels with the data, under a tag of its own.
@@ -357,7 +358,7 @@ void MpiGroup::begin(Operation adapted, bool small, const std::shared_ptr<Progre
 std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
                                                   std::shared_ptr<const void> memory) {
   const std::lock_guard lock(submit_mutex_);
-  const uint64_t sequence = watch_.begin(operation);
+  const uint64_t sequence = watchdog_.begin(operation);
   const auto started = Clock::now();
   std::shared_ptr<Progress> progress;
   std::shared_ptr<detail::Pending> agreed;
@@ -386,12 +387,12 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
     progress = std::make_shared<Progress>();
     progress->memory = memory;
     progress->finish = std::exchange(adapted.finish, nullptr);
-    agreed = comparison_.post(
+    agreed = consistency_.post(
         operation, sequence,
         [self = shared_from_this(), adapted = std::move(adapted), small, progress] {
           self->begin(adapted, small, progress);
         },
-        comparison_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
   }
   return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started,
                                       std::move(progress), std::move(memory), std::move(agreed));

@@ -39,7 +39,7 @@ Communicator::Communicator(const Engine& engine, int device) : engine_(engine), 
 Communicator::~Communicator() {
   try {
     const DeviceGuard guard(*engine_.runtime, device_);
-    say_good_bye();
+    shutdown();
     if (owned_ && !wait_for_good_byes()) abort();
   } catch (const std::exception& error) {
     log::debug(format("[nccl] a communicator did not end well: {}", error.what()));
@@ -123,7 +123,7 @@ void Communicator::abort() noexcept {
   }
 }
 
-void Communicator::say_good_bye() noexcept {
+void Communicator::shutdown() noexcept {
   bool failed = false;
   {
     const std::lock_guard lock(mutex_);
@@ -166,8 +166,8 @@ void Communicator::register_memory() {
   std::vector<void*> unknown;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [data, piece] : memory_) {
-      if (piece.handle == nullptr) unknown.push_back(data);
+    for (const auto& [data, registration] : memory_) {
+      if (registration.handle == nullptr) unknown.push_back(data);
     }
   }
   for (void* const data : unknown) {
@@ -190,13 +190,15 @@ void Communicator::free(std::byte* data) noexcept {
     runtime.record(used, runtime.current_stream(device_));
     runtime.synchronize(used);
     runtime.free_event(used);
-    Piece piece;
+    MemoryRegistration registration;
     {
       const std::lock_guard lock(mutex_);
-      piece = memory_.extract(data).mapped();
+      registration = memory_.extract(data).mapped();
     }
-    if (piece.handle != nullptr)
-      call([&](const Seat& seat) { return engine_.api->comm_deregister(seat.comm, piece.handle); });
+    if (registration.handle != nullptr)
+      call([&](const Seat& seat) {
+        return engine_.api->comm_deregister(seat.comm, registration.handle);
+      });
   } catch (const std::exception& error) {
     log::debug(format("[nccl] memory was not unregistered: {}", error.what()));
   }

@@ -21,7 +21,7 @@ class Communicator {
   // Says good-bye to the others if nothing went wrong, and waits a moment for theirs.
   ~Communicator();
   // The former. Where there are several, first to those of all.
-  void say_good_bye() noexcept;
+  void shutdown() noexcept;
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -62,11 +62,11 @@ class Communicator {
   Seat seat_;
   bool owned_ = true, aborted_ = false, leaving_ = false;
   // NCCL's name for a piece of memory, if it knows it already.
-  struct Piece {
+  struct MemoryRegistration {
     size_t bytes = 0;
     void* handle = nullptr;
   };
-  std::map<void*, Piece> memory_;
+  std::map<void*, MemoryRegistration> memory_;
 };
 
 }  // namespace lockstep::comm::nccl

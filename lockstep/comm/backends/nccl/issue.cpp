@@ -68,7 +68,7 @@ class Outcome {
 
 // Calls that NCCL runs together. A group that was begun is always ended.
 template <class Body>
-Result together(const Api& api, Body body) {
+Result run_in_nccl_group(const Api& api, Body body) {
   Outcome outcome;
   outcome.add(api.group_start());
   body(outcome);
@@ -139,7 +139,7 @@ class Issue {
       return api_.all_gather(input_, output_, static_cast<size_t>(counts[0]), type_, seat_.comm,
                              seat_.stream);
     }
-    return together(api_, [&](Outcome& outcome) {
+    return run_in_nccl_group(api_, [&](Outcome& outcome) {
       std::byte* block = output_;
       for (size_t root = 0; root < size_; ++root) {
         const auto count = static_cast<size_t>(counts[root]);
@@ -158,7 +158,7 @@ class Issue {
       return api_.reduce_scatter(input_, output_, static_cast<size_t>(counts[0]), type_, reduction_,
                                  seat_.comm, seat_.stream);
     }
-    return together(api_, [&](Outcome& outcome) {
+    return run_in_nccl_group(api_, [&](Outcome& outcome) {
       const std::byte* block = input_;
       for (size_t root = 0; root < size_; ++root) {
         const auto count = static_cast<size_t>(counts[root]);
@@ -173,7 +173,7 @@ class Issue {
   Result all_to_all() {
     const std::byte* mine = nullptr;
     std::byte* place = nullptr;
-    const Result result = together(api_, [&](Outcome& outcome) {
+    const Result result = run_in_nccl_group(api_, [&](Outcome& outcome) {
       const std::byte* from = input_;
       std::byte* to = output_;
       for (size_t peer = 0; peer < size_; ++peer) {
@@ -199,7 +199,7 @@ class Issue {
       return send(input_, input_count(), static_cast<size_t>(operation_.root));
     const size_t count = input_count();
     copy(output_ + rank_ * count * width_, input_, count);
-    return together(api_, [&](Outcome& outcome) {
+    return run_in_nccl_group(api_, [&](Outcome& outcome) {
       for (size_t peer = 0; peer < size_; ++peer) {
         if (peer != rank_) outcome.add(recv(output_ + peer * count * width_, count, peer));
       }
@@ -211,7 +211,7 @@ class Issue {
       return recv(output_, output_count(), static_cast<size_t>(operation_.root));
     const size_t count = output_count();
     copy(output_, input_ + rank_ * count * width_, count);
-    return together(api_, [&](Outcome& outcome) {
+    return run_in_nccl_group(api_, [&](Outcome& outcome) {
       for (size_t peer = 0; peer < size_; ++peer) {
         if (peer != rank_) outcome.add(send(input_ + peer * count * width_, count, peer));
       }

@@ -62,7 +62,7 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
       : GroupImpl(std::move(membership), name),
         engine_(engine),
         companion_(std::move(companion)),
-        watch_(this->membership(), "nccl"),
+        watchdog_(this->membership(), "nccl"),
         trace_(this->membership(), "nccl"),
         rank_(this->membership().rank),
         size_(this->membership().size()) {
@@ -74,12 +74,12 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   }
 
   ~NcclGroup() override {
-    // A lane that fails looks at all others: none may go before all are still.
-    std::vector<Lane*> lanes;
-    if (collectives_) lanes.push_back(collectives_.get());
-    for (auto& [key, lane] : messages_) lanes.push_back(lane.get());
-    for (Lane* lane : lanes) lane->finish();
-    for (Lane* lane : lanes) lane->communicator().say_good_bye();
+    // A stream that fails looks at all others: none may go before all are still.
+    std::vector<NcclStream*> streams;
+    if (collectives_) streams.push_back(collectives_.get());
+    for (auto& [key, stream] : messages_) streams.push_back(stream.get());
+    for (NcclStream* stream : streams) stream->finish();
+    for (NcclStream* stream : streams) stream->communicator().shutdown();
   }
 
   void adopt(ncclComm* comm, int device) {
@@ -96,11 +96,11 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   std::shared_ptr<std::byte> allocate(size_t bytes) override { return companion_->allocate(bytes); }
   std::shared_ptr<std::byte> allocate_on(int device, size_t bytes) override {
     if (bytes < kLeastAllocation) return nullptr;
-    Lane& lane = make_collectives(device);
-    if (lane.communicator().device() != device) return nullptr;
-    auto memory = Communicator::allocate(lane.shared_communicator(), bytes);
+    NcclStream& stream = make_collectives(device);
+    if (stream.communicator().device() != device) return nullptr;
+    auto memory = Communicator::allocate(stream.shared_communicator(), bytes);
     if (memory) {
-      if (is_open_) lane.communicator().register_memory();
+      if (is_open_) stream.communicator().register_memory();
       const std::lock_guard lock(mutex_);
       std::erase_if(allocated_, [](const auto& each) { return each.second.first.expired(); });
       allocated_[memory.get()] = {memory, bytes};
@@ -141,8 +141,8 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   class HostPending;
   using MessageKey = std::pair<OpKind, int>;  // direction, peer
 
-  Lane::Options lane_options(std::function<void(const Ticket&)> prepare) {
-    return {.watch = watch_,
+  NcclStream::Options stream_options(std::function<void(const Ticket&)> prepare) {
+    return {.watchdog = watchdog_,
             .trace = trace_,
             .prepare = std::move(prepare),
             .fail = [this](std::exception_ptr error) { break_group(std::move(error)); }};
@@ -155,20 +155,20 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
                              membership().name, engine_.api->get_error_string(result)));
     return id;
   }
-  Lane& make_collectives(int device);
-  Lane& open_collectives(int device, const Operation& operation, uint64_t sequence);
-  Lane& message_lane(const Operation& operation);
-  void open_message_lane(Lane& lane, const Ticket& ticket);
+  NcclStream& make_collectives(int device);
+  NcclStream& open_collectives(int device, const Operation& operation, uint64_t sequence);
+  NcclStream& message_stream(const Operation& operation);
+  void open_message_stream(NcclStream& stream, const Ticket& ticket);
   void compare_headers(const Ticket& ticket);
   void check_device(const Operation& operation) const;
   // The companion knows that a member has broken the group, but not with what.
   template <class Body>
-  auto in_our_words(Body body) const {
+  auto rethrow_translated(Body body) const {
     try {
       return body();
     } catch (const CommError&) {
-      watch_.throw_if_failed();
-      watch_.throw_if_told();
+      watchdog_.throw_if_failed();
+      watchdog_.throw_if_told();
       throw;
     }
   }
@@ -179,27 +179,27 @@ class NcclGroup final : public detail::GroupImpl, public std::enable_shared_from
   const std::shared_ptr<detail::GroupImpl> companion_;
   // Where messages are compared: by announcing them, or else by sending what they are.
   std::shared_ptr<detail::GroupImpl> announcements_, headers_;
-  detail::Watch watch_;
+  detail::OperationWatchdog watchdog_;
   detail::OperationTrace trace_;
   const int rank_, size_;
   mutable std::mutex mutex_;
   std::map<const std::byte*, std::pair<std::weak_ptr<std::byte>, size_t>> allocated_;
-  std::unique_ptr<Lane> collectives_;
-  std::map<MessageKey, std::unique_ptr<Lane>> messages_;
+  std::unique_ptr<NcclStream> collectives_;
+  std::map<MessageKey, std::unique_ptr<NcclStream>> messages_;
   std::atomic<bool> is_open_{false};  // collectives_ is connected
 };
 
 class NcclGroup::NcclPending final : public detail::Pending {
  public:
-  NcclPending(std::shared_ptr<NcclGroup> group, Lane& lane, std::shared_ptr<Ticket> ticket)
-      : group_(std::move(group)), lane_(lane), ticket_(std::move(ticket)) {}
+  NcclPending(std::shared_ptr<NcclGroup> group, NcclStream& stream, std::shared_ptr<Ticket> ticket)
+      : group_(std::move(group)), stream_(stream), ticket_(std::move(ticket)) {}
 
-  void wait() override { lane_.wait(*ticket_); }
-  bool done() const override { return lane_.done(*ticket_); }
+  void wait() override { stream_.wait(*ticket_); }
+  bool done() const override { return stream_.done(*ticket_); }
 
  private:
   std::shared_ptr<NcclGroup> group_;
-  Lane& lane_;
+  NcclStream& stream_;
   std::shared_ptr<Ticket> ticket_;
 };
 
@@ -208,7 +208,7 @@ class NcclGroup::HostPending final : public detail::Pending {
   HostPending(std::shared_ptr<NcclGroup> group, std::shared_ptr<detail::Pending> pending)
       : group_(std::move(group)), pending_(std::move(pending)) {}
   void wait() override {
-    group_->in_our_words([this] { pending_->wait(); });
+    group_->rethrow_translated([this] { pending_->wait(); });
   }
   bool done() const override { return pending_->done(); }
 
@@ -217,19 +217,19 @@ class NcclGroup::HostPending final : public detail::Pending {
   std::shared_ptr<detail::Pending> pending_;
 };
 
-Lane& NcclGroup::make_collectives(int device) {
+NcclStream& NcclGroup::make_collectives(int device) {
   const std::lock_guard lock(mutex_);
   if (!collectives_)
-    collectives_ = std::make_unique<Lane>(std::make_shared<Communicator>(engine_, device),
-                                          lane_options(nullptr));
+    collectives_ = std::make_unique<NcclStream>(std::make_shared<Communicator>(engine_, device),
+                                                stream_options(nullptr));
   return *collectives_;
 }
 
 // Collective where it is not open yet: all ranks have come, and will call NCCL, when the companion
 // has carried the id to them.
-Lane& NcclGroup::open_collectives(int device, const Operation& operation, uint64_t sequence) {
-  Lane& lane = make_collectives(device);
-  if (is_open_) return lane;
+NcclStream& NcclGroup::open_collectives(int device, const Operation& operation, uint64_t sequence) {
+  NcclStream& stream = make_collectives(device);
+  if (is_open_) return stream;
   const auto id = std::make_shared<UniqueId>();
   if (rank_ == 0) *id = make_id();
   companion_
@@ -244,28 +244,29 @@ Lane& NcclGroup::open_collectives(int device, const Operation& operation, uint64
       ->wait();
   Operation connecting = operation;
   connecting.timeout = std::max(operation.timeout, membership().world->timeout);
-  lane.connect(*id, rank_, size_, connecting, sequence);
-  lane.communicator().register_memory();
+  stream.connect(*id, rank_, size_, connecting, sequence);
+  stream.communicator().register_memory();
   is_open_ = true;
-  return lane;
+  return stream;
 }
 
-Lane& NcclGroup::message_lane(const Operation& operation) {
+NcclStream& NcclGroup::message_stream(const Operation& operation) {
   const std::lock_guard lock(mutex_);
-  auto& lane = messages_[{operation.kind, operation.root}];
-  if (!lane) {
-    lane = std::make_unique<Lane>(std::make_shared<Communicator>(engine_, operation.device),
-                                  lane_options([this, place = &lane](const Ticket& ticket) {
-                                    compare_headers(ticket);
-                                    open_message_lane(**place, ticket);
-                                  }));
+  auto& stream = messages_[{operation.kind, operation.root}];
+  if (!stream) {
+    stream =
+        std::make_unique<NcclStream>(std::make_shared<Communicator>(engine_, operation.device),
+                                     stream_options([this, place = &stream](const Ticket& ticket) {
+                                       compare_headers(ticket);
+                                       open_message_stream(**place, ticket);
+                                     }));
   }
-  return *lane;
+  return *stream;
 }
 
 // The sender is rank 0 of the pair.
-void NcclGroup::open_message_lane(Lane& lane, const Ticket& ticket) {
-  if (lane.communicator().is_begun()) return;
+void NcclGroup::open_message_stream(NcclStream& stream, const Ticket& ticket) {
+  if (stream.communicator().is_begun()) return;
   const bool sends = ticket.operation.kind == OpKind::send;
   const auto& [name, rank, members, world] = membership();
   const int other = ticket.operation.root;
@@ -276,7 +277,7 @@ void NcclGroup::open_message_lane(Lane& lane, const Ticket& ticket) {
     world->store->set(key, to_text(id));
   } else {
     std::optional<std::string> text;
-    watch_.wait(ticket.operation, ticket.sequence, Clock::now(), [&](milliseconds time) {
+    watchdog_.wait(ticket.operation, ticket.sequence, Clock::now(), [&](milliseconds time) {
       try {
         text = world->store->get(key, Deadline(time));
       } catch (const TimeoutError&) {
@@ -286,7 +287,7 @@ void NcclGroup::open_message_lane(Lane& lane, const Ticket& ticket) {
     });
     id = from_text(*text);
   }
-  lane.connect(id, sends ? 0 : 1, 2, ticket.operation, ticket.sequence);
+  stream.connect(id, sends ? 0 : 1, 2, ticket.operation, ticket.sequence);
 }
 
 // The receiver finds out; the sender does not wait for that.
@@ -317,21 +318,21 @@ void NcclGroup::compare_headers(const Ticket& ticket) {
 
 void NcclGroup::check_device(const Operation& operation) const {
   const std::lock_guard lock(mutex_);
-  const auto require = [&](Lane* lane) {
-    if (lane == nullptr || lane->communicator().device() == operation.device) return;
+  const auto require = [&](NcclStream* stream) {
+    if (stream == nullptr || stream->communicator().device() == operation.device) return;
     throw ConfigError(format(
         "[{}] rank {} of group '{}': the tensor is on device {}, must be on {} like those before",
         fabric::name_of(operation.kind), rank_, membership().name, operation.device,
-        lane->communicator().device()));
+        stream->communicator().device()));
   };
   require(collectives_.get());
-  for (const auto& [key, lane] : messages_) require(lane.get());
+  for (const auto& [key, stream] : messages_) require(stream.get());
 }
 
 std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
   std::string why = "the group is broken";
   try {
-    watch_.fail(error);
+    watchdog_.fail(error);
   } catch (const std::exception& failure) {
     error = std::current_exception();
     why = failure.what();
@@ -342,14 +343,14 @@ std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
     if (group != nullptr) group->abort(why);
   }
   // The collectives' last: an adopted communicator may be in a call that nothing ends.
-  std::vector<Lane*> lanes;
+  std::vector<NcclStream*> streams;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [key, lane] : messages_) lanes.push_back(lane.get());
-    lanes.push_back(collectives_.get());
+    for (const auto& [key, stream] : messages_) streams.push_back(stream.get());
+    streams.push_back(collectives_.get());
   }
-  for (Lane* lane : lanes) {
-    if (lane != nullptr) lane->abort();
+  for (NcclStream* stream : streams) {
+    if (stream != nullptr) stream->abort();
   }
   return error;
 }
@@ -357,18 +358,18 @@ std::exception_ptr NcclGroup::break_group(std::exception_ptr error) noexcept {
 std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
                                                    std::shared_ptr<const void> memory) {
   if (operation.device < 0) {
-    return in_our_words([&]() -> std::shared_ptr<detail::Pending> {
+    return rethrow_translated([&]() -> std::shared_ptr<detail::Pending> {
       return std::make_shared<HostPending>(
           shared_from_this(), companion_->submit(std::move(operation), std::move(memory)));
     });
   }
   check_device(operation);
-  const uint64_t sequence = watch_.begin(operation);
+  const uint64_t sequence = watchdog_.begin(operation);
   if (fabric::is_message(operation.kind)) {
-    Lane& lane = message_lane(operation);
-    auto ticket = lane.post(
+    NcclStream& stream = message_stream(operation);
+    auto ticket = stream.post(
         {.operation = std::move(operation), .sequence = sequence, .memory = std::move(memory)});
-    return std::make_shared<NcclPending>(shared_from_this(), lane, std::move(ticket));
+    return std::make_shared<NcclPending>(shared_from_this(), stream, std::move(ticket));
   }
   try {
     std::shared_ptr<detail::Pending> agreed;
@@ -379,12 +380,12 @@ std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
     }
     // The first needs the companion for more than this.
     if (agreed && (!is_open_ || operation.count == 0 || agreed->done())) {
-      watch_.wait_for(*agreed);
+      watchdog_.wait_for(*agreed);
       agreed.reset();
     }
     // Of all_to_all a rank does not know whether the others have something to send.
     if (operation.kind != OpKind::all_to_all && operation.count == 0) {
-      watch_.end(operation, sequence);
+      watchdog_.end(operation, sequence);
       return std::make_shared<Nothing>();
     }
     // NCCL's avg divides before it sums, which is right for floats alone.
@@ -396,17 +397,17 @@ std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
       operation = std::move(form.operation);
       memory = std::move(form.memory);
     }
-    Lane& lane = open_collectives(operation.device, operation, sequence);
-    // Launched in the call where all ranks have called it, else by the lane's thread when they
+    NcclStream& stream = open_collectives(operation.device, operation, sequence);
+    // Launched in the call where all ranks have called it, else by the stream's thread when they
     // have.
-    const bool by_thread = agreed || lane.has_posted();
+    const bool by_thread = agreed || stream.has_posted();
     Ticket ticket{.operation = std::move(operation),
                   .sequence = sequence,
                   .memory = std::move(memory),
                   .agreed = std::move(agreed)};
     return std::make_shared<NcclPending>(
-        shared_from_this(), lane,
-        by_thread ? lane.post(std::move(ticket)) : lane.launch(std::move(ticket)));
+        shared_from_this(), stream,
+        by_thread ? stream.post(std::move(ticket)) : stream.launch(std::move(ticket)));
   } catch (...) {
     std::rethrow_exception(break_group(std::current_exception()));
   }
@@ -459,7 +460,8 @@ std::shared_ptr<detail::GroupImpl> adopt(const Engine& engine, ncclComm* comm,
   }
   if (companion->backend() == "none")
     throw ConfigError(
-        "[adopt] the group for host memory does nothing; make it with InitOptions::even_alone");
+        "[adopt] the group for host memory does nothing; make it with "
+        "InitOptions::force_backend_on_single_rank");
   detail::Membership ours = membership;
   ours.name += format(".{}/adopted", companion->next_split());
   auto group = std::make_shared<NcclGroup>(engine, std::move(ours), "nccl", std::move(companion));

@@ -47,16 +47,16 @@ Events::Handle Events::take(bool timed) {
           }};
 }
 
-Lane::Lane(std::shared_ptr<Communicator> communicator, Options options)
+NcclStream::NcclStream(std::shared_ptr<Communicator> communicator, Options options)
     : communicator_(std::move(communicator)),
       runtime_(*communicator_->engine().runtime),
       options_(std::move(options)),
       events_(std::make_shared<Events>(runtime_)),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
-Lane::~Lane() { finish(); }
+NcclStream::~NcclStream() { finish(); }
 
-void Lane::finish() {
+void NcclStream::finish() {
   thread_.request_stop();
   if (thread_.joinable()) thread_.join();
   if (!std::exchange(has_frees_, false)) return;
@@ -66,7 +66,7 @@ void Lane::finish() {
 }
 
 // Notes where the caller's stream is.
-std::shared_ptr<Ticket> Lane::accept(Ticket ticket) {
+std::shared_ptr<Ticket> NcclStream::accept(Ticket ticket) {
   const DeviceGuard guard(runtime_, communicator_->device());
   ticket.from = runtime_.current_stream(communicator_->device());
   ticket.ready = events_->take(false);
@@ -74,7 +74,7 @@ std::shared_ptr<Ticket> Lane::accept(Ticket ticket) {
   return std::make_shared<Ticket>(std::move(ticket));
 }
 
-std::shared_ptr<Ticket> Lane::launch(Ticket handed_in) {
+std::shared_ptr<Ticket> NcclStream::launch(Ticket handed_in) {
   const auto ticket = accept(std::move(handed_in));
   start(*ticket);
   const std::lock_guard lock(mutex_);
@@ -84,7 +84,7 @@ std::shared_ptr<Ticket> Lane::launch(Ticket handed_in) {
   return ticket;
 }
 
-std::shared_ptr<Ticket> Lane::post(Ticket handed_in) {
+std::shared_ptr<Ticket> NcclStream::post(Ticket handed_in) {
   const auto ticket = accept(std::move(handed_in));
   const std::lock_guard lock(mutex_);
   posted_.push_back(ticket);
@@ -92,24 +92,24 @@ std::shared_ptr<Ticket> Lane::post(Ticket handed_in) {
   return ticket;
 }
 
-bool Lane::has_posted() const {
+bool NcclStream::has_posted() const {
   const std::lock_guard lock(mutex_);
   return !posted_.empty();
 }
 
-void Lane::connect(const UniqueId& id, int rank, int size, const fabric::Operation& operation,
-                   uint64_t sequence) {
+void NcclStream::connect(const UniqueId& id, int rank, int size, const fabric::Operation& operation,
+                         uint64_t sequence) {
   try {
     communicator_->begin(id, rank, size);
   } catch (const CommError& error) {
-    options_.watch.explain(operation, sequence, error.what());
+    options_.watchdog.explain(operation, sequence, error.what());
   }
   settle(operation, sequence);
 }
 
 // Returns when what NCCL was asked for has been taken over by the stream.
-void Lane::settle(const fabric::Operation& operation, uint64_t sequence) {
-  options_.watch.wait(operation, sequence, Clock::now(), [&](milliseconds time) {
+void NcclStream::settle(const fabric::Operation& operation, uint64_t sequence) {
+  options_.watchdog.wait(operation, sequence, Clock::now(), [&](milliseconds time) {
     milliseconds pause{1};
     try {
       for (const Deadline deadline(time); !communicator_->is_settled();) {
@@ -118,14 +118,14 @@ void Lane::settle(const fabric::Operation& operation, uint64_t sequence) {
         changed_.wait_for(lock, pause);
       }
     } catch (const CommError& error) {
-      options_.watch.explain(operation, sequence, error.what());
+      options_.watchdog.explain(operation, sequence, error.what());
     }
     return true;
   });
 }
 
 // Gives the operation to the stream.
-void Lane::start(Ticket& ticket) {
+void NcclStream::start(Ticket& ticket) {
   const std::lock_guard one_at_a_time(launching_);
   const DeviceGuard guard(runtime_, communicator_->device());
   const bool traced = trace::enabled();
@@ -141,7 +141,7 @@ void Lane::start(Ticket& ticket) {
     settled = communicator_->call(
         [&](const Seat& seat) { return issue(communicator_->engine(), seat, ticket.operation); });
   } catch (const CommError& error) {
-    options_.watch.explain(ticket.operation, ticket.sequence, error.what());
+    options_.watchdog.explain(ticket.operation, ticket.sequence, error.what());
   }
   // Until then the stream does not have it, and an event would say that it is over.
   if (!settled) settle(ticket.operation, ticket.sequence);
@@ -155,16 +155,16 @@ void Lane::start(Ticket& ticket) {
   runtime_.record(ticket.done.get(), stream);
 }
 
-void Lane::wait(Ticket& ticket) {
+void NcclStream::wait(Ticket& ticket) {
   {
     Lock lock(mutex_);
     changed_.wait(lock, [&] { return ticket.launched || aborted_; });
   }
-  options_.watch.throw_if_failed();
+  options_.watchdog.throw_if_failed();
   check(ticket.launched, "an operation of a broken group was waited for");
   CUstream_st* const stream = runtime_.current_stream(communicator_->device());
   runtime_.wait(stream, ticket.done.get());
-  options_.watch.throw_if_failed();
+  options_.watchdog.throw_if_failed();
   // Whatever this stream does from now on comes after the operation; another one's memory is freed
   // by the thread.
   std::shared_ptr<const void> unused;
@@ -172,7 +172,7 @@ void Lane::wait(Ticket& ticket) {
   if (stream == ticket.from) unused = std::exchange(ticket.memory, nullptr);
 }
 
-bool Lane::done(const Ticket& ticket) const {
+bool NcclStream::done(const Ticket& ticket) const {
   {
     const std::lock_guard lock(mutex_);
     if (aborted_) return true;
@@ -181,7 +181,7 @@ bool Lane::done(const Ticket& ticket) const {
   return runtime_.passed(ticket.done.get());
 }
 
-void Lane::abort() noexcept {
+void NcclStream::abort() noexcept {
   {
     const std::lock_guard lock(mutex_);
     aborted_ = true;
@@ -192,7 +192,7 @@ void Lane::abort() noexcept {
 
 // ---- the thread ----
 
-void Lane::run(const std::stop_token& stop) {
+void NcclStream::run(const std::stop_token& stop) {
   try {
     runtime_.exchange_device(communicator_->device());
     Lock lock(mutex_);
@@ -215,12 +215,13 @@ void Lane::run(const std::stop_token& stop) {
 }
 
 // Launches the first one that waits for that; false if there is none.
-bool Lane::launch_posted(Lock& lock) {
+bool NcclStream::launch_posted(Lock& lock) {
   if (posted_.empty()) return false;
   if (aborted_) throw Aborted{};
   const std::shared_ptr<Ticket> ticket = posted_.front();
   lock.unlock();
-  if (const auto agreed = std::exchange(ticket->agreed, nullptr)) options_.watch.wait_for(*agreed);
+  if (const auto agreed = std::exchange(ticket->agreed, nullptr))
+    options_.watchdog.wait_for(*agreed);
   if (options_.prepare) options_.prepare(*ticket);
   start(*ticket);
   lock.lock();
@@ -233,23 +234,23 @@ bool Lane::launch_posted(Lock& lock) {
 
 // Returns when the operation is over. Its deadline counts from when the caller's stream got to it:
 // computing may take as long as it likes.
-void Lane::follow(const Ticket& ticket) {
+void NcclStream::follow(const Ticket& ticket) {
   milliseconds pause = kFirstPause;
   while (!has_passed(ticket.ready, kLongestPause, pause, ticket)) continue;
   pause = kFirstPause;
-  options_.watch.wait(ticket.operation, ticket.sequence, Clock::now(), [&](milliseconds time) {
+  options_.watchdog.wait(ticket.operation, ticket.sequence, Clock::now(), [&](milliseconds time) {
     return has_passed(ticket.done, time, pause, ticket);
   });
 }
 
 // Looks for at most `time`; launches what comes in meanwhile.
-bool Lane::has_passed(const Events::Handle& event, milliseconds time, milliseconds& pause,
-                      const Ticket& ticket) {
+bool NcclStream::has_passed(const Events::Handle& event, milliseconds time, milliseconds& pause,
+                            const Ticket& ticket) {
   for (const Deadline deadline(time); !runtime_.passed(event.get());) {
     try {
       communicator_->is_settled();
     } catch (const CommError& error) {
-      options_.watch.explain(ticket.operation, ticket.sequence, error.what());
+      options_.watchdog.explain(ticket.operation, ticket.sequence, error.what());
     }
     Lock lock(mutex_);
     if (aborted_) throw Aborted{};
@@ -262,8 +263,8 @@ bool Lane::has_passed(const Events::Handle& event, milliseconds time, millisecon
   return true;
 }
 
-void Lane::retire(Ticket& ticket) {
-  options_.watch.end(ticket.operation, ticket.sequence);
+void NcclStream::retire(Ticket& ticket) {
+  options_.watchdog.end(ticket.operation, ticket.sequence);
   if (ticket.begin)
     options_.trace.add(ticket.operation, ticket.sequence, time_of(ticket.begin),
                        time_of(ticket.done));
@@ -283,7 +284,7 @@ void Lane::retire(Ticket& ticket) {
 }
 
 // After an abort: kernels that were running come to an end, and then nobody uses the memory.
-void Lane::let_go() {
+void NcclStream::let_go() {
   Lock lock(mutex_);
   const auto is_over = [this] {
     return std::all_of(in_flight_.begin(), in_flight_.end(),
@@ -303,7 +304,7 @@ void Lane::let_go() {
   lock.unlock();
 }
 
-Clock::time_point Lane::time_of(const Events::Handle& event) const {
+Clock::time_point NcclStream::time_of(const Events::Handle& event) const {
   const double elapsed = runtime_.milliseconds_between(base_.get(), event.get());
   return base_time_ + std::chrono::duration_cast<Clock::duration>(
                           std::chrono::duration<double, std::milli>(elapsed));
@@ -311,7 +312,7 @@ Clock::time_point Lane::time_of(const Events::Handle& event) const {
 
 // Times are counted from an event; floats, and clocks that drift: from a new one where nothing has
 // to be waited for.
-void Lane::set_base() {
+void NcclStream::set_base() {
   {
     const std::lock_guard lock(mutex_);
     if (base_ && (!in_flight_.empty() || seconds_since(base_time_) < 1)) return;

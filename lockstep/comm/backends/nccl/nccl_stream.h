@@ -34,7 +34,7 @@ class Events : public std::enable_shared_from_this<Events> {
   std::vector<CUevent_st*> free_[2];  // without times, with
 };
 
-// One operation. What may change after it was handed in belongs to the lane.
+// One operation. What may change after it was handed in belongs to the stream.
 struct Ticket {
   fabric::Operation operation;
   uint64_t sequence = 0;
@@ -45,23 +45,23 @@ struct Ticket {
   bool launched = false;
 };
 
-class Lane {
+class NcclStream {
  public:
   struct Options {
-    detail::Watch& watch;
+    detail::OperationWatchdog& watchdog;
     detail::OperationTrace& trace;
-    // What comes before an operation that the lane's thread launches: it may wait.
+    // What comes before an operation that the stream's thread launches: it may wait.
     std::function<void(const Ticket&)> prepare = {};
-    // Breaks the group: aborts all lanes, this one too.
+    // Breaks the group: aborts all streams, this one too.
     std::function<void(std::exception_ptr)> fail;
   };
-  Lane(std::shared_ptr<Communicator> communicator, Options options);
-  ~Lane();
+  NcclStream(std::shared_ptr<Communicator> communicator, Options options);
+  ~NcclStream();
 
   // Returns when what was handed in is over. Nothing may be handed in afterwards.
   void finish();
 
-  // Launched in the call, or by the lane's thread; one after the other either way. It comes after
+  // Launched in the call, or by the stream's thread; one after the other either way. It comes after
   // what the caller's stream has been given so far.
   std::shared_ptr<Ticket> launch(Ticket ticket);
   std::shared_ptr<Ticket> post(Ticket ticket);
@@ -107,7 +107,7 @@ class Lane {
   std::condition_variable_any changed_;
   std::deque<std::shared_ptr<Ticket>> posted_, in_flight_;
   bool aborted_ = false;
-  detail::Lane frees_;
+  detail::SerialExecutor frees_;
   bool has_frees_ = false;  // of the thread
   std::jthread thread_;
 };

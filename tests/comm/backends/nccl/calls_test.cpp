@@ -108,7 +108,7 @@ TEST_F(NcclCalls, SendsAndReceivesForWhatNcclHasNoNameFor) {
                           "send(10 x 7, peer 0), grouped", "recv(10 x 7, peer 0), grouped"));
 }
 
-TEST_F(NcclCalls, NothingIsCalledForNothing) {
+TEST_F(NcclCalls, EmptyOperationsMakeNoCalls) {
   const auto calls = calls_of(2, [](const Group& group) {
     all_reduce(at::empty({0}), group).wait();
     all_gather(at::empty({0}), at::empty({0}), group).wait();
@@ -187,7 +187,7 @@ TEST_F(NcclCalls, AGroupOfOneCallsThemWhereItIsAskedTo) {
                 all_reduce(data, group.split(0, 0)).wait();
                 EXPECT_EQ(data[0].item<float>(), 1);
               },
-              {.backend = "recorded", .check = true, .even_alone = true});
+              {.backend = "recorded", .check = true, .force_backend_on_single_rank = true});
   EXPECT_THAT(of(fake::take_calls(), 0), ElementsAre("all_reduce(5 x 7, op 0)"));
 }
 

@@ -26,18 +26,18 @@ const c10::Device kCuda(c10::kCUDA, 0);
 const auto kOptions = at::TensorOptions().device(kCuda);
 
 Group make_group(bool check = false) {
-  return init({.backend = "nccl", .check = check, .even_alone = true});
+  return init({.backend = "nccl", .check = check, .force_backend_on_single_rank = true});
 }
 
 TEST(NcclCuda, IsChosenWhereEveryRankHasAGpu) {
   ASSERT_EQ(nccl::problem(), "");
   EXPECT_EQ(make_group().backend(), "nccl");
-  EXPECT_EQ(init({.even_alone = true}).backend(), "nccl");
+  EXPECT_EQ(init({.force_backend_on_single_rank = true}).backend(), "nccl");
   EXPECT_EQ(init().backend(), "none");
   EXPECT_GE(nccl::library().version, 21400);
 }
 
-TEST(NcclCuda, Conforms) {
+TEST(NcclCuda, PassesTheConformanceChecks) {
   const Group world = make_group(true);
   for (const char* device : {"cpu", "cuda:0"}) {
     for (const ConformanceCheck& check : conformance_checks(false, device)) {
@@ -143,7 +143,8 @@ TEST(NcclCuda, AdoptsACommunicator) {
   nccl::Config config{.blocking = 1};
   ASSERT_EQ(api.comm_init_rank_config(&comm, 1, id, 0, &config), nccl::Result::success);
   {
-    const Group group = nccl::adopt(comm, init({.backend = "shm", .even_alone = true}));
+    const Group group =
+        nccl::adopt(comm, init({.backend = "shm", .force_backend_on_single_rank = true}));
     const at::Tensor input = at::arange(1000, kOptions), output = at::empty_like(input);
     all_gather(output, input, group).wait();
     EXPECT_TRUE(at::equal(output, input));

@@ -48,7 +48,7 @@ class Nccl : public ::testing::Test {
   }
 };
 
-TEST_F(Nccl, Conforms) {
+TEST_F(Nccl, PassesTheConformanceChecks) {
   for (const int ranks : {1, 2, 3, 4}) {
     run(ranks,
         [](const Group& world) {
@@ -59,7 +59,7 @@ TEST_F(Nccl, Conforms) {
             barrier(world).wait();
           }
         },
-        {.check = true, .even_alone = true});
+        {.check = true, .force_backend_on_single_rank = true});
   }
 }
 
@@ -254,7 +254,7 @@ TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
 TEST_F(Nccl, WhatHostsExchangeLivesUntilItIsOver) {
   auto world = std::make_shared<detail::World>(detail::World{.hosts = {0}});
   world->store = std::make_shared<launch::LocalStore>();
-  world->even_alone = true;
+  world->force_backend_on_single_rank = true;
   std::vector<test::UnfinishedGroup::Used> used;
   world->host_backend = "unfinished";
   world->adopted = {"unfinished", [] { return true; },
@@ -354,7 +354,7 @@ TEST_F(Nccl, OnlyAnAdoptedCommunicatorThatBlocksHasToBeWaitedFor) {
       {.backend = "thread", .check = false});  // ranks call different things
 }
 
-TEST_F(Nccl, WhoWatchesDoesNotFree) {
+TEST_F(Nccl, TheWatchingThreadDoesNotFreeMemory) {
   std::mutex mutex;
   std::condition_variable changed;
   enum { used, freeing, may_end, ended } stage = used;
@@ -384,7 +384,7 @@ TEST_F(Nccl, WhoWatchesDoesNotFree) {
       EXPECT_TRUE(wait_for(ended));
       return;
     }
-    // Nobody waits for it, so its memory is the lane's.
+    // Nobody waits for it, so its memory is the stream's.
     (void)submit({bytes.data(), [&](void*) {
                     go_to(freeing);
                     EXPECT_TRUE(wait_for(may_end));

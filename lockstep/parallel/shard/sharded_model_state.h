@@ -10,10 +10,10 @@
 
 namespace lockstep::parallel::detail {
 
-class Sharded {
+class ShardedModelState {
  public:
-  Sharded(torch::nn::Module& model, FullyShardOptions options, const mesh::Mesh& mesh,
-          const Recording* recording, const MaterializeOptions& first_values);
+  ShardedModelState(torch::nn::Module& model, FullyShardOptions options, const mesh::Mesh& mesh,
+                    const Recording* recording, const MaterializeOptions& initializer);
 
   const std::shared_ptr<torch::nn::Module> model;
   const FullyShardOptions options;

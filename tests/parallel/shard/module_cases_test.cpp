@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every module of the zoo computes the same when its parameters come and go.
+// Every module case computes the same when its parameters are gathered and released.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -40,9 +40,9 @@ std::vector<Sharding> shardings() {
           {"gloo_learned", ahead(Prefetch::pre, 2), false, 3, "gloo"}};
 }
 
-class Zoo : public testing::TestWithParam<Species> {};
+class ModuleCases : public testing::TestWithParam<ModuleCase> {};
 
-TEST_P(Zoo, TheSameBitsAsThePlainModule) {
+TEST_P(ModuleCases, TheSameBitsAsThePlainModule) {
   for (const Sharding& sharding : shardings()) {
     SCOPED_TRACE(sharding.name);
     EXPECT_NO_THROW(comm::run_threads(
@@ -52,13 +52,13 @@ TEST_P(Zoo, TheSameBitsAsThePlainModule) {
 }
 
 // Shares of different sizes, and ranks without any.
-TEST_P(Zoo, TheSameBitsOnFourRanks) {
+TEST_P(ModuleCases, TheSameBitsOnFourRanks) {
   EXPECT_NO_THROW(comm::run_threads(4, [&](const comm::Group& group) {
     compare(GetParam(), {"drop", shard_all(), true, 2}, group);
   }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Modules, Zoo, testing::ValuesIn(species()),
+INSTANTIATE_TEST_SUITE_P(Modules, ModuleCases, testing::ValuesIn(module_cases()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The zoo on a GPU that all ranks share. Built where CUDA is.
+// The module cases on a GPU that all ranks share. Built where CUDA is.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 
@@ -34,9 +34,9 @@ std::vector<Sharding> shardings() {
           {"host_drop", host, true, 2},   {"host", host}};
 }
 
-class ZooCuda : public testing::TestWithParam<Species> {};
+class ModuleCasesCuda : public testing::TestWithParam<ModuleCase> {};
 
-TEST_P(ZooCuda, TheSameBitsAsThePlainModule) {
+TEST_P(ModuleCasesCuda, TheSameBitsAsThePlainModule) {
   for (const Sharding& sharding : shardings()) {
     SCOPED_TRACE(sharding.name);
     // A rank that fails leaves, and ends the others: what they would still compare is lost.
@@ -45,13 +45,13 @@ TEST_P(ZooCuda, TheSameBitsAsThePlainModule) {
 }
 
 // Sparse gradients are added up in no fixed order on CUDA, in the plain module too.
-std::vector<Species> deterministic_species() {
-  std::vector<Species> all = species();
-  std::erase_if(all, [](const Species& each) { return each.name.ends_with("_sparse"); });
+std::vector<ModuleCase> deterministic_cases() {
+  std::vector<ModuleCase> all = module_cases();
+  std::erase_if(all, [](const ModuleCase& each) { return each.name.ends_with("_sparse"); });
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Modules, ZooCuda, testing::ValuesIn(deterministic_species()),
+INSTANTIATE_TEST_SUITE_P(Modules, ModuleCasesCuda, testing::ValuesIn(deterministic_cases()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

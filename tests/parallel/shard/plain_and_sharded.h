@@ -16,7 +16,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/parallel/shard/fully_shard.h"
-#include "lockstep/parallel/shard/sharded.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::test {
 
