@@ -51,7 +51,7 @@ int main() {
   Net net;
   nn::initialize(*net, /*seed=*/1);
   const int64_t all = count(net);
-  const auto shared = parallel::tensor(*net, group, kPlan);
+  const auto shared = parallel::tensor_parallel(*net, group, kPlan);
   optim::AdamW optimizer(*net, {.lr = 3e-3});
 
   torch::manual_seed(1);  // ranks that share a network see the same data
@@ -61,7 +61,7 @@ int main() {
     const at::Tensor y = torch::stack({x.prod(1), (3 * x).sin().sum(1)}, 1);
     const at::Tensor error = torch::mse_loss(net(x), y);
     error.backward();
-    shared.clip_grad_norm(1);
+    shared.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
     loss = error.item<double>();

@@ -47,7 +47,7 @@ int main() {
              [&](int i, const parallel::Tensors& out) {
                return torch::mse_loss(out[0], x[i].prod(1, /*keepdim=*/true)) / kMicroBatches;
              }});
-    pipeline.clip_grad_norm(1);
+    pipeline.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
     loss = losses.sum().item<double>();

@@ -71,7 +71,7 @@ int main(int argc, char** argv) {
                             return torch::mse_loss(out[0], y[first + i]) / mine;
                           }})
                .sum();
-    pipeline.clip_grad_norm(1);
+    pipeline.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
   }

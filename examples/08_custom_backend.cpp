@@ -122,7 +122,7 @@ int main() {
 
   // The gradient of rank r is r + 1.
   torch::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
-  auto ddp = parallel::ddp(model, world);
+  auto ddp = parallel::ddp(*model, world);
   ddp.forward(torch::full({1, 1}, world.rank() + 1.0)).sum().backward();
   if (speaks)
     std::cout << "ddp over " << world.backend()

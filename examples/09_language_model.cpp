@@ -33,7 +33,7 @@ int main() {
           .resolved(/*seq_len=*/64, tokenizer.vocab_size());
   model::LanguageModel model(spec);
   model::initialize(*model, /*seed=*/1);
-  auto ddp = parallel::ddp(model, group);
+  auto ddp = parallel::ddp(*model, group);
   optim::AdamW optimizer(*model, {.lr = 3e-3});
 
   data::BatchReader reader(corpus, {.seq_len = 64,

@@ -115,10 +115,10 @@ std::unique_ptr<optim::Optimizer> TrainedModel::offloaded_adamw(
                                                     options);
 }
 
-double TrainedModel::clip_grad_norm(double max_norm) {
+double TrainedModel::clip_grad_norm_(double max_norm) {
   if (updates_in_backward_) return pipeline_.sharded()[0].grad_norm();
   const optim::NormOptions options{.exact = exact_norm_};
-  return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
+  return max_norm > 0 ? pipeline_.clip_grad_norm_(max_norm, options) : pipeline_.grad_norm(options);
 }
 
 std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {
@@ -126,7 +126,7 @@ std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {
 }
 
 std::vector<checkpoint::NamedSlice> TrainedModel::slices(optim::Optimizer& optimizer) const {
-  return slices() + checkpoint::slices_of(pipeline_, optimizer);
+  return checkpoint::state(pipeline_, optimizer);
 }
 
 int64_t TrainedModel::arena_bytes() const { return arenas_of(pipeline_.sharded()); }

@@ -66,7 +66,7 @@ Curve train(const comm::Group& group, const Part& part) {
     const at::Tensor loss = (model->forward(input) - at::cos(numbers)).square().mean();
     loss.backward();
     curve.losses.push_back(loss.item<double>());
-    curve.norms.push_back(sharded.clip_grad_norm(0.05));
+    curve.norms.push_back(sharded.clip_grad_norm_(0.05));
     optimizer->step();
     optimizer->zero_grad();
   };
@@ -74,7 +74,7 @@ Curve train(const comm::Group& group, const Part& part) {
     for (int index = 0; index < 2; ++index) step(100 + index);
     curve = {};
   }
-  const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
+  const auto slices = state(sharded, *optimizer);
   if (!part.load.empty()) {
     EXPECT_EQ(checkpoint::load(part.load, slices, group).step, part.begin);
   }
@@ -174,9 +174,7 @@ TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
       }
       body(sharded, optimizer);
     };
-    const auto all_of = [](auto& sharded, auto& optimizer) {
-      return slices_of(sharded) + slices_of(sharded, optimizer);
-    };
+    const auto all_of = [](auto& sharded, auto& optimizer) { return state(sharded, optimizer); };
     const auto values = [](const std::vector<checkpoint::NamedSlice>& slices) {
       std::map<std::string, at::Tensor> found;
       for (const auto& slice : slices) {

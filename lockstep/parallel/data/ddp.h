@@ -2,7 +2,7 @@
 // Data parallelism over the ranks of a group: every rank trains its own copy of the model on its
 // own data, and backward leaves the same averaged gradients everywhere.
 //
-//   auto ddp = parallel::ddp(model, group);
+//   auto ddp = parallel::ddp(*model, group);
 //   auto loss = torch::nn::functional::cross_entropy(ddp.forward(input), target);
 //   loss.backward();    // gradients are averaged while it runs
 //   optimizer.step();
@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -71,6 +72,12 @@ void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   }
 }
 
+// A module holder, or a pointer to a module.
+template <class Model>
+concept LeadsToModule = requires(Model model) {
+  *model;
+};
+
 }  // namespace detail
 
 // While one is alive, backward passes accumulate gradients on this rank and do not communicate.
@@ -122,8 +129,8 @@ class DdpHandle {
   std::shared_ptr<detail::Ddp> ddp_;
 };
 
-// Model is a module holder (torch::nn::Sequential, your TORCH_MODULE) or a std::shared_ptr of a
-// module.
+// Model is a std::shared_ptr to a module, or a module holder (torch::nn::Sequential, your
+// TORCH_MODULE).
 template <class Model>
 class DistributedDataParallel : public DdpHandle {
  public:
@@ -147,9 +154,15 @@ class DistributedDataParallel : public DdpHandle {
   Model model_;
 };
 
-// Makes all ranks' models equal to rank 0's, and returns the wrapper to train with. Collective.
-// Nothing is installed on a group of one, unless reproducible.
-template <class Model>
+// Makes all ranks' models equal to rank 0's, and returns the wrapper to train with. Pass a module
+// (*model), its holder, or a std::shared_ptr to it. Collective. Nothing is installed on a group of
+// one, unless reproducible.
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel<std::shared_ptr<Module>> ddp(Module& model, const comm::Group& group,
+                                                     DdpOptions options = {}) {
+  return {{model.weak_from_this().lock(), &model}, group, std::move(options)};
+}
+template <detail::LeadsToModule Model>
 DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOptions options = {}) {
   return {std::move(model), group, std::move(options)};
 }
@@ -158,7 +171,14 @@ DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOpt
 c10::Device detected_device(const comm::Group& group);
 
 // The same with the model moved to detected_device(group) first.
-template <class Model>
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel<std::shared_ptr<Module>> ddp_on_detected_device(Module& model,
+                                                                        const comm::Group& group,
+                                                                        DdpOptions options = {}) {
+  model.to(detected_device(group));
+  return ddp(model, group, std::move(options));
+}
+template <detail::LeadsToModule Model>
 DistributedDataParallel<Model> ddp_on_detected_device(Model model, const comm::Group& group,
                                                       DdpOptions options = {}) {
   model->to(detected_device(group));

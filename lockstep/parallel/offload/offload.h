@@ -5,7 +5,7 @@
 //   auto sharded = parallel::fully_shard(*model, mesh["dp"], {.offload =
 //   parallel::OffloadOptions{}}); parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-4});
 //   loss.backward();
-//   sharded.clip_grad_norm(1.0);
+//   sharded.clip_grad_norm_(1.0);
 //   optimizer.step();   // returns while the update goes on; whoever uses a parameter waits for it
 #pragma once
 

@@ -7,7 +7,7 @@
 //   const at::Tensor losses = pipeline.step(
 //       {.inputs = [&](int i) { return parallel::Tensors{tokens[i]}; },
 //        .loss = [&](int i, const parallel::Tensors& out) { return loss(out[0], targets[i]); }});
-//   pipeline.clip_grad_norm(1);
+//   pipeline.clip_grad_norm_(1);
 //   optimizer.step();
 #pragma once
 
@@ -119,7 +119,7 @@ class Pipeline {
   std::vector<at::Tensor> parameters() const;
   // Of the whole model, every parameter once, the same on all ranks. Collective.
   double grad_norm(optim::NormOptions options = {}) const;
-  double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
+  double clip_grad_norm_(double max_norm, optim::NormOptions options = {}) const;
 
   void train(bool on = true);
   void eval() { train(false); }

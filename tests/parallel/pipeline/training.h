@@ -143,7 +143,8 @@ inline PipelineCurve train_one_process(const PipelineCase& c) {
       sum += loss.item<double>();
     }
     curve.losses.push_back(sum);
-    curve.norms.push_back(optim::clip_grad_norm(model->parameters(), 1, {.exact = c.reproducible}));
+    curve.norms.push_back(
+        optim::clip_grad_norm_(model->parameters(), 1, {.exact = c.reproducible}));
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -223,7 +224,7 @@ inline PipelineTrained train_pipeline(
     double sum = 0;
     for (int64_t i = 0; i < all.numel(); ++i) sum += all[i].item<double>();
     result.curve.losses.push_back(sum / c.dp);
-    result.curve.norms.push_back(pipeline.clip_grad_norm(1, {.exact = c.reproducible}));
+    result.curve.norms.push_back(pipeline.clip_grad_norm_(1, {.exact = c.reproducible}));
     optimizer.step();
     optimizer.zero_grad();
   }
