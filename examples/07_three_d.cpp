@@ -30,6 +30,12 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
+// Initial values by name, the same on any number of ranks.
+bool initial(const at::Tensor& weight, const nn::init::Source& source) {
+  nn::init::normal_(weight, source, {.std = weight.dim() > 1 ? 0.1 : 0});
+  return true;
+}
+
 // From the network to what a rank has of it: see parallel/pipeline/stage.cpp for the order.
 parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
   std::vector<parallel::Layer> layers{parallel::layer("in", [] { return nn::Linear(2, 64); })};
@@ -43,11 +49,7 @@ parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
            .plan = {{"blocks.*.up", layout::TensorStyle::column},
                     {"blocks.*.down", layout::TensorStyle::row}},
            .data = parallel::FullyShardOptions{.use_orig_params = true},
-           .first_values = parallel::MaterializeOptions{
-               .seed = 1, .rule = [](const at::Tensor& weight, const nn::init::Source& source) {
-                 nn::init::normal_(weight, source, {.std = weight.dim() > 1 ? 0.1 : 0});
-                 return true;
-               }}}};
+           .advanced = {.first_values = parallel::MaterializeOptions{.seed = 1, .rule = initial}}}};
 }
 
 int main(int argc, char** argv) {

@@ -25,15 +25,15 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
       .schedule = schedule.kind,
       .microbatches = schedule.microbatches,
       .chunks = schedule.chunks,
-      .group = schedule.group,
-      .schedule_file = schedule.file,
       .split = config::layers_per_stage(config.parallel, config.model.layers),
       .tied = model::tied_parameters(config.model),
       .plan = config::tensor_plan(config.model),
-      .sequence_parallel = config.parallel.sequence_parallel,
-      .first_values = first_values(config, device),
-      .device = device};
-  if (config.offload.params) options.max_unsharded = 0;  // stages do not stay whole
+      .device = device,
+      .advanced = {.sequence_parallel = config.parallel.sequence_parallel,
+                   .first_values = first_values(config, device),
+                   .group = schedule.group,
+                   .schedule_file = schedule.file}};
+  if (config.offload.params) options.advanced.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == config::Shard::none && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression)};

@@ -26,18 +26,21 @@
 
 namespace lockstep::parallel {
 
+struct DdpAdvancedOptions {
+  size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
+  bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
+  bool delay_all_reduce = false;        // begin to reduce when backward is done
+};
+
 struct DdpOptions {
   size_t bucket_bytes = size_t{25} << 20;
-  size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
   // Some parameters may get no gradient in a step. Where only some ranks have one, all get the
   // average, counting zeros; where no rank has one, an undefined gradient stays undefined.
   bool find_unused_parameters = false;
   // Every step uses the same parameters equally often. Learned in the first step; allows a
   // parameter to get its gradient in several parts (recomputed blocks that share it).
   bool static_graph = false;
-  bool broadcast_buffers = true;        // rank 0's, before each forward in training mode
-  bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
-  bool delay_all_reduce = false;        // begin to reduce when backward is done
+  bool broadcast_buffers = true;  // rank 0's, before each forward in training mode
   // Ranks may run out of data at different times: see join(). Costs one small all-reduce per
   // forward (with buffers) and backward.
   bool uneven_inputs = false;
@@ -49,6 +52,7 @@ struct DdpOptions {
   // with sparse(true), which are found. Only non-zero rows travel. Others are made dense.
   std::vector<std::string> sparse_parameters = {};
   GradientHook hook = {};  // empty: average in the parameter's dtype
+  DdpAdvancedOptions advanced = {};
 };
 
 struct BucketInfo {

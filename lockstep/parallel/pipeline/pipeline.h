@@ -37,31 +37,36 @@
 
 namespace lockstep::parallel {
 
-struct PipelineOptions {
-  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
-  int microbatches = 1;            // of a step, on each data-parallel rank
-  int chunks = 1;                  // stages of a rank
-  int group = 0;                   // interleaved: as schedule::ScheduleOptions
-  std::string schedule_file = {};  // of PipelineSchedule::file
-  std::vector<int> split = {};     // layers of each stage, first to last; empty: all equal
-  // Parameters that several stages have under the same name, and that are one: the first stage's,
-  // which the optimizer sees, is copied to the others before each step and gets their gradients.
-  std::vector<std::string> tied = {};
-  // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
-  layout::TensorPlan plan = {};
+struct PipelineAdvancedOptions {
+  // The tensor-parallel ranks share the sequence too, as TensorParallelOptions has it.
   bool sequence_parallel = false;
-  // How the ranks of the mesh's axis "dp" share each stage.
-  std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
   int max_unsharded = 3;
-  // Layers are built without memory, and get their first values so.
+  // Layers are built without memory, and get their initial values by this.
   std::optional<MaterializeOptions> first_values = std::nullopt;
   // Each layer is computed again in backward; `random` is what its random layers share, and `store`
   // where its inputs are kept, in memory if there is none.
   bool recompute = false;
   std::shared_ptr<nn::RandomContext> random = {};
   std::shared_ptr<ActivationStore> store = {};
+  int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
+  std::string schedule_file = {};  // of PipelineSchedule::file
+};
+
+struct PipelineOptions {
+  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
+  int microbatches = 1;         // of a step, on each data-parallel rank
+  int chunks = 1;               // stages of a rank
+  std::vector<int> split = {};  // layers of each stage, first to last; empty: all equal
+  // Parameters that several stages have under the same name, and that are one: the first stage's,
+  // which the optimizer sees, is copied to the others before each step and gets their gradients.
+  std::vector<std::string> tied = {};
+  // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
+  layout::TensorPlan plan = {};
+  // How the ranks of the mesh's axis "dp" share each stage.
+  std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   c10::Device device = c10::Device(c10::kCPU);  // where tensors from other devices arrive
+  PipelineAdvancedOptions advanced = {};
 };
 
 // What a step computes. Each function is called once for every micro-batch.

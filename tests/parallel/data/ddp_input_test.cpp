@@ -91,7 +91,8 @@ TEST(DdpInput, ParametersThatAreUnfrozenLater) {
 TEST(DdpInput, OptionsThatMakeNoSense) {
   const auto build = [](int) { return Sequential(Linear(2, 2)); };
   EXPECT_THAT(refusal(build, {.bucket_bytes = 0}), HasSubstr("bucket_bytes is 0"));
-  EXPECT_THAT(refusal(build, {.first_bucket_bytes = 0}), HasSubstr("first_bucket_bytes is 0"));
+  EXPECT_THAT(refusal(build, {.advanced = {.first_bucket_bytes = 0}}),
+              HasSubstr("first_bucket_bytes is 0"));
   EXPECT_THAT(refusal(build, {.reproducible = true, .hook = parallel::hooks::bf16()}),
               HasSubstr("hook"));
   EXPECT_THAT(refusal(build, {.find_unused_parameters = true, .static_graph = true}),
@@ -131,9 +132,9 @@ void train_uneven(bool step_in_join) {
     alone_optimizer.step();
   }
   comm::run_threads(kRanks, [&](comm::Group group) {
-    auto ddp =
-        parallel::ddp(Task::make(7), group,
-                      {.bucket_bytes = 512, .first_bucket_bytes = 512, .uneven_inputs = true});
+    auto ddp = parallel::ddp(
+        Task::make(7), group,
+        {.bucket_bytes = 512, .uneven_inputs = true, .advanced = {.first_bucket_bytes = 512}});
     {
       // As the reference was made.
       const c10::AutoGradMode no_grad(false);

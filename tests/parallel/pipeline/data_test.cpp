@@ -146,9 +146,9 @@ parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
            .split = split_of(spec, c.stages()),
            .tied = model::tied_parameters(spec),
            .data = *c.shard,
-           .max_unsharded = c.max_unsharded,
-           .first_values =
-               parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}}};
+           .advanced = {.max_unsharded = c.max_unsharded,
+                        .first_values = parallel::MaterializeOptions{
+                            .seed = 3, .rule = model::initial_values(spec)}}}};
 }
 
 // Every rank takes the same tokens.

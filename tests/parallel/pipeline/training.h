@@ -178,12 +178,11 @@ inline PipelineTrained train_pipeline(
       .split = split_of(spec, c.stages()),
       .tied = model::tied_parameters(spec),
       .plan = config::tensor_plan(spec),
-      .sequence_parallel = c.sequence_parallel,
-      .max_unsharded = c.max_unsharded,
-      .first_values =
-          parallel::MaterializeOptions{
-              .seed = 3, .device = c.device, .rule = model::initial_values(spec)},
-      .device = c.device};
+      .device = c.device,
+      .advanced = {.sequence_parallel = c.sequence_parallel,
+                   .max_unsharded = c.max_unsharded,
+                   .first_values = parallel::MaterializeOptions{
+                       .seed = 3, .device = c.device, .rule = model::initial_values(spec)}}};
   if (c.stages() == 1) options.split = {static_cast<int>(spec.layers) + 2};
   if (c.shard) {
     options.data = *c.shard;
