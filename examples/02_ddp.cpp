@@ -14,8 +14,7 @@
 
 #include <iostream>
 
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;

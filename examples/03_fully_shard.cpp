@@ -17,7 +17,7 @@
 #include <cmath>
 #include <iostream>
 
-#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/lockstep.h"
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width)

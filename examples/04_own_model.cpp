@@ -14,12 +14,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/nn/init_model.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/clip.h"
-#include "lockstep/optim/lr_schedule.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 struct SpiralsImpl : torch::nn::Module {
   torch::nn::Linear first{register_module("first", torch::nn::Linear(2, 64))};

@@ -15,10 +15,7 @@
 
 #include <cstdio>
 
-#include "lockstep/nn/init_model.h"
-#include "lockstep/nn/linear.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/tensor/tensor.h"
+#include "lockstep/lockstep.h"
 
 using namespace lockstep;
 

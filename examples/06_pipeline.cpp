@@ -12,8 +12,7 @@
 
 #include <iostream>
 
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/lockstep.h"
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl(int64_t in, int64_t out)

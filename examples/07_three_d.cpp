@@ -15,11 +15,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "lockstep/comm/collectives.h"
-#include "lockstep/nn/init.h"
-#include "lockstep/nn/linear.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/lockstep.h"
 
 using namespace lockstep;
 

@@ -9,12 +9,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/data/batch_reader.h"
-#include "lockstep/model/generate.h"
-#include "lockstep/model/language_model.h"
-#include "lockstep/nn/loss.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;

@@ -19,8 +19,7 @@
 
 #include <iostream>
 
-#include "lockstep/checkpoint/saver.h"
-#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;

@@ -15,7 +15,7 @@
 
 #include <iostream>
 
-#include "lockstep/parallel/offload/offload.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;

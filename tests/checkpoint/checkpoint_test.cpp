@@ -68,10 +68,10 @@ TEST(Checkpoint, AModelAndItsOptimizerComeBack) {
   for (const auto& item : model->named_buffers()) {
     EXPECT_TRUE(at::equal(item.value(), other->named_buffers()[item.key()])) << item.key();
   }
-  const auto state = optimizer.state(), loaded = second.state();
-  ASSERT_EQ(state.size(), loaded.size());
-  for (size_t i = 0; i < state.size(); ++i) {
-    EXPECT_TRUE(at::equal(state[i].tensor, loaded[i].tensor)) << state[i].name;
+  const auto saved = optimizer.state(), filled = second.state();
+  ASSERT_EQ(saved.size(), filled.size());
+  for (size_t i = 0; i < saved.size(); ++i) {
+    EXPECT_TRUE(at::equal(saved[i].tensor, filled[i].tensor)) << saved[i].name;
   }
   // The model alone.
   auto third = make();

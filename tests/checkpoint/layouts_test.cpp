@@ -95,7 +95,7 @@ PipelineCase make(const Layout& layout, const Kind& kind) {
 
 std::vector<checkpoint::NamedSlice> all_of(const parallel::Pipeline& pipeline,
                                            optim::Optimizer& optimizer) {
-  return state(pipeline, optimizer);
+  return checkpoint::state(pipeline, optimizer);
 }
 
 // Checksums of all tensors, whole.

@@ -74,7 +74,7 @@ Curve train(const comm::Group& group, const Part& part) {
     for (int index = 0; index < 2; ++index) step(100 + index);
     curve = {};
   }
-  const auto slices = state(sharded, *optimizer);
+  const auto slices = checkpoint::state(sharded, *optimizer);
   if (!part.load.empty()) {
     EXPECT_EQ(checkpoint::load(part.load, slices, group).step, part.begin);
   }
@@ -174,7 +174,9 @@ TEST(OffloadCheckpoint, APartOfALineKeepsWhatTheCheckpointLacks) {
       }
       body(sharded, optimizer);
     };
-    const auto all_of = [](auto& sharded, auto& optimizer) { return state(sharded, optimizer); };
+    const auto all_of = [](auto& sharded, auto& optimizer) {
+      return checkpoint::state(sharded, optimizer);
+    };
     const auto values = [](const std::vector<checkpoint::NamedSlice>& slices) {
       std::map<std::string, at::Tensor> found;
       for (const auto& slice : slices) {

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/comm/strategy/reproducible_reduce.h"
+#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"

@@ -33,7 +33,11 @@
 #include "lockstep/parallel/recompute/activation_store.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/tensor/tensor.h"
-#include "lockstep/schedule/lower.h"
+
+namespace lockstep::schedule {
+struct Schedule;
+struct Program;
+}  // namespace lockstep::schedule
 
 namespace lockstep::parallel {
 
@@ -91,12 +95,7 @@ struct PipelineStats {
   int64_t peak_kept_bytes = 0;
 };
 
-struct TimedAction {
-  schedule::Action action;
-  // Of the computation: waiting for its input is not in it. On CUDA that of queueing it, unless
-  // there is a trace, for which every action is waited for.
-  Clock::time_point start, end;
-};
+struct TimedAction;
 
 namespace detail {
 class PipelineEngine;
@@ -141,11 +140,12 @@ class Pipeline {
   // Names in modules() that another stage's parameter is copied to.
   std::vector<std::string> tied_copies(size_t stage) const;
 
-  const schedule::Schedule& schedule() const;
-  const schedule::Program& program() const;
   const PipelineOptions& options() const;
   PipelineStats stats() const;
-  // What this rank computed in the last step, in order.
+  // For programs in this tree, which have schedule/lower.h and pipeline/timeline.h: what the
+  // pipeline does, and what this rank computed in the last step, in order.
+  const schedule::Schedule& schedule() const;
+  const schedule::Program& program() const;
   std::span<const TimedAction> timeline() const;
 
  private:

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/parallel/shard/flat.h"
 

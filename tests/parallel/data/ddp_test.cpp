@@ -15,6 +15,8 @@
 namespace lockstep::test {
 namespace {
 
+constexpr parallel::DdpAdvancedOptions kEarly{.first_bucket_bytes = 1};
+
 using parallel::DdpOptions;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -141,8 +143,7 @@ TEST(Ddp, UnusedParametersAreNamed) {
 TEST(Ddp, FindsUnusedParameters) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(
-        Branches(), group,
-        {.bucket_bytes = 1, .find_unused_parameters = true, .advanced = {.first_bucket_bytes = 1}});
+        Branches(), group, {.bucket_bytes = 1, .find_unused_parameters = true, .advanced = kEarly});
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
       ddp.forward(group.rank() == 0 ? std::vector<int>{0, 1} : std::vector<int>{0}, 2.0).backward();
@@ -159,9 +160,8 @@ TEST(Ddp, FindsUnusedParameters) {
 
 TEST(Ddp, StaticGraphLeavesOutWhatNoStepUses) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(
-        Branches(), group,
-        {.bucket_bytes = 1, .static_graph = true, .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(Branches(), group,
+                             {.bucket_bytes = 1, .static_graph = true, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets().size(), 3u);
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
@@ -251,9 +251,8 @@ TORCH_MODULE(Recomputing);
 
 TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(
-        Recomputing(), group,
-        {.bucket_bytes = 1, .static_graph = true, .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(Recomputing(), group,
+                             {.bucket_bytes = 1, .static_graph = true, .advanced = kEarly});
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->parameters()) weight.mutable_grad().reset();
       ddp.forward(at::full({1}, group.rank() + 1.0)).backward();
@@ -263,8 +262,7 @@ TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
     }
   });
   const auto errors = errors_of(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Recomputing(), group,
-                             {.bucket_bytes = 1, .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(Recomputing(), group, {.bucket_bytes = 1, .advanced = kEarly});
     for (int step = 0; step < 2; ++step) ddp.forward(at::full({1}, 1.0)).backward();
   });
   for (const std::string& error : errors) {
@@ -371,8 +369,7 @@ TEST(Ddp, HooksGoWithTheWrapper) {
 
 TEST(Ddp, AnExceptionInBackwardDoesNotSpoilTheNext) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Branches(), group,
-                             {.bucket_bytes = 1, .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 1, .advanced = kEarly});
     bool broken = true;
     ddp.module()->weights[0].register_hook([&](const at::Tensor&) {
       if (broken) throw std::runtime_error("user's own");
@@ -403,8 +400,7 @@ TORCH_MODULE(Tied);
 
 TEST(Ddp, TiedWeightsAreReducedOnce) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp =
-        parallel::ddp(Tied(), group, {.bucket_bytes = 1, .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(Tied(), group, {.bucket_bytes = 1, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets().size(), 1u);
     for (int step = 0; step < 3; ++step) {
       ddp.module()->first.mutable_grad().reset();
@@ -469,11 +465,9 @@ TEST(Ddp, HooksCountTheBucketsTheySee) {
       seen.push_back(bucket.index);
       return [work = comm::all_reduce(bucket.flat, g)]() mutable { work.wait(); };
     };
-    auto ddp = parallel::ddp(Branches(), group,
-                             {.bucket_bytes = 1,
-                              .sparse_parameters = {"w2"},
-                              .hook = record,
-                              .advanced = {.first_bucket_bytes = 1}});
+    auto ddp = parallel::ddp(
+        Branches(), group,
+        {.bucket_bytes = 1, .sparse_parameters = {"w2"}, .hook = record, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets()[0].bytes, 0u);  // the sparse one is first, and no hook's business
     ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
     EXPECT_THAT(seen, ElementsAre(0, 1));

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/schedule/lower.h"
 #include "tests/parallel/pipeline/training.h"
 #include "tests/support/subprocess.h"
 

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 
+#include "lockstep/parallel/pipeline/timeline.h"
 #include "lockstep/schedule/render/render.h"
 #include "lockstep/schedule/simulate.h"
 #include "tests/parallel/pipeline/follow.h"

@@ -17,11 +17,13 @@
 #include "lockstep/config/tensor.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/model/language_model.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/schedule/schedule.h"
 #include "tests/support/sampling.h"
 
 namespace lockstep::test {
