@@ -34,8 +34,8 @@ TORCH_MODULE(Net);
 
 // Outputs of `up` are shared out, and are the inputs of `down`: one sum over ranks for both. `in`
 // and `out` are small, and whole on every rank.
-const layout::TensorPlan kPlan{{"up", layout::TensorStyle::column},
-                               {"down", layout::TensorStyle::row}};
+const parallel::TensorPlan kPlan{{"up", parallel::TensorStyle::column},
+                                 {"down", parallel::TensorStyle::row}};
 
 int64_t count(const Net& net) {
   int64_t weights = 0;

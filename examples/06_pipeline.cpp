@@ -33,7 +33,8 @@ int main() {
       parallel::layer("hidden.1", [] { return Block(32, 32); }),
       parallel::layer("out", [] { return torch::nn::Linear(32, 1); })};
   parallel::Pipeline pipeline(
-      layers, group, {.schedule = layout::PipelineSchedule::zb_h1, .microbatches = kMicroBatches});
+      layers, group,
+      {.schedule = parallel::PipelineSchedule::zb_h1, .microbatches = kMicroBatches});
   optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 5e-3});
 
   torch::manual_seed(1);  // every rank draws the same data: the first needs x, the last the product

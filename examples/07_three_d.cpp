@@ -40,10 +40,10 @@ parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
   layers.push_back(parallel::layer("out", [] { return nn::Linear(64, 2); }));
   return {layers,
           mesh,
-          {.schedule = layout::PipelineSchedule::one_f_one_b,
+          {.schedule = parallel::PipelineSchedule::one_f_one_b,
            .microbatches = microbatches,
-           .plan = {{"blocks.*.up", layout::TensorStyle::column},
-                    {"blocks.*.down", layout::TensorStyle::row}},
+           .plan = {{"blocks.*.up", parallel::TensorStyle::column},
+                    {"blocks.*.down", parallel::TensorStyle::row}},
            .data = parallel::FullyShardOptions{.use_orig_params = true},
            .advanced = {.first_values = parallel::MaterializeOptions{.seed = 1, .rule = initial}}}};
 }

@@ -22,10 +22,12 @@
 
 namespace lockstep::model {
 
+using layout::Recompute;
+
 struct LanguageModelOptions {
   at::TensorOptions tensors = {};  // dtype and device of the parameters
   // selective: each block's MLP is computed again in backward; full: the whole block is.
-  layout::Recompute recompute = layout::Recompute::none;
+  Recompute recompute = Recompute::none;
   // Where the inputs of what is computed again are kept; none: in memory.
   std::shared_ptr<parallel::ActivationStore> store = {};
 };

@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <cmath>
@@ -124,6 +125,16 @@ TEST(Clip, TiedParametersCountOnce) {
   EXPECT_DOUBLE_EQ(clip_grad_norm_(all, 5), 10);
   expect_close(tied.grad(), at::full({4}, 1.5));
   expect_close(other.grad(), at::full({4}, 2.0));
+}
+
+TEST(Clip, TakesAModuleOrItsHolder) {
+  torch::nn::Linear model(4, 1);
+  model->weight.mutable_grad() = at::full({1, 4}, 1.5);
+  model->bias.mutable_grad() = at::full({1}, 4.0);
+  EXPECT_DOUBLE_EQ(clip_grad_norm_(*model, 2.5), 5);
+  expect_close(model->bias.grad(), at::full({1}, 2.0));
+  EXPECT_NEAR(clip_grad_norm_(model, 1.25), 2.5, 1e-5);
+  expect_close(model->bias.grad(), at::full({1}, 1.0));
 }
 
 TEST(Clip, SmallGradientsAreNotTouched) {

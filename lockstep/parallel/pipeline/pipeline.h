@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pipeline parallelism: a model in stages on the ranks of a group, run by a schedule.
 //
-//   parallel::Pipeline pipeline(layers, mesh, {.schedule = layout::PipelineSchedule::zb_h1,
-//                                              .microbatches = 8});
+//   parallel::Pipeline pipeline(
+//       layers, mesh, {.schedule = parallel::PipelineSchedule::zb_h1, .microbatches = 8});
 //   optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 1e-3});
 //   const at::Tensor losses = pipeline.step(
 //       {.inputs = [&](int i) { return parallel::Tensors{tokens[i]}; },
@@ -57,8 +57,10 @@ struct PipelineAdvancedOptions {
   std::string schedule_file = {};  // of PipelineSchedule::file
 };
 
+using layout::PipelineSchedule;
+
 struct PipelineOptions {
-  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
+  PipelineSchedule schedule = PipelineSchedule::one_f_one_b;
   int microbatches = 1;         // of a step, on each data-parallel rank
   int chunks = 1;               // stages of a rank
   std::vector<int> split = {};  // layers of each stage, first to last; empty: all equal

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism: ranks share the matrices of a model, each has some rows or columns of them.
 //
-//   const layout::TensorPlan plan{{"*.up", layout::TensorStyle::column},
-//                                 {"*.down", layout::TensorStyle::row}};
+//   const parallel::TensorPlan plan{{"*.up", parallel::TensorStyle::column},
+//                                   {"*.down", parallel::TensorStyle::row}};
 //   auto shared = parallel::tensor_parallel(*model, mesh["tp"], plan);
 //   ...
 //   loss.backward();
@@ -30,6 +30,9 @@
 #include "lockstep/optim/parameters/parameters.h"
 
 namespace lockstep::parallel {
+
+using layout::TensorPlan;
+using layout::TensorStyle;
 
 struct TensorParallelOptions {
   // Between the matrices that ranks share, each has its part of the sequence, of the dimension

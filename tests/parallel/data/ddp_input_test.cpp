@@ -109,6 +109,27 @@ TEST(DdpInput, OptionsThatMakeNoSense) {
   EXPECT_THROW(ddp.join(), ConfigError);
 }
 
+// A model is given as a module, as its holder, or as a pointer to it; each keeps it alive.
+TEST(Ddp, TakesAModuleAHolderOrAPointer) {
+  const at::Tensor input = at::ones({1, 2});
+  const auto check = [&](auto make) {
+    Sequential model(Linear(2, 2));
+    auto ddp = make(model);
+    const at::Tensor expected = model->forward(input);
+    model = Sequential();
+    EXPECT_TRUE(at::equal(ddp.forward(input), expected));
+    EXPECT_EQ(ddp.module()->parameters().size(), 2U);
+  };
+  check([](Sequential& model) { return parallel::ddp(*model, comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp(model, comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp(model.ptr(), comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp_on_detected_device(*model, comm::Group()); });
+  // One that no pointer owns must outlive the wrapper.
+  torch::nn::LinearImpl local(2, 2);
+  auto ddp = parallel::ddp(local, comm::Group());
+  EXPECT_EQ(&*ddp.module(), &local);
+}
+
 // Rank r has r + 2 batches. Against one process that averages over those who have data.
 template <class Task>
 void train_uneven(bool step_in_join) {

@@ -82,7 +82,7 @@ TEST_P(TensorParallelNet, ComputesWhatOneProcessComputes) {
   comm::run_threads(c.ranks, [&](const comm::Group& group) {
     Net net = group.rank() == 0 ? made(c.vocab) : Net(c.vocab);  // the others get rank 0's
     const TensorParallel shared =
-        parallel::tensor_parallel(*net, group, plan(), {.sequence_parallel = c.sequence_parallel});
+        parallel::tensor_parallel(net, group, plan(), {.sequence_parallel = c.sequence_parallel});
     const at::Tensor loss = nn::cross_entropy(net(input).flatten(0, 1), target,
                                               {.scale = 0.5, .group = group, .vocab = c.vocab});
     loss.backward();
