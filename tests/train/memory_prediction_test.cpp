@@ -334,7 +334,7 @@ Measured measure(const TrainConfig& config) {
   for (int step = 0; step < 5; ++step) {
     memory::Meter::reset_peak();
     model.step({.next = next, .step = step, .loss_scale = 1e-3});
-    model.clip_grad_norm(1);
+    model.clip_grad_norm_(1);
     optimizer->step();
     optimizer->zero_grad();
     if (step < 2) continue;
