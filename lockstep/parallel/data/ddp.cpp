@@ -69,7 +69,7 @@ void check_options(const DdpOptions& options, const NamedTensors& parameters) {
 class Ddp {
  public:
   Ddp(torch::nn::Module& model, const comm::Group& group, DdpOptions options)
-      : model_(model.shared_from_this()), group_(group), options_(std::move(options)) {
+      : model_(model.weak_from_this().lock(), &model), group_(group), options_(std::move(options)) {
     const NamedTensors parameters = list(model.named_parameters());
     check_options(options_, parameters);
     if (group_.size() == 1 && !options_.reproducible) return;

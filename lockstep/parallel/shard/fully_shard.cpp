@@ -194,7 +194,7 @@ void check_not_sharded(const NamedTensors& parameters) {
 ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions wanted,
                                      const mesh::Mesh& given_mesh, const Recording* recording,
                                      const MaterializeOptions& initializer)
-    : model(given.shared_from_this()), options(std::move(wanted)) {
+    : model(given.weak_from_this().lock(), &given), options(std::move(wanted)) {
   const at::NoGradGuard no_grad;
   validate(options);
   const mesh::Mesh mesh = arranged(given_mesh, options);
