@@ -13,8 +13,8 @@ namespace lockstep::parallel::detail {
 namespace {
 
 memory::HostKind kind_of(const layout::OffloadOptions& options, c10::Device device) {
-  return options.pin.value_or(device.is_cuda()) ? memory::HostKind::pinned
-                                                : memory::HostKind::pageable;
+  return options.advanced.pin.value_or(device.is_cuda()) ? memory::HostKind::pinned
+                                                         : memory::HostKind::pageable;
 }
 
 size_t bytes_of(int64_t count, at::ScalarType dtype) {
