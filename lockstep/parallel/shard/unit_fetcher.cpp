@@ -25,7 +25,7 @@ void UnitFetcher::add(Flat& flat) {
   auto unit = std::find_if(units_.begin(), units_.end(),
                            [&](const Unit& each) { return each.name == name; });
   if (unit == units_.end()) unit = units_.insert(units_.end(), {.name = name});
-  if (!flat.shard.is_own() && !flat.plan().resident) unit->flats.push_back(&flat);
+  if (!flat.plan().is_own() && !flat.plan().resident) unit->flats.push_back(&flat);
   unit_of_.push_back(static_cast<size_t>(unit - units_.begin()));
   flats_.push_back(&flat);
 }

@@ -94,13 +94,6 @@ at::Tensor OffloadTiers::on_host(int64_t count, at::ScalarType dtype, std::strin
   return tensor_at(host_memory.take(bytes_of(count, dtype), what), count, dtype, at::kCPU);
 }
 
-at::Tensor OffloadTiers::resting(layout::Tier tier, int64_t count, at::ScalarType dtype,
-                                 std::string_view what) const {
-  return tier == layout::Tier::device
-             ? parameters_on_device(count, dtype, what, memory::Stay::long_time)
-             : on_host(count, dtype, what);
-}
-
 void OffloadTiers::to_device(memory::Queue& queue, void* to, const void* from, size_t bytes,
                              std::string_view what) {
   queue.copy(to, from, bytes, what);

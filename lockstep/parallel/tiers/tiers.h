@@ -78,8 +78,6 @@ class OffloadTiers {
   at::Tensor parameters_on_device(int64_t count, at::ScalarType dtype, std::string_view what,
                                   memory::Stay stay) const;
   at::Tensor on_host(int64_t count, at::ScalarType dtype, std::string_view what) const;
-  at::Tensor resting(layout::Tier tier, int64_t count, at::ScalarType dtype,
-                     std::string_view what) const;
 
   // Copies, counted; the queue's own order holds.
   void to_device(memory::Queue& queue, void* to, const void* from, size_t bytes,
