@@ -64,10 +64,11 @@ class Training {
     } else {
       const auto strategy = parallel::parse_strategy(mode_);
       const bool is_hybrid = strategy == parallel::ShardingStrategy::hybrid_shard;
-      sharded_.emplace(parallel::fully_shard(*model_, group,
-                                             {.strategy = strategy,
-                                              .units = parallel::ByPredicate(is_unit),
-                                              .hybrid_group_size = is_hybrid ? hybrid : 0}));
+      sharded_.emplace(
+          parallel::fully_shard(*model_, group,
+                                {.strategy = strategy,
+                                 .units = parallel::ByPredicate(is_unit),
+                                 .advanced = {.hybrid_group_size = is_hybrid ? hybrid : 0}}));
       parameters = sharded_->named_parameters();
     }
     optimizer_.emplace(std::move(parameters));

@@ -27,11 +27,12 @@ int main() {
     if (i > 0) model->push_back(torch::nn::Tanh());
     model->push_back(torch::nn::Linear(1024, 1024));
   }
-  auto sharded = parallel::fully_shard(
-      *model, group,
-      {.units = parallel::ByType{{"Linear"}},
-       .offload = parallel::OffloadOptions{.device_limit = 32 * kMegabyte,
-                                           .strategy = parallel::OffloadStrategy::extreme}});
+  auto sharded =
+      parallel::fully_shard(*model, group,
+                            {.units = parallel::ByType{{"Linear"}},
+                             .offload = parallel::OffloadOptions{
+                                 .device_limit = 32 * kMegabyte,
+                                 .advanced = {.strategy = parallel::OffloadStrategy::extreme}}});
   parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-3});
 
   torch::manual_seed(group.rank());  // each rank has its own data

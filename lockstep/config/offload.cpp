@@ -35,7 +35,7 @@ void require_switch(bool is_set, const char* key, bool on, const char* needed, c
 
 void validate_update(const TrainConfig& config) {
   const layout::OffloadOptions& offload = config.offload;
-  const bool in_backward = offload.clip_mode == layout::ClipMode::none;
+  const bool in_backward = offload.advanced.clip_mode == layout::ClipMode::none;
   const bool adamw = config.optim.name == OptimizerKind::adamw;
   require(adamw, "offload is for optim.name adamw; it is sgd");
   require(!in_backward || offload.optimizer,
@@ -50,7 +50,7 @@ void validate_update(const TrainConfig& config) {
              "their ranks add to gradients after backward",
              config.parallel.tp, config.parallel.pp));
   const auto is_lossless = [](codec::Codec codec) { return codec == codec::Codec::lossless; };
-  require(offload.update_site != layout::UpdateSite::device ||
+  require(offload.advanced.update_site != layout::UpdateSite::device ||
               !(is_lossless(offload.codec.exp_avg) || is_lossless(offload.codec.exp_avg_sq)),
           format("offload.update_site is device, but offload.codec is {}: LZ4 is decoded by the "
                  "CPU",
@@ -65,7 +65,7 @@ void validate_offload(const TrainConfig& config) {
   layout::validate(layout::resolved(offload, 0, 0));
   require_switch(offload.param_budget != 0, "param_budget", offload.params, "params",
                  "parameters stay on the device");
-  const bool sets_site = offload.update_site != layout::UpdateSite::automatic;
+  const bool sets_site = offload.advanced.update_site != layout::UpdateSite::automatic;
   const char* no_state = "optimizer state stays on the device";
   require_switch(sets_site, "update_site", offload.optimizer, "optimizer", no_state);
   require_switch(offload.codec != layout::StateCodecs{}, "codec", offload.optimizer, "optimizer",

@@ -242,26 +242,28 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
                    "What pressure on the device is measured against: parameters, gradients, "
                    "optimizer state and what is on its way. 0: 8GB, or what the device has, if "
                    "that is less.");
-  schema.add_bytes("host_limit", offload.host_limit,
+  schema.add_bytes("host_limit", offload.advanced.host_limit,
                    "The same for host memory. 0: 64GB, or what the host has, if that is less.");
-  schema.add("prefetch", offload.prefetch, "Parameters that are fetched ahead of their use.",
-             kFromOne);
-  schema.add("async_prefetch", offload.async_prefetch, "Fetch ahead beside the computation.");
-  schema.add("pin", offload.pin,
+  schema.add("prefetch", offload.advanced.prefetch,
+             "Parameters that are fetched ahead of their use.", kFromOne);
+  schema.add("async_prefetch", offload.advanced.async_prefetch,
+             "Fetch ahead beside the computation.");
+  schema.add("pin", offload.advanced.pin,
              "Host memory that devices copy from without a detour. auto: where there is such a "
              "device.");
-  schema.add("overlap", offload.overlap, "Transfers and updates run beside the computation.");
+  schema.add("overlap", offload.advanced.overlap,
+             "Transfers and updates run beside the computation.");
   schema.add_option("codec", codec_option(offload.codec));
-  schema.add_choice("strategy", offload.strategy,
+  schema.add_choice("strategy", offload.advanced.strategy,
                     {"conservative", "balanced", "aggressive", "extreme"},
                     "How early what may leave does, and how much of it: beyond 0.9, 0.75, 0.6, 0.4 "
                     "of device_limit a fifth, half, four fifths, all of that is freed.");
   schema.add("disk", offload.disk,
              "Folder for optimizer state that the host budget does not hold; empty: none.");
-  schema.add_choice("update_site", offload.update_site, {"auto", "cpu", "device"},
+  schema.add_choice("update_site", offload.advanced.update_site, {"auto", "cpu", "device"},
                     "Where the optimizer computes. auto: where a short measurement finds it "
                     "faster.");
-  schema.add_choice("clip_mode", offload.clip_mode, {"exact", "none"},
+  schema.add_choice("clip_mode", offload.advanced.clip_mode, {"exact", "none"},
                     "exact: gradients are clipped by the norm of all of them. none: not at all, "
                     "and each parameter is updated as soon as it has its gradient (optim.clip 0).");
 }

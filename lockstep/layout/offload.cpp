@@ -115,16 +115,16 @@ OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t ho
     if (value == 0) value = smallest(bounds);
   };
   fill(options.device_limit, {kDeviceLimit, device_bytes});
-  fill(options.host_limit, {kHostLimit, host_bytes});
+  fill(options.advanced.host_limit, {kHostLimit, host_bytes});
   fill(options.param_budget, {kParamBudget, options.device_limit, device_bytes});
-  fill(options.host_budget, {kHostBudget, options.host_limit, host_bytes});
+  fill(options.host_budget, {kHostBudget, options.advanced.host_limit, host_bytes});
   return options;
 }
 
 OffloadOptions divided(OffloadOptions options, int models) {
   check(models > 0, "a rank has at least one model");
-  for (int64_t* bytes :
-       {&options.param_budget, &options.host_budget, &options.device_limit, &options.host_limit}) {
+  for (int64_t* bytes : {&options.param_budget, &options.host_budget, &options.device_limit,
+                         &options.advanced.host_limit}) {
     check(*bytes > 0, "a budget that is left open cannot be divided");
     *bytes = std::max<int64_t>(1, *bytes / models);
   }
@@ -140,11 +140,12 @@ void validate(const OffloadOptions& options) {
   require_positive("param_budget", options.param_budget);
   require_positive("host_budget", options.host_budget);
   require_positive("device_limit", options.device_limit);
-  require_positive("host_limit", options.host_limit);
-  if (options.prefetch < 1)
-    throw ConfigError(format("offload.prefetch is {}, must be at least 1", options.prefetch));
+  require_positive("host_limit", options.advanced.host_limit);
+  if (options.advanced.prefetch < 1)
+    throw ConfigError(
+        format("offload.prefetch is {}, must be at least 1", options.advanced.prefetch));
   require_within("param_budget", options.param_budget, "device_limit", options.device_limit);
-  require_within("host_budget", options.host_budget, "host_limit", options.host_limit);
+  require_within("host_budget", options.host_budget, "host_limit", options.advanced.host_limit);
 }
 
 int64_t effective_budget(int64_t budget, double ratio) {

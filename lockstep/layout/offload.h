@@ -40,22 +40,28 @@ struct StateCodecs {
 std::string name_of(const StateCodecs& codecs);
 StateCodecs parse_state_codecs(std::string_view text);
 
-struct OffloadOptions {
-  bool params = true, grads = true, optimizer = true;
-  // Bytes. 0: the smaller of a default (2 GB, 32 GB, 8 GB, 64 GB) and what the machine has.
-  int64_t param_budget = 0;  // parameters on the device
-  int64_t host_budget = 0;   // what is offloaded to host memory
-  int64_t device_limit = 0;  // everything of Lockstep's on the device
-  int64_t host_limit = 0;    // everything of Lockstep's in host memory
-  int prefetch = 16;         // parameters ahead
+struct OffloadAdvancedOptions {
+  int64_t host_limit = 0;  // bytes; everything of Lockstep's in host memory. 0: as for budgets
+  int prefetch = 16;       // parameters ahead
   bool async_prefetch = true;
   bool overlap = true;                     // transfers and updates run beside the computation
   std::optional<bool> pin = std::nullopt;  // not set: where there is a device that copies
-  StateCodecs codec = {};
   OffloadStrategy strategy = OffloadStrategy::aggressive;
-  std::string disk = {};  // a folder, for what exceeds the host budget; empty: none
   UpdateSite update_site = UpdateSite::automatic;
   ClipMode clip_mode = ClipMode::exact;
+  bool operator==(const OffloadAdvancedOptions&) const = default;
+};
+
+struct OffloadOptions {
+  bool params = true, grads = true, optimizer = true;
+  // Bytes. 0: the smaller of a default (2 GB, 32 GB, 8 GB; 64 GB for the host's limit) and what the
+  // machine has.
+  int64_t param_budget = 0;  // parameters on the device
+  int64_t host_budget = 0;   // what is offloaded to host memory
+  int64_t device_limit = 0;  // everything of Lockstep's on the device
+  StateCodecs codec = {};
+  std::string disk = {};  // a folder, for what exceeds the host budget; empty: none
+  OffloadAdvancedOptions advanced = {};
 
   bool any() const { return params || grads || optimizer; }
   bool operator==(const OffloadOptions&) const = default;

@@ -99,11 +99,12 @@ class Places {
     const bool within_budget =
         !options_.params || all_.params + two_largest(lines) <= options_.param_budget;
     return within_budget &&
-           working + all_.sum() <= fraction_of(options_.device_limit, threshold(options_.strategy));
+           working + all_.sum() <=
+               fraction_of(options_.device_limit, threshold(options_.advanced.strategy));
   }
 
   void move(int64_t fixed) {
-    const OffloadStrategy strategy = options_.strategy;
+    const OffloadStrategy strategy = options_.advanced.strategy;
     int64_t room =
         fraction_of(options_.device_limit, threshold(strategy) * (1 - aggressiveness(strategy))) -
         fixed;
@@ -211,12 +212,13 @@ OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
   if (options.params) require_line_fits(units, options);
   places.move(working + kept.sum());
 
-  const int64_t most = std::min(options.host_budget, options.host_limit);
+  const int64_t most = std::min(options.host_budget, options.advanced.host_limit);
   if (!options.disk.empty())
-    places.spill(std::min(most, fraction_of(options.host_limit, threshold(options.strategy))));
+    places.spill(std::min(
+        most, fraction_of(options.advanced.host_limit, threshold(options.advanced.strategy))));
   OffloadPlaces counted = places.count(working);
   if (counted.on_host <= most) return counted;
-  const bool budget = options.host_budget <= options.host_limit;
+  const bool budget = options.host_budget <= options.advanced.host_limit;
   throw ConfigError(format(
       "offload.{} is {}, but {} are offloaded{}; {}", budget ? "host_budget" : "host_limit",
       size_text(most), size_text(counted.on_host),

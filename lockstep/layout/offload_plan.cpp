@@ -54,7 +54,7 @@ StatePlan state_plan(const OffloadFlat& flat, const OffloadFlat::Tensor& tensor,
 }
 
 bool updates_in_backward(const OffloadOptions& options) {
-  return options.clip_mode == ClipMode::none;
+  return options.advanced.clip_mode == ClipMode::none;
 }
 
 // Gathers and fetches have a line of their own; parameters that rest on the device of the only rank
@@ -209,7 +209,8 @@ int64_t lines_at_once(const OffloadPlan& plan) {
   for (const int64_t line : bytes) largest = std::max(largest, line);
   for (int pass = 0; pass < 2; ++pass) {  // forward, backward
     for (size_t i = 0; i < bytes.size(); ++i) {
-      const size_t ahead = units_ahead(std::span(parameters).subspan(i + 1), plan.options.prefetch);
+      const size_t ahead =
+          units_ahead(std::span(parameters).subspan(i + 1), plan.options.advanced.prefetch);
       int64_t sum = 0;
       for (size_t k = i; k <= i + ahead; ++k) sum += bytes[k];
       most = std::max(most, sum);
@@ -259,7 +260,7 @@ KindBytes& KindBytes::operator+=(const KindBytes& other) {
 }
 
 std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
-  if (options.update_site != UpdateSite::automatic) return options.update_site;
+  if (options.advanced.update_site != UpdateSite::automatic) return options.advanced.update_site;
   if (!options.optimizer) return UpdateSite::device;  // where its state is
   if (options.codec.exp_avg == Codec::lossless || options.codec.exp_avg_sq == Codec::lossless)
     return UpdateSite::cpu;  // which is where LZ4 is

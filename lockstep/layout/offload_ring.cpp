@@ -54,7 +54,7 @@ int64_t ring_bytes(const RingNeed& need, const OffloadOptions& options, bool str
   // hold state for good: the more of it leaves, the more is worth it, up to two fifths of the
   // limit.
   const auto limit = static_cast<double>(options.device_limit);
-  const auto most = static_cast<int64_t>(0.4 * aggressiveness(options.strategy) * limit);
+  const auto most = static_cast<int64_t>(0.4 * aggressiveness(options.advanced.strategy) * limit);
   const int64_t useful = streams ? std::max<int64_t>(std::min(most, room), 0) : 0;
   constexpr auto kUnit = static_cast<int64_t>(kAlignment);
   return std::max(std::min(useful, need.all) / kUnit * kUnit, need.least());

@@ -18,7 +18,7 @@ using config::TrainConfig;
 using layout::Shape;
 
 constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
-constexpr int64_t kGradientBlocks = 2;     // parallel/flat/buffers.cpp
+constexpr int64_t kGradientBlocks = 2;     // parallel/flat/step_memory.cpp
 
 int64_t aligned(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 

@@ -11,7 +11,7 @@
 
 namespace lockstep::plan {
 
-inline constexpr int64_t kLineAlignment = 64;     // bytes; parallel/shard/flat.cpp
+inline constexpr int64_t kLineAlignment = 64;     // bytes; parallel/flat/flat_parameter.cpp
 inline constexpr int64_t kSmallestShared = 1000;  // FullyShardOptions::min_num_params
 int64_t element_bytes_of(const config::TrainConfig& config);
 

@@ -60,7 +60,7 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm:
                                       .reproducible = config.train.reproducible};
   if (config.offload.any()) options.offload = config.offload;
   if (options.strategy == ShardingStrategy::hybrid_shard) {
-    options.hybrid_group_size =
+    options.advanced.hybrid_group_size =
         config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
   }
   return options;
@@ -102,7 +102,7 @@ std::string describe_offload(std::span<const parallel::ShardedModel> models) {
   int64_t device = 0, host = 0, disk = 0;
   std::string site;
   for (const parallel::ShardedModel& model : models) {
-    if (!model.options().offload) continue;
+    if (!std::holds_alternative<layout::OffloadOptions>(model.options().offload)) continue;
     const parallel::OffloadStats stats = parallel::offload_stats(model);
     device += stats.params_on_device + stats.state_on_device;
     host += stats.params_on_host + stats.state_on_host;

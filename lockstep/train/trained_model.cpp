@@ -56,7 +56,7 @@ TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device
     : random_(random_context(config)),
       exact_norm_(config.train.reproducible),
       updates_in_backward_(config.offload.any() &&
-                           config.offload.clip_mode == layout::ClipMode::none),
+                           config.offload.advanced.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
       pipeline_(model::language_model_layers(config.model,
                                              {.tensors = tensor_options(config, device),

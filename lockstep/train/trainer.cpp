@@ -320,7 +320,7 @@ StepMetrics Trainer::State::step() {
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
-  if (config.offload.any() && config.offload.clip_mode == layout::ClipMode::none &&
+  if (config.offload.any() && config.offload.advanced.clip_mode == layout::ClipMode::none &&
       !std::isfinite(norm)) {
     throw Error(
         format("the gradients of step {} are not finite, and offload.clip_mode none has "

@@ -89,7 +89,7 @@ PipelineCase make(const Layout& layout, const Kind& kind) {
                                         .min_num_params = 1,
                                         .use_orig_params = !layout.flat || kind.tied,
                                         .reproducible = kind.reproducible};
-  if (*layout.shard == ShardingStrategy::hybrid_shard) c.shard->hybrid_group_size = 2;
+  if (*layout.shard == ShardingStrategy::hybrid_shard) c.shard->advanced.hybrid_group_size = 2;
   return c;
 }
 

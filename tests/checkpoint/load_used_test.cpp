@@ -49,23 +49,22 @@ std::vector<Form> forms() {
   for (const Strategy strategy : kStrategies)
     all.push_back({std::string(name_of(strategy)), 3, units(strategy)});
   all.push_back({"hybrid_shard", 4, units(Strategy::hybrid_shard)});
-  all.back().options.hybrid_group_size = 2;
+  all.back().options.advanced.hybrid_group_size = 2;
   all.push_back({"flat", 3, units(Strategy::full_shard)});
   all.back().options.use_orig_params = false;
-  all.push_back({"offload_to_cpu", 3, units(Strategy::full_shard)});
-  all.back().options.offload_to_cpu = true;
+  all.push_back({"keep_gathered_on_host", 3, units(Strategy::full_shard)});
+  all.back().options.advanced.keep_gathered_on_host = true;
   for (const Strategy strategy : {Strategy::full_shard, Strategy::optimizer, Strategy::no_shard}) {
     all.push_back({"bfloat16 " + std::string(name_of(strategy)), 3, units(strategy)});
     all.back().options.mixed_precision.param = at::kBFloat16;
   }
   for (const int ranks : {1, 2}) {
     all.push_back({"offload, " + std::to_string(ranks), ranks, units(Strategy::full_shard)});
-    all.back().options.offload =
-        layout::OffloadOptions{.param_budget = 64 << 10,
-                               .host_budget = 64 << 20,
-                               .device_limit = 320 << 10,
-                               .host_limit = 64 << 20,
-                               .strategy = layout::OffloadStrategy::extreme};
+    all.back().options.offload = layout::OffloadOptions{
+        .param_budget = 64 << 10,
+        .host_budget = 64 << 20,
+        .device_limit = 320 << 10,
+        .advanced = {.host_limit = 64 << 20, .strategy = layout::OffloadStrategy::extreme}};
   }
   return all;
 }
@@ -83,7 +82,7 @@ void load_in_turn(const Form& form) {
     fill_parameters(*model, 3);
     auto sharded = parallel::fully_shard(*model, group, form.options);
     std::unique_ptr<optim::Optimizer> optimizer;
-    if (form.options.offload) {
+    if (std::holds_alternative<layout::OffloadOptions>(form.options.offload)) {
       optimizer =
           std::make_unique<parallel::OffloadedAdamW>(sharded, optim::AdamWOptions{.lr = 0.01});
     } else {

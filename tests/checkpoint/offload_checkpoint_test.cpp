@@ -24,9 +24,8 @@ OffloadOptions all_offloaded(UpdateSite site) {
   return {.param_budget = 64 * kKiB,
           .host_budget = 64 * kMiB,
           .device_limit = 320 * kKiB,
-          .host_limit = 64 * kMiB,
-          .strategy = OffloadStrategy::extreme,
-          .update_site = site};
+          .advanced = {
+              .host_limit = 64 * kMiB, .strategy = OffloadStrategy::extreme, .update_site = site}};
 }
 
 struct TrainingSegment {
@@ -47,11 +46,12 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
   Tower model(4, kWidth);
   fill_parameters(*model, 3);
   model->to(at::kBFloat16);
-  auto sharded = parallel::fully_shard(*model, group,
-                                       {.units = parallel::ByType{{"Layer"}},
-                                        .min_num_params = 50,
-                                        .use_orig_params = true,
-                                        .offload = segment.offload});
+  auto sharded = parallel::fully_shard(
+      *model, group,
+      {.units = parallel::ByType{{"Layer"}},
+       .min_num_params = 50,
+       .use_orig_params = true,
+       .offload = segment.offload ? parallel::Offload(*segment.offload) : parallel::NoOffload{}});
   const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
   std::unique_ptr<optim::Optimizer> optimizer;
   if (segment.offload) {

@@ -64,39 +64,40 @@ TEST(OffloadConfig, FlagsOfEveryKey) {
       {"strategy", "extreme"}, {"disk", "/fast"},      {"update_site", "cpu"},
       {"clip_mode", "none"}};
   for (const auto& [key, value] : flags) schema.set_flag(std::string("offload.") + key, value);
-  EXPECT_EQ(config.offload, (OffloadOptions{.params = true,
-                                            .grads = true,
-                                            .optimizer = true,
-                                            .param_budget = kGB,
-                                            .host_budget = 3 * kGB,
-                                            .device_limit = 2 * kGB,
-                                            .host_limit = 4 * kGB,
-                                            .prefetch = 3,
-                                            .async_prefetch = false,
-                                            .overlap = false,
-                                            .pin = false,
-                                            .codec = {Codec::bf16, Codec::int8},
-                                            .strategy = layout::OffloadStrategy::extreme,
-                                            .disk = "/fast",
-                                            .update_site = UpdateSite::cpu,
-                                            .clip_mode = ClipMode::none}));
+  EXPECT_EQ(config.offload,
+            (OffloadOptions{.params = true,
+                            .grads = true,
+                            .optimizer = true,
+                            .param_budget = kGB,
+                            .host_budget = 3 * kGB,
+                            .device_limit = 2 * kGB,
+                            .codec = {Codec::bf16, Codec::int8},
+                            .disk = "/fast",
+                            .advanced = {.host_limit = 4 * kGB,
+                                         .prefetch = 3,
+                                         .async_prefetch = false,
+                                         .overlap = false,
+                                         .pin = false,
+                                         .strategy = layout::OffloadStrategy::extreme,
+                                         .update_site = UpdateSite::cpu,
+                                         .clip_mode = ClipMode::none}}));
   EXPECT_EQ(train_config_from_json(to_json(config), "x"), config);
   schema.set_flag("offload.pin", "auto");
-  EXPECT_FALSE(config.offload.pin.has_value());
+  EXPECT_FALSE(config.offload.advanced.pin.has_value());
   // Every name that a choice has is the enum's.
   for (const auto strategy :
        {layout::OffloadStrategy::conservative, layout::OffloadStrategy::balanced,
         layout::OffloadStrategy::aggressive, layout::OffloadStrategy::extreme}) {
     schema.set_flag("offload.strategy", std::string(layout::name_of(strategy)));
-    EXPECT_EQ(config.offload.strategy, strategy);
+    EXPECT_EQ(config.offload.advanced.strategy, strategy);
   }
   for (const auto site : {UpdateSite::automatic, UpdateSite::cpu, UpdateSite::device}) {
     schema.set_flag("offload.update_site", std::string(layout::name_of(site)));
-    EXPECT_EQ(config.offload.update_site, site);
+    EXPECT_EQ(config.offload.advanced.update_site, site);
   }
   for (const auto mode : {ClipMode::exact, ClipMode::none}) {
     schema.set_flag("offload.clip_mode", std::string(layout::name_of(mode)));
-    EXPECT_EQ(config.offload.clip_mode, mode);
+    EXPECT_EQ(config.offload.advanced.clip_mode, mode);
   }
 }
 
@@ -116,19 +117,20 @@ TEST(OffloadConfig, AKeyThatWouldBeOverlookedIsRefused) {
   const struct {
     const char* key;
     Change change;
-  } cases[] = {{"param_budget", [](auto& c) { c.offload.param_budget = kGB; }},
-               {"host_budget", [](auto& c) { c.offload.host_budget = kGB; }},
-               {"device_limit", [](auto& c) { c.offload.device_limit = kGB; }},
-               {"host_limit", [](auto& c) { c.offload.host_limit = kGB; }},
-               {"prefetch", [](auto& c) { c.offload.prefetch = 2; }},
-               {"async_prefetch", [](auto& c) { c.offload.async_prefetch = false; }},
-               {"pin", [](auto& c) { c.offload.pin = true; }},
-               {"overlap", [](auto& c) { c.offload.overlap = false; }},
-               {"codec", [](auto& c) { c.offload.codec.exp_avg = Codec::bf16; }},
-               {"strategy", [](auto& c) { c.offload.strategy = layout::OffloadStrategy::extreme; }},
-               {"disk", [](auto& c) { c.offload.disk = "/fast"; }},
-               {"update_site", [](auto& c) { c.offload.update_site = UpdateSite::cpu; }},
-               {"clip_mode", [](auto& c) { c.offload.clip_mode = ClipMode::none; }}};
+  } cases[] = {
+      {"param_budget", [](auto& c) { c.offload.param_budget = kGB; }},
+      {"host_budget", [](auto& c) { c.offload.host_budget = kGB; }},
+      {"device_limit", [](auto& c) { c.offload.device_limit = kGB; }},
+      {"host_limit", [](auto& c) { c.offload.advanced.host_limit = kGB; }},
+      {"prefetch", [](auto& c) { c.offload.advanced.prefetch = 2; }},
+      {"async_prefetch", [](auto& c) { c.offload.advanced.async_prefetch = false; }},
+      {"pin", [](auto& c) { c.offload.advanced.pin = true; }},
+      {"overlap", [](auto& c) { c.offload.advanced.overlap = false; }},
+      {"codec", [](auto& c) { c.offload.codec.exp_avg = Codec::bf16; }},
+      {"strategy", [](auto& c) { c.offload.advanced.strategy = layout::OffloadStrategy::extreme; }},
+      {"disk", [](auto& c) { c.offload.disk = "/fast"; }},
+      {"update_site", [](auto& c) { c.offload.advanced.update_site = UpdateSite::cpu; }},
+      {"clip_mode", [](auto& c) { c.offload.advanced.clip_mode = ClipMode::none; }}};
   for (const auto& [key, change] : cases) {
     expect_refused(
         [&](auto& c) {
@@ -163,23 +165,23 @@ TEST(OffloadConfig, BudgetsAndLimits) {
 TEST(OffloadConfig, OffloadNeedsAdamW) {
   expect_refused([](auto& c) { c.optim.name = OptimizerKind::sgd; },
                  "offload is for optim.name adamw; it is sgd");
-  expect_refused([](auto& c) { c.offload.clip_mode = ClipMode::none; },
+  expect_refused([](auto& c) { c.offload.advanced.clip_mode = ClipMode::none; },
                  "offload.clip_mode none updates parameters before the norm of all gradients is "
                  "known: set optim.clip 0; it is 1");
   expect_valid([](auto& c) {
-    c.offload.clip_mode = ClipMode::none;
+    c.offload.advanced.clip_mode = ClipMode::none;
     c.optim.clip = 0;
   });
   expect_refused(
       [&](auto& c) {
         c.optim.clip = 0;
-        c.offload.clip_mode = ClipMode::none;
+        c.offload.advanced.clip_mode = ClipMode::none;
         c.offload.optimizer = false;
       },
       "offload.clip_mode is none, but offload.optimizer is false: it is for offloaded state");
   TrainConfig config = offloading();
   config.optim.clip = 0;
-  config.offload.clip_mode = ClipMode::none;
+  config.offload.advanced.clip_mode = ClipMode::none;
   config.parallel.tp = 2;
   EXPECT_THAT([&] { config.validate(2); },
               ThrowsMessage<ConfigError>("offload.clip_mode is none with parallel.tp 2 and "
@@ -196,7 +198,7 @@ TEST(OffloadConfig, KeysOfStateNeedOffloadedState) {
         },
         message);
   };
-  refused([](auto& c) { c.offload.update_site = UpdateSite::cpu; },
+  refused([](auto& c) { c.offload.advanced.update_site = UpdateSite::cpu; },
           "offload.update_site is set, but offload.optimizer is false: optimizer state stays on "
           "the device");
   refused([](auto& c) { c.offload.codec.exp_avg_sq = Codec::int8; },
@@ -215,7 +217,7 @@ TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
     expect_refused(
         [&](auto& c) {
           change(c);
-          c.offload.update_site = UpdateSite::device;
+          c.offload.advanced.update_site = UpdateSite::device;
         },
         std::string("offload.update_site is device, but offload.codec is ") +
             (first ? "exp_avg" : "exp_avg_sq") + "=lossless: LZ4 is decoded by the CPU");
@@ -223,7 +225,7 @@ TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
   }
   expect_valid([](auto& c) {
     c.offload.codec = {Codec::int8, Codec::int8};
-    c.offload.update_site = UpdateSite::device;
+    c.offload.advanced.update_site = UpdateSite::device;
   });
 }
 

@@ -40,7 +40,7 @@ std::vector<OffloadUnit> units_of(int count) {
 OffloadOptions options_of(int64_t device_limit, OffloadStrategy strategy) {
   OffloadOptions options{.strategy = strategy};
   options.device_limit = options.param_budget = device_limit;
-  options.host_budget = options.host_limit = int64_t{1} << 40;
+  options.host_budget = options.advanced.host_limit = int64_t{1} << 40;
   return options;
 }
 
@@ -156,25 +156,25 @@ TEST(OffloadPlaces, SpillsStatesOfTheLastUnitsToDisk) {
   auto options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.disk = "/fast";
   options.host_budget = 125 * kMB;
-  options.host_limit = 1000 * kMB;
+  options.advanced.host_limit = 1000 * kMB;
   auto places = place(units_of(4), 0, options);  // 160 MB move
   EXPECT_THAT(states_of(places), ElementsAre(Tier::host, Tier::host, Tier::host, Tier::host,
                                              Tier::disk, Tier::disk, Tier::disk, Tier::disk));
   EXPECT_EQ(places.on_host, 120 * kMB);
   EXPECT_EQ(places.on_disk, 40 * kMB);
   // 0.4 x 350 MB = 140 MB.
-  options.host_budget = options.host_limit = 350 * kMB;
+  options.host_budget = options.advanced.host_limit = 350 * kMB;
   places = place(units_of(4), 0, options);
   EXPECT_EQ(places.on_host, 140 * kMB);
   EXPECT_EQ(places.on_disk, 20 * kMB);
   // Below the limit, although above the threshold, parameters and gradients fit.
-  options.host_budget = options.host_limit = 100 * kMB;
+  options.host_budget = options.advanced.host_limit = 100 * kMB;
   places = place(units_of(4), 0, options);
   EXPECT_EQ(places.on_host, 80 * kMB);
   EXPECT_EQ(places.on_disk, 80 * kMB);
   // Without a disk the budget alone decides.
   options.disk = "";
-  options.host_budget = options.host_limit = 160 * kMB;
+  options.host_budget = options.advanced.host_limit = 160 * kMB;
   EXPECT_EQ(place(units_of(4), 0, options).on_host, 160 * kMB);
 }
 
@@ -185,7 +185,7 @@ TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
               ThrowsMessage<ConfigError>(
                   AllOf(HasSubstr("offload.host_budget is 159 MB, but 160 MB are offloaded; "),
                         HasSubstr("offload.disk"), HasSubstr("offload.codec"))));
-  options.host_limit = 100 * kMB;
+  options.advanced.host_limit = 100 * kMB;
   EXPECT_THAT([&] { place(units_of(4), 0, options); }, says("offload.host_limit is 100 MB"));
   options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.disk = "/fast";
@@ -246,10 +246,10 @@ Case random_case(std::mt19937& random) {
   options.optimizer = below(4) > 0;
   options.device_limit = 1 + below(30000);
   options.param_budget = 1 + below(options.device_limit);
-  options.host_limit = 1 + below(30000);
-  options.host_budget = 1 + below(options.host_limit);
+  options.advanced.host_limit = 1 + below(30000);
+  options.host_budget = 1 + below(options.advanced.host_limit);
   if (below(2) == 0) options.disk = "/fast";
-  options.strategy = kPlaceStrategies[below(4)];
+  options.advanced.strategy = kPlaceStrategies[below(4)];
   return made;
 }
 
@@ -332,11 +332,12 @@ TEST(OffloadPlaces, RulesHoldForRandomUnits) {
     if (!options.optimizer) fixed += total(states);
     const int64_t all = made.working + total(params) + total(grads) + total(states);
     const double limit = static_cast<double>(options.device_limit);
-    const double start = threshold(options.strategy) * limit;
+    const double start = threshold(options.advanced.strategy) * limit;
     if (sums.host + sums.disk > 0) {
-      const auto room = static_cast<int64_t>(start * (1 - aggressiveness(options.strategy)) + 1);
+      const auto room =
+          static_cast<int64_t>(start * (1 - aggressiveness(options.advanced.strategy)) + 1);
       ASSERT_LE(places.on_device, std::max(fixed, room));
-    } else if (all > fixed && options.strategy == OffloadStrategy::extreme) {
+    } else if (all > fixed && options.advanced.strategy == OffloadStrategy::extreme) {
       ASSERT_LE(static_cast<double>(all), start);
     }
     if (static_cast<double>(all) > start + 1 && all > fixed) {
@@ -376,10 +377,10 @@ TEST(OffloadPlaces, AStrongerStrategyLeavesNoMoreOnTheDevice) {
   std::mt19937 random(11);
   for (int i = 0; i < 5000; ++i) {
     Case made = random_case(random);
-    made.options.host_budget = made.options.host_limit = int64_t{1} << 40;
+    made.options.host_budget = made.options.advanced.host_limit = int64_t{1} << 40;
     int64_t before = int64_t{1} << 62;
     for (const auto strategy : kPlaceStrategies) {
-      made.options.strategy = strategy;
+      made.options.advanced.strategy = strategy;
       try {
         const auto places = place(made.units, made.working, made.options);
         ASSERT_LE(places.resting, before);
@@ -397,8 +398,8 @@ TEST(OffloadPlaces, ExtremeMovesAllThatMayMove) {
   for (int i = 0; i < 2000; ++i) {
     Case made = random_case(random);
     OffloadOptions& options = made.options;
-    options.strategy = OffloadStrategy::extreme;
-    options.host_budget = options.host_limit = int64_t{1} << 40;
+    options.advanced.strategy = OffloadStrategy::extreme;
+    options.host_budget = options.advanced.host_limit = int64_t{1} << 40;
     OffloadPlaces places;
     try {
       places = place(made.units, made.working, options);

@@ -25,14 +25,14 @@ constexpr OffloadStrategy kStrategies[] = {OffloadStrategy::conservative, Offloa
 TEST(Offload, Defaults) {
   const OffloadOptions options;
   EXPECT_TRUE(options.params && options.grads && options.optimizer);
-  EXPECT_EQ(options.prefetch, 16);
-  EXPECT_TRUE(options.async_prefetch && options.overlap);
-  EXPECT_FALSE(options.pin.has_value());
+  EXPECT_EQ(options.advanced.prefetch, 16);
+  EXPECT_TRUE(options.advanced.async_prefetch && options.advanced.overlap);
+  EXPECT_FALSE(options.advanced.pin.has_value());
   EXPECT_EQ(options.codec, StateCodecs{});
-  EXPECT_EQ(options.strategy, OffloadStrategy::aggressive);
+  EXPECT_EQ(options.advanced.strategy, OffloadStrategy::aggressive);
   EXPECT_EQ(options.disk, "");
-  EXPECT_EQ(options.update_site, UpdateSite::automatic);
-  EXPECT_EQ(options.clip_mode, ClipMode::exact);
+  EXPECT_EQ(options.advanced.update_site, UpdateSite::automatic);
+  EXPECT_EQ(options.advanced.clip_mode, ClipMode::exact);
   EXPECT_TRUE(options.any());
   EXPECT_FALSE((OffloadOptions{.params = false, .grads = false, .optimizer = false}.any()));
   EXPECT_TRUE((OffloadOptions{.params = false, .grads = true, .optimizer = false}.any()));
@@ -110,7 +110,7 @@ TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {
   EXPECT_EQ(large.param_budget, 2 * kGB);
   EXPECT_EQ(large.host_budget, 32 * kGB);
   EXPECT_EQ(large.device_limit, 8 * kGB);
-  EXPECT_EQ(large.host_limit, 64 * kGB);
+  EXPECT_EQ(large.advanced.host_limit, 64 * kGB);
   EXPECT_NO_THROW(validate(large));
   EXPECT_EQ(resolved({}, 0, 0), large);  // not known
 
@@ -118,51 +118,53 @@ TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {
   EXPECT_EQ(small.param_budget, kGB);
   EXPECT_EQ(small.host_budget, 20 * kGB);
   EXPECT_EQ(small.device_limit, kGB);
-  EXPECT_EQ(small.host_limit, 20 * kGB);
+  EXPECT_EQ(small.advanced.host_limit, 20 * kGB);
   EXPECT_NO_THROW(validate(small));
 
   // A budget that is open keeps to a limit that is not, and to the machine.
-  const OffloadOptions limited = resolved({.device_limit = kGB / 2, .host_limit = 5}, kGB, kGB);
+  const OffloadOptions limited =
+      resolved({.device_limit = kGB / 2, .advanced = {.host_limit = 5}}, kGB, kGB);
   EXPECT_EQ(limited.param_budget, kGB / 2);
   EXPECT_EQ(limited.host_budget, 5);
-  const OffloadOptions loose = resolved({.device_limit = 9 * kGB, .host_limit = 9 * kGB}, kGB, kGB);
+  const OffloadOptions loose =
+      resolved({.device_limit = 9 * kGB, .advanced = {.host_limit = 9 * kGB}}, kGB, kGB);
   EXPECT_EQ(loose.device_limit, 9 * kGB);
   EXPECT_EQ(loose.param_budget, kGB);
   EXPECT_EQ(loose.host_budget, kGB);
 
   // What is given stays.
   const OffloadOptions given{
-      .param_budget = 1, .host_budget = 2, .device_limit = 3, .host_limit = 4};
+      .param_budget = 1, .host_budget = 2, .device_limit = 3, .advanced = {.host_limit = 4}};
   EXPECT_EQ(resolved(given, kGB, kGB), given);
 }
 
 TEST(Offload, RejectsBadOptions) {
   const OffloadOptions right = resolved({}, 0, 0);
-  using Member = int64_t OffloadOptions::*;
   const struct {
-    Member member;
+    int64_t& (*member)(OffloadOptions& options);
     const char* name;
-  } sizes[] = {{&OffloadOptions::param_budget, "param_budget"},
-               {&OffloadOptions::host_budget, "host_budget"},
-               {&OffloadOptions::device_limit, "device_limit"},
-               {&OffloadOptions::host_limit, "host_limit"}};
+  } sizes[] = {
+      {[](OffloadOptions& each) -> int64_t& { return each.param_budget; }, "param_budget"},
+      {[](OffloadOptions& each) -> int64_t& { return each.host_budget; }, "host_budget"},
+      {[](OffloadOptions& each) -> int64_t& { return each.device_limit; }, "device_limit"},
+      {[](OffloadOptions& each) -> int64_t& { return each.advanced.host_limit; }, "host_limit"}};
   for (const auto& [member, name] : sizes) {
     OffloadOptions wrong = right;
-    wrong.*member = 0;
+    member(wrong) = 0;
     EXPECT_THAT([&] { validate(wrong); },
                 refused("offload." + std::string(name) + " is 0 B, must be above 0"));
-    wrong.*member = -2 * kGB;
+    member(wrong) = -2 * kGB;
     EXPECT_THAT([&] { validate(wrong); },
                 refused("offload." + std::string(name) + " is -2 GB, must be above 0"));
   }
   for (const int depth : {0, -3}) {
     OffloadOptions wrong = right;
-    wrong.prefetch = depth;
+    wrong.advanced.prefetch = depth;
     EXPECT_THAT([&] { validate(wrong); },
                 refused("offload.prefetch is " + std::to_string(depth) + ", must be at least 1"));
   }
   OffloadOptions one = right;
-  one.prefetch = 1;
+  one.advanced.prefetch = 1;
   EXPECT_NO_THROW(validate(one));
 }
 

@@ -88,7 +88,7 @@ PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, con
   c.shard =
       parallel::FullyShardOptions{.strategy = *shard, .min_num_params = 1, .use_orig_params = true};
   c.shard->units = units_of_language_model();
-  if (*shard == ShardingStrategy::hybrid_shard) c.shard->hybrid_group_size = dims.dp / 2;
+  if (*shard == ShardingStrategy::hybrid_shard) c.shard->advanced.hybrid_group_size = dims.dp / 2;
   return c;
 }
 

@@ -175,14 +175,16 @@ TEST(OffloadPlan, ChunksShareTheBudgets) {
   EXPECT_EQ(plans[0].options.device_limit + plans[1].options.device_limit, whole.device_limit);
   EXPECT_EQ(plans[0].options.host_budget + plans[1].options.host_budget, whole.host_budget);
   EXPECT_EQ(plans[0].options.param_budget + plans[1].options.param_budget, whole.param_budget);
-  EXPECT_EQ(plans[0].options.host_limit + plans[1].options.host_limit, whole.host_limit);
+  EXPECT_EQ(plans[0].options.advanced.host_limit + plans[1].options.advanced.host_limit,
+            whole.advanced.host_limit);
 }
 
 TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
   TrainConfig config = large_offloaded();
   const ModelSpec model = model_of(config);
   const Memory before = memory_per_rank(config, model, 1)[0];
-  config.offload = {.device_limit = 100 * kMB, .strategy = layout::OffloadStrategy::extreme};
+  config.offload = {.device_limit = 100 * kMB,
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme}};
   config.validate(1);
   Memory after = memory_per_rank(config, model, 1)[0];
   EXPECT_EQ(after.parameters, 0);
@@ -201,7 +203,7 @@ TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
   EXPECT_THAT(after.gradients, about(before.gradients));
   EXPECT_EQ(after.optimizer, 0);
   EXPECT_THAT(after.on_host, AllOf(Ge(12 * model.parameters()), Le(13 * model.parameters())));
-  config.offload.update_site = layout::UpdateSite::device;
+  config.offload.advanced.update_site = layout::UpdateSite::device;
   after = memory_per_rank(config, model, 1)[0];
   EXPECT_THAT(after.on_host, about(8 * model.parameters()));
 
@@ -217,8 +219,8 @@ TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
   // States go to the disk where the host is full.
   config.offload = {.host_budget = 150 * kMB,
                     .device_limit = 100 * kMB,
-                    .strategy = layout::OffloadStrategy::extreme,
-                    .disk = "/fast"};
+                    .disk = "/fast",
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme}};
   after = memory_per_rank(config, model, 1)[0];
   EXPECT_LE(after.on_host, 150 * kMB);
   EXPECT_GT(after.on_disk, 0);
@@ -241,7 +243,7 @@ TEST(OffloadPlan, Text) {
   TrainConfig config = large_offloaded();
   config.offload = {.device_limit = 100 * kMB,
                     .codec = {Codec::bf16, Codec::bf16},
-                    .strategy = layout::OffloadStrategy::extreme};
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme}};
   const std::string text = to_text(plan_offload(config, model_of(config), 1, 0));
   EXPECT_THAT(text, HasSubstr("offload   parameters   gradients   optimizer       total\n"
                               "device           0 B         0 B         0 B         0 B\n"));

@@ -87,8 +87,8 @@ void offload(TrainConfig& config) {
   config.model.hidden = 256;
   config.train.seq_len = 64;
   config.offload = {.device_limit = 96 << 20,
-                    .strategy = layout::OffloadStrategy::extreme,
-                    .update_site = layout::UpdateSite::cpu};
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme,
+                                 .update_site = layout::UpdateSite::cpu}};
 }
 
 const std::vector<Layout>& layouts() {
@@ -191,13 +191,13 @@ const std::vector<Layout>& layouts() {
        [](auto& c) {
          offload(c);
          c.offload.grads = c.offload.optimizer = false;
-         c.offload.update_site = layout::UpdateSite::automatic;  // where the state is
+         c.offload.advanced.update_site = layout::UpdateSite::automatic;  // where the state is
        }},
       {"offload_grads", 1,
        [](auto& c) {
          offload(c);
          c.offload.params = c.offload.optimizer = false;
-         c.offload.update_site = layout::UpdateSite::automatic;
+         c.offload.advanced.update_site = layout::UpdateSite::automatic;
        }},
       {"offload_optimizer_cpu", 1,
        [](auto& c) {
@@ -208,14 +208,14 @@ const std::vector<Layout>& layouts() {
        [](auto& c) {
          offload(c);
          c.offload.params = c.offload.grads = false;
-         c.offload.update_site = layout::UpdateSite::device;
+         c.offload.advanced.update_site = layout::UpdateSite::device;
        }},
       {"offload_balanced_codec", 1,
        [](auto& c) {
          offload(c);
          if (nn::can_multiply(at::kBFloat16, at::kCPU)) c.train.dtype = config::Precision::bfloat16;
          c.offload.device_limit = 48 << 20;
-         c.offload.strategy = layout::OffloadStrategy::balanced;
+         c.offload.advanced.strategy = layout::OffloadStrategy::balanced;
          c.offload.codec = {codec::Codec::quantization, codec::Codec::quantization};
        }},
       {"offload_micro_batches", 1,

@@ -23,7 +23,7 @@ struct Flat {
       : parameter(std::move(given), engine, index),
         shard(parameter, value_of),
         residence(make_residence(parameter, shard, environment)) {
-    if (shard.is_own()) {
+    if (parameter.plan().is_own()) {
       gradients = std::make_unique<OwnGradients>(parameter, shard, environment);
     } else if (!parameter.plan().offload) {
       gradients = std::make_unique<ShardedGradients>(parameter, shard, environment);

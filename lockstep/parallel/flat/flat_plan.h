@@ -45,6 +45,8 @@ struct FlatPlan {
     return shard.size() == 1 && rest_device == device && compute_dtype == dtype &&
            (!offload || offload->params == layout::Tier::device);
   }
+  // The parameters stay the model's own: there is no other memory.
+  bool is_own() const { return is_in_place() && !offload; }
   // Gradients are reduced into the shards.
   bool scatters() const { return shard.size() > 1 && !whole_gradients; }
   const comm::Group& gradient_group() const { return shard.size() > 1 ? reduce : replicas; }

@@ -17,7 +17,7 @@ namespace lockstep::parallel::detail {
 FlatShard::FlatShard(FlatParameter& parameter, const ValueOf& value_of) : parameter_(parameter) {
   const at::NoGradGuard no_grad;
   const FlatPlan& plan = parameter_.plan();
-  if (plan.is_in_place() && !plan.offload) {
+  if (plan.is_own()) {
     for (const auto& own : plan.parameters) {
       const at::Tensor value = value_of(own);
       if (!value.is_same(own.tensor)) give_memory(own.tensor, value);
@@ -35,8 +35,11 @@ at::Tensor FlatShard::memory_for(int64_t count, at::ScalarType dtype) {
   if (plan.offload) {
     const OffloadTiers& tiers = *plan.offload->tiers;
     const std::string what = "parameters of " + plan.name;
-    if (plan.shard.size() == 1) return tiers.resting(plan.offload->params, count, dtype, what);
     const bool device = plan.offload->params == layout::Tier::device;
+    if (plan.shard.size() == 1) {
+      return device ? tiers.parameters_on_device(count, dtype, what, memory::Stay::long_time)
+                    : tiers.on_host(count, dtype, what);
+    }
     shares_.push_back((device ? tiers.device_budget : tiers.host_budget)
                           .take(static_cast<size_t>(count) * c10::elementSize(dtype), what));
   }
@@ -99,18 +102,18 @@ void FlatShard::tag_values() {
 void FlatShard::make_optimized() {
   const FlatPlan& plan = parameter_.plan();
   const auto& members = parameter_.members();
-  if (!plan.trained || (!is_own() && values_.numel() == 0)) return;
+  if (!plan.trained || (!plan.is_own() && values_.numel() == 0)) return;
   const auto add = [&](const std::string& name, const layout::Shape& shape, int64_t begin,
                        size_t first, size_t end) {
     at::Tensor tensor = tagged_tensor(storage_, values_.scalar_type(), shape, begin);
     tensor.set_requires_grad(true);
     optimized_.push_back({name, tensor, {begin, begin + tensor.numel()}, first, end});
   };
-  if (!is_own() && plan.updates_as_one)
+  if (!plan.is_own() && plan.updates_as_one)
     return add(plan.name, {values_.numel()}, 0, 0, members.size());
   for (size_t i = 0; i < members.size(); ++i) {
     const Member& member = members[i];
-    if (is_own()) {
+    if (plan.is_own()) {
       optimized_.push_back({member.name, member.tensor, {}, i, i + 1});
     } else if (member.shard_numel() > 0) {
       add(member.name, member.shard_shape(), member.shard_offset, i, i + 1);
@@ -119,7 +122,7 @@ void FlatShard::make_optimized() {
 }
 
 at::Tensor FlatShard::rows_of(const Member& member) const {
-  if (is_own()) return member.tensor.detach();
+  if (!values_.defined()) return member.tensor.detach();
   wait_updated();
   const c10::InferenceMode normal(false);
   if (values_.numel() == 0) return values_.view(member.shard_shape());
@@ -139,7 +142,7 @@ at::Tensor FlatShard::gathered() const {
 }
 
 size_t FlatShard::bytes() const {
-  if (is_own()) {
+  if (!values_.defined()) {
     size_t bytes = 0;
     for (const Member& member : parameter_.members()) bytes += member.tensor.nbytes();
     return bytes;
@@ -178,7 +181,7 @@ void FlatShard::adopt_shown() {
 }
 
 void FlatShard::wait_updated() const {
-  if (!is_own() && values_.is_cpu()) {
+  if (values_.defined() && values_.is_cpu()) {
     updating_.wait();  // whoever reads host memory is a thread, not a stream
   } else {
     memory::compute_after(updating_, parameter_.plan().device);

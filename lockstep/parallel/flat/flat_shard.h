@@ -29,15 +29,14 @@ class FlatShard {
  public:
   // Takes the values that `value_of` gives for each parameter, which have to be the same on all
   // ranks, and makes the model's parameters views. Where nothing tells the shard from the
-  // parameters (is_own()), they stay the model's own. Collective.
+  // parameters (FlatPlan::is_own()), they stay the model's own. Collective.
   using ValueOf = std::function<at::Tensor(const optim::NamedParameter&)>;
   FlatShard(FlatParameter& parameter, const ValueOf& value_of);
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
 
-  // The model's own parameters: there is no other memory.
-  bool is_own() const { return !values_.defined(); }
-  // 1-d and untagged: for those who know what they do.
+  // 1-d and untagged: for those who know what they do. Undefined where parameters are the model's
+  // own.
   const at::Tensor& values() const { return values_; }
   // What peers read: the values, or a copy of them in the type that travels.
   const at::Tensor& sent() const { return sent_; }
@@ -62,10 +61,9 @@ class FlatShard {
   const memory::Event& updating() const { return updating_; }
   // Whoever reads or writes the values from here on comes after that.
   void wait_updated() const;
-  // Peers may read from here to allow_writes(), and nothing may write. check_writes() throws Error,
-  // naming the parameter, where something did.
-  void forbid_writes() { stray_writes_.watch(); }
-  void allow_writes() { stray_writes_.ignore(); }
+  // Whether something may write; if not, peers may read. check_writes() throws Error, naming the
+  // parameter, where something did that might not.
+  void allow_writes(bool allowed) { stray_writes_.watch(!allowed); }
   void check_writes() const;
 
  private:

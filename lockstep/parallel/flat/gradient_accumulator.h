@@ -61,10 +61,8 @@ class GradientAccumulator {
 
   // What such a round left of this rank's gradients.
   virtual bool has_unreduced(size_t member) = 0;
-  // The optimizer's gradients that `view` stands for are set to zero.
-  virtual void zero_unreduced(const at::Tensor& /*view*/) {}
-  // What the shards have of a parameter's gradient becomes zero.
-  virtual void zero_gradient(size_t /*member*/) {}
+  // What stands for a gradient, with the tag, is set to zero: what zero_grad() does.
+  virtual void on_zero(const Tag& /*tag*/, const at::Tensor& /*view*/) {}
 
   // The line stays where it is from a backward to the next one.
   bool keeps_line() const { return keeps_line_; }

@@ -16,7 +16,6 @@ class OffloadedGradients final : public ShardedGradients {
 
   void spill() override;
   void abandon() override;
-  void zero_gradient(size_t member) override;
   void wait_delivered() override { std::exchange(moved_, {}).wait(); }
 
   // ---- for the optimizer ----
@@ -27,6 +26,7 @@ class OffloadedGradients final : public ShardedGradients {
   void let_go(const memory::Event& read);
 
  protected:
+  void zero_gradient(size_t member) override;
   void restore() override;
   void deliver(std::span<const int64_t> num_ranks) override;
   void give_back() override;

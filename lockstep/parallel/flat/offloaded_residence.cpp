@@ -37,7 +37,7 @@ void HostResidence::begin(bool /*beside_computation*/) {
   tiers().to_device(fetch, line_.data_ptr(), shard_.values().data_ptr(), line_.nbytes(),
                     plan_.name);
   fetched_ = fetch.record();
-  if (!tiers().options.overlap) fetched_.wait();
+  if (!tiers().options.advanced.overlap) fetched_.wait();
 }
 
 void HostResidence::wait() { memory::compute_after(std::exchange(fetched_, {}), plan_.device); }

@@ -12,7 +12,7 @@ class InPlaceResidence final : public Residence {
  public:
   InPlaceResidence(FlatParameter& parameter, FlatShard& shard)
       : Residence(ParameterState::gathered), shard_(shard) {
-    if (!shard.is_own()) parameter.show(shard.values());
+    if (!parameter.plan().is_own()) parameter.show(shard.values());
   }
   bool acquire(When when) override {
     if (when == When::now) shard_.wait_updated();

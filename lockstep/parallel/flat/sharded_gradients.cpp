@@ -102,7 +102,13 @@ bool ShardedGradients::has_unreduced(size_t member) {
   return unreduced_members()[member];
 }
 
-void ShardedGradients::zero_unreduced(const at::Tensor& view) {
+void ShardedGradients::on_zero(const Tag& tag, const at::Tensor& view) {
+  if (tag.kind == Tag::Kind::gradient) {
+    for (size_t i = 0; i < members().size(); ++i) {
+      if (members()[i].name == tag.name_of(view)) zero_gradient(i);
+    }
+    return;
+  }
   for (size_t t = 0; t < unreduced_.size(); ++t) {
     if (unreduced_[t].stand_in.storage_offset() != view.storage_offset()) continue;
     const OptimizedTensor& each = shard_.optimized()[t];

@@ -16,8 +16,7 @@ class ShardedGradients : public GradientAccumulator {
   void before_accumulation(size_t member) const override;
   void keep_for_later(const MakeRoom& make_room, std::optional<int64_t> micro_batch) override;
   bool has_unreduced(size_t member) override;
-  void zero_unreduced(const at::Tensor& view) override;
-  void zero_gradient(size_t member) override;
+  void on_zero(const Tag& tag, const at::Tensor& view) override;
   size_t bytes() const override;
 
  protected:
@@ -40,6 +39,8 @@ class ShardedGradients : public GradientAccumulator {
   // Members whose unreduced gradients there are, here or elsewhere.
   virtual std::vector<bool>& unreduced_members() { return filled_; }
 
+  // What the shards have of a parameter's gradient becomes zero.
+  virtual void zero_gradient(size_t member);
   // Some gradient of an earlier round is not used up.
   bool accumulates() const;
   void make_gradient();

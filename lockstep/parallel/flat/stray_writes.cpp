@@ -22,9 +22,11 @@ void StrayWrites::add(const void* memory, size_t begin, size_t count, size_t wid
   }
 }
 
-void StrayWrites::watch() {
-  for (Sample& sample : samples_) sample.value = value_of(sample);
-  watches_ = true;
+void StrayWrites::watch(bool on) {
+  for (Sample& sample : samples_) {
+    if (on) sample.value = value_of(sample);
+  }
+  watches_ = on;
 }
 
 std::optional<size_t> StrayWrites::find() const {

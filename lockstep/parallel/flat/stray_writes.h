@@ -16,9 +16,8 @@ class StrayWrites {
  public:
   // Adds samples of `count` elements of `width` bytes that begin `begin` bytes into `memory`.
   void add(const void* memory, size_t begin, size_t count, size_t width);
-  // Remembers the samples, and compares from here on.
-  void watch();
-  void ignore() { watches_ = false; }
+  // On: remembers the samples, and compares from here on.
+  void watch(bool on);
   // Where in the memory, in bytes, a sample is not what it was when watching began.
   std::optional<size_t> find() const;
 

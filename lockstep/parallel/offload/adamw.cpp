@@ -218,7 +218,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     tiers.retire(std::make_shared<std::vector<at::Tensor>>(std::move(gradients)), was_read);
     offloaded.flat->offloaded->let_go(was_read);
   }
-  if (!tiers.options.overlap) model.last.wait();
+  if (!tiers.options.advanced.overlap) model.last.wait();
 }
 
 OffloadedAdamW::OffloadedAdamW(std::vector<ShardedModel> models,

@@ -91,12 +91,14 @@ milliseconds longest_wait(const schedule::Program& program, milliseconds timeout
 // Budgets of offload are the rank's, those that are left open too: its stages share them.
 PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
   auto* const shard = std::get_if<FullyShardOptions>(&options.data);
-  if (shard == nullptr || !shard->offload) return options;
+  auto* const offload =
+      shard == nullptr ? nullptr : std::get_if<layout::OffloadOptions>(&shard->offload);
+  if (offload == nullptr) return options;
   const c10::Device device =
       options.advanced.initializer ? options.advanced.initializer->device : options.device;
-  shard->offload = layout::divided(layout::resolved(*shard->offload, memory::device_bytes(device),
-                                                    static_cast<int64_t>(available_memory())),
-                                   chunks);
+  *offload = layout::divided(layout::resolved(*offload, memory::device_bytes(device),
+                                              static_cast<int64_t>(available_memory())),
+                             chunks);
   return options;
 }
 
@@ -126,8 +128,9 @@ comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages, c
   int sharing = 1;
   if (const auto& sharded = stages.front()->sharded(); sharded) {
     const auto& options = sharded->options();
-    sharing = options.strategy == ShardingStrategy::hybrid_shard ? options.hybrid_group_size
-                                                                 : axes.data.size();
+    sharing = options.strategy == ShardingStrategy::hybrid_shard
+                  ? options.advanced.hybrid_group_size
+                  : axes.data.size();
   }
   return axes.all.split(axes.data.rank() / std::max(1, sharing), axes.all.rank());
 }

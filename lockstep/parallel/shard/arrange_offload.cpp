@@ -76,11 +76,11 @@ void agree_on_parameters(const std::vector<FlatPlan>& plans, layout::OffloadPlan
 }  // namespace
 
 std::shared_ptr<OffloadTiers> arrange_offload(
-    std::vector<FlatPlan>& plans, const FullyShardOptions& options, int rank,
+    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, int rank,
     const std::function<bool(const std::string& name)>& is_embedding) {
   c10::Device device = at::kCPU;
   for (const FlatPlan& plan : plans) device = plan.device;
-  const auto wanted = layout::resolved(*options.offload, memory::device_bytes(device),
+  const auto wanted = layout::resolved(options, memory::device_bytes(device),
                                        static_cast<int64_t>(available_memory()));
   layout::validate(wanted);
   auto tiers = std::make_shared<OffloadTiers>(wanted, device, rank);

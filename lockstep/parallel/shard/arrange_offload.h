@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "lockstep/parallel/flat/flat_plan.h"
-#include "lockstep/parallel/shard/options.h"
 #include "lockstep/parallel/tiers/tiers.h"
 
 namespace lockstep::parallel::detail {
@@ -17,7 +16,7 @@ namespace lockstep::parallel::detail {
 // `is_embedding`: whose state 8-bit codecs leave alone. Throws ConfigError where budgets are too
 // small, with the numbers.
 std::shared_ptr<OffloadTiers> arrange_offload(
-    std::vector<FlatPlan>& plans, const FullyShardOptions& options, int rank,
+    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, int rank,
     const std::function<bool(const std::string& name)>& is_embedding);
 
 }  // namespace lockstep::parallel::detail

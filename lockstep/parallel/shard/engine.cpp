@@ -45,7 +45,6 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
                         std::shared_ptr<OffloadTiers> tiers) {
   tiers_ = std::move(tiers);
   units_.set_tiers(tiers_);
-  window_.set_tiers(tiers_);
   size_t capacity = 0;
   c10::Device device = at::kCPU;
   for (const FlatPlan& plan : plans) {
@@ -69,7 +68,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
       return static_cast<size_t>(flat.parameter.layout().size) * c10::elementSize(dtype);
     };
     const FlatPlan& plan = flat.plan();
-    if (!flat.shard.is_own() && !plan.resident)
+    if (!flat.plan().is_own() && !plan.resident)
       line_bytes = std::max(line_bytes, bytes(plan.compute_dtype));
     if (!flat.gradients->keeps_line())
       gradient_bytes = std::max(gradient_bytes, bytes(plan.reduce_dtype));
@@ -77,6 +76,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
   environment_->gather_memory.expect(line_bytes);
   environment_->gradient_memory.expect(gradient_bytes);
   if (tiers_) environment_->gradient_memory.reserve();  // before lines come and go
+  window_.start(*environment_, tiers_);
   gradients_.start(*environment_,
                    std::shared_ptr<GradientReduction>(shared_from_this(), &gradients_));
   note_bytes();
@@ -84,7 +84,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
 
 void ShardEngine::before_operator(std::span<const size_t> flats) {
   if (replaced_ != nullptr && !replaced_->tensor.key_set().has(kShardKey)) check_replaced();
-  window_.close_before_use(environment_->one_sided);
+  window_.close_before_use();
   // The first operator of a backward is in its outermost graph; gradients may come from inner ones.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted != nullptr && wanted->empty()) gradients_.begin_backward();
@@ -108,28 +108,9 @@ void ShardEngine::on_replacement(const Tag& tag, const at::Tensor& view) {
   }
 }
 
-void ShardEngine::on_zero(const Tag& tag, const at::Tensor& view) {
-  Flat& flat = *flats_[tag.flat];
-  if (tag.kind != Tag::Kind::gradient) return flat.gradients->zero_unreduced(view);
-  for (size_t i = 0; i < flat.members().size(); ++i) {
-    if (flat.members()[i].name == tag.name_of(view)) flat.gradients->zero_gradient(i);
-  }
-}
-
 void ShardEngine::pin(const std::string& unit, bool waits) {
-  window_.close_before_use(environment_->one_sided);
+  window_.close_before_use();
   units_.pin(unit, waits);
-}
-
-const Flat* ShardEngine::find(const std::string& name, const Member** member) const {
-  for (const auto& flat : flats_) {
-    for (const Member& each : flat->members()) {
-      if (each.name != name) continue;
-      *member = &each;
-      return flat.get();
-    }
-  }
-  return nullptr;
 }
 
 size_t ShardEngine::current_bytes() const {

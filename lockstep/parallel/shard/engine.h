@@ -49,20 +49,15 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // A parameter may be about to be replaced: what set_data() asks first, and model->to() copies.
   // Whether it was is found at the next operator.
   void on_replacement(const Tag& tag, const at::Tensor& view);
-  // The gradient that a parameter shows is set to zero: what model->zero_grad() does.
-  void on_zero(const Tag& tag, const at::Tensor& view);
 
   // ---- users ----
   // Brings units (all, if there is no name) and keeps them until units().unpin().
   void pin(const std::string& unit, bool waits = true);
-  void begin_summon(bool writes) { window_.begin_summon(writes, environment_->one_sided); }
 
   UnitFetcher& units() { return units_; }
   WriteWindow& window() { return window_; }
   GradientReduction& gradients() { return gradients_; }
   const std::vector<std::unique_ptr<Flat>>& flats() const { return flats_; }
-  // Null for a name that no parameter has.
-  const Flat* find(const std::string& name, const Member** member) const;
   const ShardGroups& groups() const { return groups_; }
   // None where nothing is offloaded.
   const std::shared_ptr<OffloadTiers>& tiers() const { return tiers_; }

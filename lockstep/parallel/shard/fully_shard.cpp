@@ -39,16 +39,16 @@ NamedTensors list(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
 mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
   const int size = mesh.size();
   if (options.strategy != Strategy::hybrid_shard) {
-    if (options.hybrid_group_size != 0) {
+    if (options.advanced.hybrid_group_size != 0) {
       throw ConfigError(
           format("[fully_shard] hybrid_group_size is {}, but the strategy is {}; it "
                  "is for hybrid_shard",
-                 options.hybrid_group_size, name_of(options.strategy)));
+                 options.advanced.hybrid_group_size, name_of(options.strategy)));
     }
     return mesh;
   }
   if (mesh.axes().size() == 2) return mesh;
-  const int inner = options.hybrid_group_size;
+  const int inner = options.advanced.hybrid_group_size;
   if (mesh.axes().size() > 2 || inner < 1 || size % inner != 0) {
     throw ConfigError(format(
         "[fully_shard] hybrid_shard over {} ranks ({}) with hybrid_group_size {}; give a mesh "
@@ -126,7 +126,9 @@ class Plans {
       const at::Tensor& tensor = parameters[0].tensor;
       plan.trained = tensor.requires_grad();
       plan.device = tensor.is_meta() ? meta_device : tensor.device();
-      plan.rest_device = options_.cpu_offload ? c10::Device(at::kCPU) : plan.device;
+      plan.rest_device = std::holds_alternative<HostOffload>(options_.offload)
+                             ? c10::Device(at::kCPU)
+                             : plan.device;
       if (whole) {
         plan.resident = true;
         plan.whole_gradients = true;
@@ -141,7 +143,7 @@ class Plans {
       choose_types(plan, options_.mixed_precision);
       plan.updates_as_one = !options_.use_orig_params;
       plan.reproducible = options_.reproducible;
-      plan.keeps_copy_on_host = options_.offload_to_cpu;
+      plan.keeps_copy_on_host = options_.advanced.keep_gathered_on_host;
       plans_.push_back(std::move(plan));
     }
     // Names of what the optimizer sees are different.
@@ -200,9 +202,9 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   const mesh::Mesh mesh = arranged(given_mesh, options);
   const NamedTensors parameters = list(model->named_parameters());
   check_not_sharded(parameters);
-  const bool needs_engine = mesh.size() > 1 || options.reproducible || options.cpu_offload ||
-                            options.offload || options.mixed_precision.param ||
-                            options.mixed_precision.reduce;
+  const bool needs_engine = mesh.size() > 1 || options.reproducible ||
+                            !std::holds_alternative<NoOffload>(options.offload) ||
+                            options.mixed_precision.param || options.mixed_precision.reduce;
   if (!needs_engine) {
     if (recording != nullptr) materialize(*model, *recording, initializer);
     convert_buffers(*model, options);
@@ -229,9 +231,9 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   engine = std::make_shared<ShardEngine>(groups, options, model);
   auto plans = Plans(groups, options).make(*model, initializer.device);
   std::shared_ptr<OffloadTiers> tiers;
-  if (options.offload) {
+  if (const auto* offload = std::get_if<layout::OffloadOptions>(&options.offload)) {
     tiers = arrange_offload(
-        plans, options, groups.all.members()[static_cast<size_t>(groups.all.rank())],
+        plans, *offload, groups.all.members()[static_cast<size_t>(groups.all.rank())],
         [names = embeddings_of(*model)](const std::string& name) { return names.contains(name); });
   }
   engine->start(std::move(plans), value_of, std::move(tiers));

@@ -153,7 +153,7 @@ const Member* GradientReduction::find_unfrozen() const {
 // Parameters that are updated as one tensor are updated where one of them has no gradient, too. One
 // that was frozen must not be.
 static void require_not_frozen(const Flat& flat, std::span<const int64_t> num_ranks) {
-  if (!flat.plan().trained || flat.shard.is_own() || !flat.plan().updates_as_one) return;
+  if (!flat.plan().trained || flat.plan().is_own() || !flat.plan().updates_as_one) return;
   if (std::ranges::all_of(num_ranks, [](int64_t count) { return count == 0; })) return;
   for (size_t i = 0; i < num_ranks.size(); ++i) {
     const Member& member = flat.members()[i];

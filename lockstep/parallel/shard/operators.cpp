@@ -171,7 +171,8 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
           look_at_gradient(*tag, tensor, schema.name());
           if (schema.name() == "aten::zero_") {
             drops = true;
-            if (const auto engine = tag->engine.lock()) engine->on_zero(*tag, tensor);
+            if (const auto engine = tag->engine.lock())
+              engine->flats()[tag->flat]->gradients->on_zero(*tag, tensor);
           }
           break;
         case Tag::Kind::shard:

@@ -84,21 +84,23 @@ void validate(const FullyShardOptions& options) {
       predicate != nullptr && !*predicate) {
     throw ConfigError("[fully_shard] units by predicate: it is empty, must be callable");
   }
-  if (options.prefetch_depth < 0) {
-    throw ConfigError(
-        format("[fully_shard] prefetch_depth is {}, must be at least 0", options.prefetch_depth));
+  if (options.advanced.prefetch_depth < 0) {
+    throw ConfigError(format("[fully_shard] prefetch_depth is {}, must be at least 0",
+                             options.advanced.prefetch_depth));
   }
-  if (options.offload && (options.strategy == ShardingStrategy::shard_grad_op ||
-                          options.strategy == ShardingStrategy::optimizer)) {
+  const bool tiers = std::holds_alternative<layout::OffloadOptions>(options.offload);
+  if (tiers && (options.strategy == ShardingStrategy::shard_grad_op ||
+                options.strategy == ShardingStrategy::optimizer)) {
     throw ConfigError(
         format("[fully_shard] offload with the strategy {}; it is for full, hybrid and "
                "none, where parameters need not stay gathered",
                name_of(options.strategy)));
   }
-  if (options.offload && (options.cpu_offload || options.offload_to_cpu)) {
+  if (tiers && options.advanced.keep_gathered_on_host) {
     throw ConfigError(
-        "[fully_shard] offload and cpu_offload or offload_to_cpu are both set; offload does what "
-        "they do, so give it alone");
+        "[fully_shard] offload and advanced.keep_gathered_on_host are both set; offload decides "
+        "what "
+        "the host keeps, so give it alone");
   }
   require_floating("param", options.mixed_precision.param);
   require_floating("reduce", options.mixed_precision.reduce);

@@ -62,30 +62,40 @@ enum class NoSyncGradients {
   sharded     // reduced as always: memory of a shard
 };
 
-struct FullyShardOptions {
-  ShardingStrategy strategy = ShardingStrategy::full_shard;
-  UnitPolicy units = BySize{};
-  int64_t min_num_params = 1000;  // smaller tensors stay whole; at least 1
+// What leaves the device between its uses.
+struct NoOffload {};
+// Shards, their gradients and the optimizer, which may be any, stay in host memory.
+struct HostOffload {};
+// OffloadOptions: parameters, gradients and optimizer state, to host memory and disk, within
+// budgets, with OffloadedAdamW: parallel/offload/offload.h.
+using Offload = std::variant<NoOffload, HostOffload, layout::OffloadOptions>;
+
+struct FullyShardAdvancedOptions {
   // hybrid_shard over a group that is no mesh of two axes: neighbouring ranks that share parameters
   // out among them. Divides the group's size.
   int hybrid_group_size = 0;
-  MixedPrecision mixed_precision = {};
   Prefetch forward_prefetch = Prefetch::pre;
   Prefetch backward_prefetch = Prefetch::pre;
   int prefetch_depth = 1;  // units ahead
   // At most prefetch_depth gathered units beside the running one. Off: those that were fetched and
   // not used are kept until the pass ends.
   bool limit_all_gathers = true;
+  // What was gathered is kept in host memory until the next step.
+  bool keep_gathered_on_host = false;
+};
+
+struct FullyShardOptions {
+  ShardingStrategy strategy = ShardingStrategy::full_shard;
+  UnitPolicy units = BySize{};
+  int64_t min_num_params = 1000;  // smaller tensors stay whole; at least 1
+  MixedPrecision mixed_precision = {};
   // The optimizer sees a shard for each parameter, under its name, instead of one for each unit.
   bool use_orig_params = false;
-  bool cpu_offload = false;  // shards, their gradients and the optimizer stay in host memory
-  // Parameters, gradients and optimizer state leave the device between their uses:
-  // parallel/offload/offload.h.
-  std::optional<layout::OffloadOptions> offload = std::nullopt;
-  bool offload_to_cpu = false;  // what was gathered is kept in host memory until the next step
+  Offload offload = NoOffload{};
   NoSyncGradients no_sync = NoSyncGradients::unreduced;
   // Sum (rank, micro-batch) as one fixed binary tree, as DdpOptions::reproducible does.
   bool reproducible = false;
+  FullyShardAdvancedOptions advanced = {};
 };
 
 // ConfigError for what no model and no group could make right.

@@ -16,7 +16,6 @@
 
 namespace lockstep::parallel {
 
-using detail::Flat;
 using detail::Member;
 
 NoSyncShards::NoSyncShards(std::shared_ptr<detail::ShardedModelState> sharded)
@@ -29,7 +28,7 @@ NoSyncShards::~NoSyncShards() {
 
 Summon::Summon(std::shared_ptr<detail::ShardedModelState> sharded, SummonOptions options)
     : sharded_(std::move(sharded)), options_(options) {
-  if (sharded_->engine) sharded_->engine->begin_summon(options_.write_back);
+  if (sharded_->engine) sharded_->engine->window().begin_summon(options_.write_back);
 }
 Summon::~Summon() {
   if (sharded_ && sharded_->engine) sharded_->engine->window().end_summon(options_.write_back);
@@ -113,20 +112,25 @@ std::vector<std::string> ShardedModel::units() const {
 
 namespace {
 
-struct Place {
-  const Flat* flat = nullptr;  // none where nothing is sharded
-  const Member* member = nullptr;
-};
-
-Place find(const detail::ShardedModelState& sharded, const std::string& name) {
-  Place place;
-  if (sharded.engine) place.flat = sharded.engine->find(name, &place.member);
+detail::ShardedModelState::Place find(const detail::ShardedModelState& sharded,
+                                      const std::string& name) {
+  const auto place = sharded.find(name);
   if (place.flat != nullptr) return place;
   if (!sharded.engine && sharded.model->named_parameters().contains(name)) return place;
   throw ConfigError(format("[fully_shard] the model has no parameter '{}'", name));
 }
 
 }  // namespace
+
+detail::ShardedModelState::Place detail::ShardedModelState::find(
+    const std::string& parameter) const {
+  for (size_t f = 0; engine && f < engine->flats().size(); ++f) {
+    for (const Member& member : engine->flats()[f]->members()) {
+      if (member.name == parameter) return {engine->flats()[f].get(), &member};
+    }
+  }
+  return {};
+}
 
 ShardInfo ShardedModel::shard_info(const std::string& parameter) const {
   const auto [flat, member] = find(*sharded_, parameter);

@@ -18,6 +18,13 @@ class ShardedModelState {
   const std::shared_ptr<torch::nn::Module> model;
   const FullyShardOptions options;
   std::shared_ptr<ShardEngine> engine;  // none on a group of one that needs none
+
+  // Nulls for a name that no parameter of a flat has.
+  struct Place {
+    const Flat* flat = nullptr;
+    const Member* member = nullptr;
+  };
+  Place find(const std::string& parameter) const;
 };
 
 }  // namespace lockstep::parallel::detail

@@ -16,7 +16,6 @@
 namespace lockstep::parallel {
 namespace {
 
-using detail::Flat;
 using detail::Member;
 
 // Parameters, once each, under their first names; then buffers.
@@ -41,7 +40,7 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
   std::map<std::string, at::Tensor> gathered;
   if (sharded_->engine) {
     for (const auto& flat : sharded_->engine->flats()) {
-      if (flat->shard.is_own()) continue;
+      if (flat->plan().is_own()) continue;
       flat->parameter.check_views();
       const at::Tensor line = flat->shard.gathered();
       for (const Member& member : flat->members()) {
@@ -65,8 +64,7 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
 std::vector<NamedShard> ShardedModel::sharded_state_dict() const {
   std::vector<NamedShard> all;
   for (const auto& [name, tensor] : tensors_of(*sharded_->model)) {
-    const Member* member = nullptr;
-    const Flat* flat = sharded_->engine ? sharded_->engine->find(name, &member) : nullptr;
+    const auto [flat, member] = sharded_->find(name);
     if (flat == nullptr) {
       all.push_back({layout::Placement::whole(name, tensor.sizes().vec()), tensor.detach()});
     } else {
@@ -124,7 +122,7 @@ std::vector<NamedShard> ShardedModel::parts_of(const std::string& parameter,
         const Member& member = flat->members()[i];
         if (!like_it) {
           whole(member.name);
-        } else if (flat->shard.is_own() || !flat->plan().updates_as_one) {
+        } else if (flat->plan().is_own() || !flat->plan().updates_as_one) {
           parts.push_back({flat->parameter.placement(member), tensor});
         } else {
           parts.push_back({flat->parameter.placement(member),

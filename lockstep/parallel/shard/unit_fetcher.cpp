@@ -25,7 +25,7 @@ void UnitFetcher::add(Flat& flat) {
   auto unit = std::find_if(units_.begin(), units_.end(),
                            [&](const Unit& each) { return each.name == name; });
   if (unit == units_.end()) unit = units_.insert(units_.end(), {.name = name});
-  if (!flat.shard.is_own() && !flat.plan().resident) unit->flats.push_back(&flat);
+  if (!flat.plan().is_own() && !flat.plan().resident) unit->flats.push_back(&flat);
   unit_of_.push_back(static_cast<size_t>(unit - units_.begin()));
   flats_.push_back(&flat);
 }
@@ -41,7 +41,8 @@ void UnitFetcher::acquire(Flat& flat) {
 }
 
 Prefetch UnitFetcher::prefetch_in(Phase phase) const {
-  return phase == Phase::backward ? options_.backward_prefetch : options_.forward_prefetch;
+  return phase == Phase::backward ? options_.advanced.backward_prefetch
+                                  : options_.advanced.forward_prefetch;
 }
 
 // In eval mode no unit waits for a backward, whatever the grad mode.
@@ -93,7 +94,7 @@ void UnitFetcher::fetch_ahead(std::span<const size_t> units) {
     if (unit == current_) continue;
     for (Flat* flat : units_[unit].flats) {
       flat->residence->acquire(When::ahead);
-      if (tiers_ && !tiers_->options.async_prefetch &&
+      if (tiers_ && !tiers_->options.advanced.async_prefetch &&
           flat->residence->state() == ParameterState::gathering) {
         acquire(*flat);
       }
@@ -102,14 +103,14 @@ void UnitFetcher::fetch_ahead(std::span<const size_t> units) {
 }
 
 std::vector<size_t> UnitFetcher::ahead() const {
-  if (!tiers_) return order_.ahead(options_.prefetch_depth);
-  std::vector<size_t> units = order_.ahead(tiers_->options.prefetch), counts;
+  if (!tiers_) return order_.ahead(options_.advanced.prefetch_depth);
+  std::vector<size_t> units = order_.ahead(tiers_->options.advanced.prefetch), counts;
   for (const size_t unit : units) {
     size_t count = 0;
     for (const Flat* flat : units_[unit].flats) count += flat->members().size();
     counts.push_back(count);
   }
-  units.resize(layout::units_ahead(counts, tiers_->options.prefetch));
+  units.resize(layout::units_ahead(counts, tiers_->options.advanced.prefetch));
   return units;
 }
 
@@ -149,7 +150,7 @@ void UnitFetcher::use(size_t index) {
       const bool on_its_way = std::any_of(unit.flats.begin(), unit.flats.end(), [](Flat* flat) {
         return flat->residence->state() == ParameterState::gathering;
       });
-      if (options_.limit_all_gathers || !on_its_way) release(unit);
+      if (options_.advanced.limit_all_gathers || !on_its_way) release(unit);
     }
   }
   for (Flat* flat : units_[index].flats) acquire(*flat);
@@ -174,8 +175,8 @@ void UnitFetcher::release_used() {
   for (const size_t unit : held_) {
     if ((unit != current_ || over) && !is_kept(units_[unit])) release(units_[unit]);
   }
-  if (!over || options_.forward_prefetch != Prefetch::post) return;
-  auto next = order_.ahead(options_.prefetch_depth);
+  if (!over || options_.advanced.forward_prefetch != Prefetch::post) return;
+  auto next = order_.ahead(options_.advanced.prefetch_depth);
   std::erase_if(next, [&](size_t unit) { return evaluated_.contains(unit); });
   fetch_ahead(next);
 }
@@ -188,7 +189,7 @@ void UnitFetcher::after_operator() {
   if (!order_.visit_is_over()) return;
   const bool post = prefetch_in(phase) == Prefetch::post;
   if (!post && phase != Phase::no_grad) return;
-  const auto ahead = order_.ahead(post ? options_.prefetch_depth : 1);
+  const auto ahead = order_.ahead(post ? options_.advanced.prefetch_depth : 1);
   Unit& unit = units_[current_];
   if (may_release(unit, phase) && !order_.stays()) release(unit);
   if (post) fetch_ahead(ahead);

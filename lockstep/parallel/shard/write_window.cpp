@@ -8,17 +8,17 @@
 
 namespace lockstep::parallel::detail {
 
-void WriteWindow::close_before_use(bool one_sided) {
+void WriteWindow::close_before_use() {
   if (!open_) return;
   const trace::Span span("shard", "new parameters");
   for (const auto& flat : flats_) flat->parameter.check_views();
   for (const auto& flat : flats_) flat->residence->publish();
-  if (one_sided) {
+  if (environment_->one_sided) {
     comm::barrier(group_, {.tag = format("parameters after backward {}", backwards_)}).wait();
   }
   foreign_writes_ = false;
   open_ = false;  // not if a peer is missing: the next use finds that out again
-  for (const auto& flat : flats_) flat->shard.forbid_writes();
+  for (const auto& flat : flats_) flat->shard.allow_writes(false);
   units_.refresh_kept();
 }
 
@@ -26,7 +26,7 @@ void WriteWindow::close_before_use(bool one_sided) {
 void WriteWindow::open() {
   if (writers_ > 0) return;
   for (const auto& flat : flats_) flat->shard.check_writes();
-  for (const auto& flat : flats_) flat->shard.allow_writes();
+  for (const auto& flat : flats_) flat->shard.allow_writes(true);
   open_ = true;
 }
 
@@ -84,8 +84,8 @@ void WriteWindow::begin_update() {
   open();
 }
 
-void WriteWindow::begin_summon(bool writes, bool one_sided) {
-  close_before_use(one_sided);
+void WriteWindow::begin_summon(bool writes) {
+  close_before_use();
   units_.hold_all();
   if (writes && writers_ == 0) {
     try {
@@ -104,7 +104,7 @@ void WriteWindow::begin_summon(bool writes, bool one_sided) {
 void WriteWindow::end_summon(bool writes) {
   if (writes && --writers_ == 0) {
     for (const auto& flat : flats_) {
-      flat->shard.allow_writes();
+      flat->shard.allow_writes(true);
       flat->shard.adopt_shown();
     }
     open();

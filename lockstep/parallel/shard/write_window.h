@@ -27,11 +27,15 @@ class WriteWindow {
   WriteWindow(const WriteWindow&) = delete;
   WriteWindow& operator=(const WriteWindow&) = delete;
 
-  void set_tiers(std::shared_ptr<OffloadTiers> tiers) { tiers_ = std::move(tiers); }
+  // When all flats are there. `tiers`: where something is offloaded.
+  void start(const FlatEnvironment& environment, std::shared_ptr<OffloadTiers> tiers) {
+    environment_ = &environment;
+    tiers_ = std::move(tiers);
+  }
 
   // Parameters are about to be used: where shards may have been written, all ranks show what they
-  // have. Collective then, where `one_sided`: shards are read without the help of their ranks.
-  void close_before_use(bool one_sided);
+  // have. Collective then, where shards are read without the help of their ranks.
+  void close_before_use();
   // A backward is over; no rank reads another's shard when this is called.
   void open_after_backward();
 
@@ -45,7 +49,7 @@ class WriteWindow {
   // Brings and keeps everything until end_summon(). To write, collective: when it returns, no rank
   // reads another's shard, and none does before the next use after end_summon(), which writes this
   // rank's part back.
-  void begin_summon(bool writes, bool one_sided);
+  void begin_summon(bool writes);
   void end_summon(bool writes);
   // A summon to write is on.
   bool is_summoned_to_write() const { return writers_ > 0; }
@@ -58,6 +62,7 @@ class WriteWindow {
   comm::Group group_;
   const Flats& flats_;
   UnitFetcher& units_;
+  const FlatEnvironment* environment_ = nullptr;
   std::shared_ptr<OffloadTiers> tiers_;  // where something is offloaded
   bool open_ = true;                     // shards may be written
   bool foreign_writes_ = false;  // and someone else than an offloaded model's optimizer does

@@ -13,8 +13,8 @@ namespace lockstep::parallel::detail {
 namespace {
 
 memory::HostKind kind_of(const layout::OffloadOptions& options, c10::Device device) {
-  return options.pin.value_or(device.is_cuda()) ? memory::HostKind::pinned
-                                                : memory::HostKind::pageable;
+  return options.advanced.pin.value_or(device.is_cuda()) ? memory::HostKind::pinned
+                                                         : memory::HostKind::pageable;
 }
 
 size_t bytes_of(int64_t count, at::ScalarType dtype) {
@@ -92,13 +92,6 @@ at::Tensor OffloadTiers::parameters_on_device(int64_t count, at::ScalarType dtyp
 at::Tensor OffloadTiers::on_host(int64_t count, at::ScalarType dtype, std::string_view what) const {
   if (count == 0) return at::empty({0}, dtype);
   return tensor_at(host_memory.take(bytes_of(count, dtype), what), count, dtype, at::kCPU);
-}
-
-at::Tensor OffloadTiers::resting(layout::Tier tier, int64_t count, at::ScalarType dtype,
-                                 std::string_view what) const {
-  return tier == layout::Tier::device
-             ? parameters_on_device(count, dtype, what, memory::Stay::long_time)
-             : on_host(count, dtype, what);
 }
 
 void OffloadTiers::to_device(memory::Queue& queue, void* to, const void* from, size_t bytes,

@@ -70,7 +70,7 @@ class OffloadTiers {
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
   std::vector<at::Tensor> consumed;
 
-  bool updates_in_backward() const { return options.clip_mode == layout::ClipMode::none; }
+  bool updates_in_backward() const { return options.advanced.clip_mode == layout::ClipMode::none; }
 
   // 1-d tensors. On the device within its budget, and that for parameters.
   at::Tensor on_device(int64_t count, at::ScalarType dtype, std::string_view what,
@@ -78,8 +78,6 @@ class OffloadTiers {
   at::Tensor parameters_on_device(int64_t count, at::ScalarType dtype, std::string_view what,
                                   memory::Stay stay) const;
   at::Tensor on_host(int64_t count, at::ScalarType dtype, std::string_view what) const;
-  at::Tensor resting(layout::Tier tier, int64_t count, at::ScalarType dtype,
-                     std::string_view what) const;
 
   // Copies, counted; the queue's own order holds.
   void to_device(memory::Queue& queue, void* to, const void* from, size_t bytes,

@@ -105,7 +105,7 @@ void UpdateRing::end_step() {
   num_fetched_ = 0;
   if (order_.empty()) return;
   next_ = next_round();  // every step has the same slices at the same places
-  if (tiers_->options.overlap)
+  if (tiers_->options.advanced.overlap)
     fetch_ahead();
   else
     order_.clear();
@@ -164,7 +164,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   fetched_.pop_front();
   // Gradients from the host would wait behind what waits for this slice to leave.
   if (!input.gradient_on_host) fetch_ahead();
-  return {updated, tiers.options.overlap ? written : done};
+  return {updated, tiers.options.advanced.overlap ? written : done};
 }
 
 // What has arrived on the host goes on to where it rests: all that has, what is more than a few,

@@ -112,15 +112,16 @@ struct TwoLayers : torch::nn::Module {
 struct Offloaded {
   std::shared_ptr<TwoLayers> plain = std::make_shared<TwoLayers>(),
                              model = std::make_shared<TwoLayers>();
-  parallel::ShardedModel sharded = parallel::fully_shard(
-      *model, comm::Group(),
-      {.units = parallel::BySize{1},
-       .min_num_params = 1,
-       .use_orig_params = true,
-       .offload = layout::OffloadOptions{.grads = false,
-                                         .optimizer = false,
-                                         .device_limit = 64 << 10,
-                                         .strategy = layout::OffloadStrategy::extreme}});
+  parallel::ShardedModel sharded =
+      parallel::fully_shard(*model, comm::Group(),
+                            {.units = parallel::BySize{1},
+                             .min_num_params = 1,
+                             .use_orig_params = true,
+                             .offload = layout::OffloadOptions{
+                                 .grads = false,
+                                 .optimizer = false,
+                                 .device_limit = 64 << 10,
+                                 .advanced = {.strategy = layout::OffloadStrategy::extreme}}});
 
   // Both, and their gradients.
   template <class Use>

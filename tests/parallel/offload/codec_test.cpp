@@ -20,10 +20,9 @@ OffloadOptions kept_as(const char* codecs, UpdateSite site) {
   return {.param_budget = 512 * kKiB,
           .host_budget = 64 * kMiB,
           .device_limit = kMiB,
-          .host_limit = 64 * kMiB,
           .codec = layout::parse_state_codecs(codecs),
-          .strategy = OffloadStrategy::extreme,
-          .update_site = site};
+          .advanced = {
+              .host_limit = 64 * kMiB, .strategy = OffloadStrategy::extreme, .update_site = site}};
 }
 
 TEST(OffloadCodec, LosslessHasTheSameBits) {

@@ -30,10 +30,9 @@ OffloadOptions on_disk(const std::string& folder, UpdateSite site) {
   return {.param_budget = 128 * kKiB,
           .host_budget = 800 * kKiB,
           .device_limit = 320 * kKiB,
-          .host_limit = 64 * kMiB,
-          .strategy = OffloadStrategy::extreme,
           .disk = folder,
-          .update_site = site};
+          .advanced = {
+              .host_limit = 64 * kMiB, .strategy = OffloadStrategy::extreme, .update_site = site}};
 }
 
 void expect_same_from_disk(int ranks, OffloadRun run, const OffloadOptions& offload) {
@@ -54,7 +53,7 @@ void expect_same_from_disk(int ranks, OffloadRun run, const OffloadOptions& offl
       before = stats;
     };
     const OffloadCurve moved = train_offloaded(group, counted, offload);
-    ASSERT_EQ(plain.losses, moved.losses) << layout::name_of(offload.update_site);
+    ASSERT_EQ(plain.losses, moved.losses) << layout::name_of(offload.advanced.update_site);
     EXPECT_TRUE(plain == moved);
     EXPECT_GT(moved.stats.state_on_disk, 0);
     EXPECT_LE(moved.stats.host_peak, offload.host_budget);
@@ -92,7 +91,7 @@ TEST(OffloadDisk, UpdatesInBackward) {
   OffloadRun run = kRun;
   run.clip = 0;
   OffloadOptions offload = on_disk(folder.path(), UpdateSite::device);
-  offload.clip_mode = layout::ClipMode::none;
+  offload.advanced.clip_mode = layout::ClipMode::none;
   offload.host_budget = 500 * kKiB;
   expect_same_from_disk(1, run, offload);
 }

@@ -34,9 +34,8 @@ OffloadOptions small_device(UpdateSite site = UpdateSite::device) {
   return {.param_budget = 128 * kKiB,
           .host_budget = 64 * kMiB,
           .device_limit = 320 * kKiB,
-          .host_limit = 64 * kMiB,
-          .strategy = OffloadStrategy::extreme,
-          .update_site = site};
+          .advanced = {
+              .host_limit = 64 * kMiB, .strategy = OffloadStrategy::extreme, .update_site = site}};
 }
 
 TEST(OffloadLimits, TrainsTenTimesWhatTheDeviceHolds) {
@@ -120,7 +119,7 @@ TEST(OffloadLimits, StateMovesTwiceAStep) {
   offload.params = offload.grads = false;
   offload.device_limit = kMiB;
   for (const UpdateSite site : {UpdateSite::device, UpdateSite::cpu}) {
-    offload.update_site = site;
+    offload.advanced.update_site = site;
     OffloadStats stats;
     const std::vector<Moved> steps = moved_by(run, offload, &stats);
     EXPECT_EQ(stats.state_on_host, 4 * 2 * (kWeight * 4 + 512));
@@ -177,7 +176,7 @@ TEST(OffloadLimits, BudgetsThatAreTooSmallAreRefusedWithTheNumbers) {
   expect_refused(offload, AllOf(HasSubstr("offload.host_budget is 1 MB, but 3.39 MB"),
                                 HasSubstr("are offloaded"), HasSubstr("offload.disk")));
   offload.host_budget = 0;
-  offload.host_limit = kMiB;
+  offload.advanced.host_limit = kMiB;
   expect_refused(offload, HasSubstr("1 MB, but 3.39 MB"));
 }
 
@@ -214,7 +213,7 @@ TEST(OffloadLimits, APinThatIsRefusedSaysHowMuchIsAllowed) {
               // Root may lock what it wants.
               if (geteuid() == 0 && setuid(65534) != 0) return "setuid";
               OffloadOptions offload = small_device();
-              offload.pin = true;
+              offload.advanced.pin = true;
               try {
                 train_offloaded({}, {.layers = kLayers, .width = kWidth}, offload);
                 return "was not refused";

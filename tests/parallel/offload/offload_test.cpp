@@ -60,7 +60,7 @@ TEST(Offload, StrategiesAndBudgets) {
                               OffloadStrategy::aggressive, OffloadStrategy::extreme}) {
     for (const int64_t limit : {192 * kKiB, 320 * kKiB, kMiB}) {
       OffloadOptions offload = everything();
-      offload.strategy = strategy;
+      offload.advanced.strategy = strategy;
       offload.device_limit = limit;
       offload.param_budget = limit / 2;
       expect_same(1, {}, offload, std::string(layout::name_of(strategy)));
@@ -70,12 +70,12 @@ TEST(Offload, StrategiesAndBudgets) {
 
 TEST(Offload, WithoutOverlapAndPrefetch) {
   OffloadOptions offload = everything();
-  offload.overlap = false;
+  offload.advanced.overlap = false;
   expect_same(1, {}, offload, "no overlap");
   offload = everything();
-  offload.async_prefetch = false;
+  offload.advanced.async_prefetch = false;
   expect_same(1, {}, offload, "no async prefetch");
-  offload.prefetch = 1;
+  offload.advanced.prefetch = 1;
   expect_same(2, {}, offload, "prefetch 1");
 }
 
@@ -92,7 +92,7 @@ TEST(Offload, UpdatesInBackwardHaveTheBitsOfUnclippedTraining) {
       for (int switches = 0; switches < 4; ++switches) {
         OffloadOptions offload = everything(switches & 2 ? UpdateSite::cpu : UpdateSite::device);
         offload.grads = switches & 1;
-        offload.clip_mode = ClipMode::none;
+        offload.advanced.clip_mode = ClipMode::none;
         expect_same(ranks, {.accumulation = accumulation, .dtype = at::kBFloat16, .clip = 0},
                     offload, "in backward");
       }

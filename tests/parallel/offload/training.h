@@ -82,10 +82,11 @@ inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& 
   Tower model(run.layers, run.width);
   fill_parameters(*model, 3);
   model->to(run.dtype);
-  const parallel::FullyShardOptions options{.units = parallel::ByType{{"Layer"}},
-                                            .min_num_params = 100,
-                                            .use_orig_params = run.use_orig_params,
-                                            .offload = offload};
+  const parallel::FullyShardOptions options{
+      .units = parallel::ByType{{"Layer"}},
+      .min_num_params = 100,
+      .use_orig_params = run.use_orig_params,
+      .offload = offload ? parallel::Offload(*offload) : parallel::NoOffload{}};
   auto sharded = parallel::fully_shard(*model, group, options);
   const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
   std::unique_ptr<optim::Optimizer> optimizer;
@@ -130,10 +131,10 @@ inline layout::OffloadOptions everything(layout::UpdateSite site = layout::Updat
   return {.param_budget = 512 * kKiB,
           .host_budget = 64 * kMiB,
           .device_limit = kMiB,
-          .host_limit = 64 * kMiB,
-          .strategy = layout::OffloadStrategy::extreme,
-          .update_site = site,
-          .clip_mode = clip};
+          .advanced = {.host_limit = 64 * kMiB,
+                       .strategy = layout::OffloadStrategy::extreme,
+                       .update_site = site,
+                       .clip_mode = clip}};
 }
 
 inline void expect_same(int ranks, const OffloadRun& run, const layout::OffloadOptions& offload,
@@ -146,7 +147,7 @@ inline void expect_same(int ranks, const OffloadRun& run, const layout::OffloadO
     EXPECT_LE(moved.stats.device_peak, moved.stats.device_limit);
     EXPECT_TRUE(!offload.params || moved.stats.param_peak <= moved.stats.param_budget);
     EXPECT_LE(moved.stats.host_peak, moved.stats.host_budget);
-    if (offload.optimizer && offload.strategy == layout::OffloadStrategy::extreme) {
+    if (offload.optimizer && offload.advanced.strategy == layout::OffloadStrategy::extreme) {
       EXPECT_GT(moved.stats.state_on_host, 0) << "nothing had to leave the device";
     }
   });

@@ -193,7 +193,7 @@ TEST(OffloadWrites, RanksAgreeOnWhereParametersRest) {
       Tower model(4, 45);
       fill_parameters(*model, 3);
       OffloadOptions offload = everything();
-      offload.strategy = OffloadStrategy::conservative;
+      offload.advanced.strategy = OffloadStrategy::conservative;
       offload.grads = offload.optimizer = false;
       offload.param_budget = budget;
       std::optional<ShardedModel> sharded;

@@ -39,9 +39,9 @@ FullyShardOptions shard_options(ShardingStrategy strategy, bool reproducible) {
   return {.strategy = strategy,
           .units = parallel::ByPredicate(is_unit),
           .min_num_params = 1,
-          .hybrid_group_size = strategy == ShardingStrategy::hybrid_shard ? 2 : 0,
           .use_orig_params = true,
-          .reproducible = reproducible};
+          .reproducible = reproducible,
+          .advanced = {.hybrid_group_size = strategy == ShardingStrategy::hybrid_shard ? 2 : 0}};
 }
 
 std::vector<PipelineCase> cases(bool reproducible) {

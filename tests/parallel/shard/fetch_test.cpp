@@ -99,8 +99,8 @@ TEST(Fetch, AheadOnceTheOrderIsKnown) {
     for (const Prefetch backward : {Prefetch::pre, Prefetch::post, Prefetch::none}) {
       comm::run_threads(2, [&](const comm::Group& group) {
         FullyShardOptions options = weights_only();
-        options.forward_prefetch = forward;
-        options.backward_prefetch = backward;
+        options.advanced.forward_prefetch = forward;
+        options.advanced.backward_prefetch = backward;
         Watched run(group, options);
         EXPECT_EQ(run.step().fetched_ahead, 0) << "nothing is known";
         for (int step = 0; step < 3; ++step) {
@@ -119,7 +119,7 @@ TEST(Fetch, AheadOnceTheOrderIsKnown) {
 TEST(Fetch, DepthZeroIsNone) {
   comm::run_threads(2, [&](const comm::Group& group) {
     FullyShardOptions options = weights_only();
-    options.prefetch_depth = 0;
+    options.advanced.prefetch_depth = 0;
     Watched run(group, options);
     for (int step = 0; step < 3; ++step) EXPECT_EQ(run.step().fetched_ahead, 0);
   });
@@ -131,8 +131,8 @@ TEST(Fetch, NoMoreUnitsThanTheDepthSays) {
       SCOPED_TRACE(testing::Message() << "depth " << depth);
       comm::run_threads(2, [&](const comm::Group& group) {
         FullyShardOptions options = weights_only();
-        options.forward_prefetch = options.backward_prefetch = when;
-        options.prefetch_depth = depth;
+        options.advanced.forward_prefetch = options.advanced.backward_prefetch = when;
+        options.advanced.prefetch_depth = depth;
         Watched run(group, options);
         size_t most = 0;
         run.model->probe = [&](size_t, bool) { most = std::max(most, run.present().size()); };
@@ -163,7 +163,7 @@ TEST(Fetch, LimitAllGathersReleasesUnitsThatAreNotUsed) {
   for (const bool limit : {true, false}) {
     comm::run_threads(2, [&](const comm::Group& group) {
       FullyShardOptions options = weights_only();
-      options.limit_all_gathers = limit;
+      options.advanced.limit_all_gathers = limit;
       Watched run(group, options);
       for (int step = 0; step < 3; ++step) run.step();
       run.model->order = {0, 2, 3};
@@ -219,7 +219,7 @@ TEST(Fetch, InEvalModeUnitsAreReshardedAfterUse) {
         for (const bool trained : {true, false}) {
           comm::run_threads(2, [&](const comm::Group& group) {
             FullyShardOptions options = weights_only(strategy);
-            options.forward_prefetch = when;
+            options.advanced.forward_prefetch = when;
             Watched run(group, options);
             if (trained) run.step();
             run.sharded.eval();
@@ -304,7 +304,7 @@ TEST(Fetch, NoSyncReducesOnceOrEachTime) {
 TEST(Fetch, OffloadedUnitsAreGatheredOnce) {
   comm::run_threads(2, [&](const comm::Group& group) {
     FullyShardOptions options = weights_only();
-    options.offload_to_cpu = true;
+    options.advanced.keep_gathered_on_host = true;
     Watched run(group, options);
     for (int step = 0; step < 3; ++step) EXPECT_EQ(run.step().all_gathers, kUnits);
   });

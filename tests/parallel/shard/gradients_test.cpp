@@ -26,7 +26,7 @@ TEST(Norms, AreThoseOfTheWholeModel) {
     comm::run_threads(4, [&](const comm::Group& group) {
       Layers model = LayersTask::make(1), plain = LayersTask::make(1);
       FullyShardOptions options = weights_only(strategy);
-      if (strategy == Strategy::hybrid_shard) options.hybrid_group_size = 2;
+      if (strategy == Strategy::hybrid_shard) options.advanced.hybrid_group_size = 2;
       auto sharded = fully_shard(*model, group, options);
       backward(model, 0);
       backward(plain, 0);

@@ -85,7 +85,7 @@ TEST(Sharding, RejectsBadOptions) {
   EXPECT_THAT(refusal({.units = parallel::ByType{{"Linear", "Conv2d"}}}),
               AllOf(HasSubstr("no module of type 'Conv2d'"), HasSubstr("LinearImpl")));
   EXPECT_THAT(refusal({.units = parallel::ByPredicate()}), HasSubstr("must be callable"));
-  EXPECT_THAT(refusal({.prefetch_depth = -1}), HasSubstr("prefetch_depth is -1"));
+  EXPECT_THAT(refusal({.advanced = {.prefetch_depth = -1}}), HasSubstr("prefetch_depth is -1"));
   EXPECT_THAT(refusal({.mixed_precision = {.param = at::kInt}}),
               HasSubstr("mixed_precision.param is Int"));
   EXPECT_THAT(refusal({.mixed_precision = {.reduce = at::kLong}}),
@@ -95,11 +95,12 @@ TEST(Sharding, RejectsBadOptions) {
   EXPECT_THAT(refusal({.no_sync = parallel::NoSyncGradients::sharded, .reproducible = true}),
               HasSubstr("reproducible and no_sync = sharded"));
   EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard}), HasSubstr("hybrid_group_size 0"));
-  EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard, .hybrid_group_size = 2}, 3),
-              AllOf(HasSubstr("over 3 ranks"), HasSubstr("hybrid_group_size 2")));
-  EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard, .hybrid_group_size = -2}),
+  EXPECT_THAT(
+      refusal({.strategy = Strategy::hybrid_shard, .advanced = {.hybrid_group_size = 2}}, 3),
+      AllOf(HasSubstr("over 3 ranks"), HasSubstr("hybrid_group_size 2")));
+  EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard, .advanced = {.hybrid_group_size = -2}}),
               HasSubstr("hybrid_group_size -2"));
-  EXPECT_THAT(refusal({.hybrid_group_size = 2}),
+  EXPECT_THAT(refusal({.advanced = {.hybrid_group_size = 2}}),
               AllOf(HasSubstr("hybrid_group_size is 2"), HasSubstr("the strategy is full")));
 }
 

@@ -167,7 +167,7 @@ TEST_P(Uses, ShardedAndPlainModelsGiveTheSameBits) {
   parallel::FullyShardOptions orig = shard_all(parallel::OneUnit{}), ahead = shard_all(),
                               two = ahead;
   orig.use_orig_params = true;
-  ahead.prefetch_depth = 3;
+  ahead.advanced.prefetch_depth = 3;
   two.units = parallel::ByPredicate{
       [](const std::string& path, torch::nn::Module&) { return path == "b" || path == "norm"; }};
   for (const Sharding& sharding :

@@ -26,9 +26,9 @@ const comm::Group& world() {
 std::vector<Sharding> shardings() {
   FullyShardOptions orig = shard_all(parallel::OneUnit{}), post = shard_all(), host = shard_all();
   orig.use_orig_params = true;
-  post.forward_prefetch = post.backward_prefetch = parallel::Prefetch::post;
+  post.advanced.forward_prefetch = post.advanced.backward_prefetch = parallel::Prefetch::post;
   // Shards in host memory: the only one of these that does something on one rank.
-  host.cpu_offload = true;
+  host.offload = parallel::HostOffload{};
   return {{"drop", shard_all(), true, 2}, {"drop_orig", orig, true, 2},
           {"learned", shard_all()},       {"post", post},
           {"host_drop", host, true, 2},   {"host", host}};

@@ -17,8 +17,8 @@ using parallel::Prefetch;
 std::vector<Sharding> shardings() {
   const auto ahead = [](Prefetch when, int depth) {
     FullyShardOptions options = shard_all();
-    options.forward_prefetch = options.backward_prefetch = when;
-    options.prefetch_depth = depth;
+    options.advanced.forward_prefetch = options.advanced.backward_prefetch = when;
+    options.advanced.prefetch_depth = depth;
     return options;
   };
   FullyShardOptions orig = shard_all(OneUnit{}), kept = shard_all(), some = shard_all();

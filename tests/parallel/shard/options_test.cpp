@@ -140,7 +140,7 @@ TEST(Stats, BytesOfAStep) {
 TEST(Hybrid, MeshAndGroupSizeAreTheSame) {
   const FullyShardOptions options = weights_only(Strategy::hybrid_shard);
   FullyShardOptions by_size = options;
-  by_size.hybrid_group_size = 2;
+  by_size.advanced.hybrid_group_size = 2;
   const ShardCurve expected = train_whole<LayersTask>(8, Optimizer::sgd, kFew);
   comm::run_threads(4, [&](const comm::Group& group) {
     const mesh::Mesh grid(group, {{"replicate", 2}, {"shard", 2}});
@@ -267,21 +267,21 @@ TEST(Optimizers, StepAsOnAWholeModel) {
 
 TEST(SameNumbers, EveryOffloadAndNoSyncOptionTrainsAsOneProcess) {
   FullyShardOptions options = weights_only();
-  options.offload_to_cpu = true;
+  options.advanced.keep_gathered_on_host = true;
   expect_follows<LayersTask>(2, options);
-  options.offload_to_cpu = false;
-  options.cpu_offload = true;
+  options.advanced.keep_gathered_on_host = false;
+  options.offload = parallel::HostOffload{};
   expect_follows<LayersTask>(2, options);
-  options.cpu_offload = false;
+  options.offload = parallel::NoOffload{};
   options.no_sync = parallel::NoSyncGradients::sharded;
   expect_follows<LayersTask>(2, options);
   options.strategy = Strategy::optimizer;
   expect_follows<LayersTask>(2, options);
   options = weights_only();
-  options.limit_all_gathers = false;
-  options.prefetch_depth = 3;
+  options.advanced.limit_all_gathers = false;
+  options.advanced.prefetch_depth = 3;
   expect_follows<LayersTask>(3, options);
-  options.forward_prefetch = options.backward_prefetch = parallel::Prefetch::post;
+  options.advanced.forward_prefetch = options.advanced.backward_prefetch = parallel::Prefetch::post;
   expect_follows<LayersTask>(3, options);
   options.reproducible = true;
   expect_follows<LayersTask>(2, options);
@@ -317,7 +317,7 @@ TEST(Memory, StopsGrowingAfterTheSecondStep) {
     for (const Make& make : optimizers) {
       comm::run_threads(4, [&](const comm::Group& group) {
         FullyShardOptions options = weights_only(strategy);
-        if (strategy == Strategy::hybrid_shard) options.hybrid_group_size = 2;
+        if (strategy == Strategy::hybrid_shard) options.advanced.hybrid_group_size = 2;
         Layers model;
         auto sharded = fully_shard(*model, group, options);
         const auto step = make(sharded);

@@ -52,17 +52,17 @@ TEST(ShardProcesses, WithOptions) {
   const std::vector<FullyShardOptions> several{
       {.units = parallel::BySize{1},
        .min_num_params = 1,
-       .forward_prefetch = parallel::Prefetch::post,
-       .backward_prefetch = parallel::Prefetch::post,
-       .prefetch_depth = 2,
-       .use_orig_params = true},
+       .use_orig_params = true,
+       .advanced = {.forward_prefetch = parallel::Prefetch::post,
+                    .backward_prefetch = parallel::Prefetch::post,
+                    .prefetch_depth = 2}},
       {.units = parallel::ByType{{"TransformerBlock"}},
-       .forward_prefetch = parallel::Prefetch::none,
-       .backward_prefetch = parallel::Prefetch::none,
-       .cpu_offload = true,
-       .offload_to_cpu = true,
-       .no_sync = parallel::NoSyncGradients::sharded},
-      {.units = parallel::OneUnit{}, .limit_all_gathers = false}};
+       .offload = parallel::HostOffload{},
+       .no_sync = parallel::NoSyncGradients::sharded,
+       .advanced = {.forward_prefetch = parallel::Prefetch::none,
+                    .backward_prefetch = parallel::Prefetch::none,
+                    .keep_gathered_on_host = true}},
+      {.units = parallel::OneUnit{}, .advanced = {.limit_all_gathers = false}}};
   for (const FullyShardOptions& options : several)
     expect_same(train(options, Optimizer::sgd), expected, 1e-6);
 }

@@ -41,7 +41,7 @@ TEST(ShardUses, WithoutGradients) {
 // Memory that is first needed in inference mode is written later without it.
 TEST(ShardUses, InferenceModeFirst) {
   parallel::FullyShardOptions host = shard_all(), whole = shard_all(), wide = shard_all();
-  host.offload_to_cpu = true;
+  host.advanced.keep_gathered_on_host = true;
   wide.mixed_precision.param = whole.mixed_precision.param = at::kDouble;
   whole.strategy = parallel::ShardingStrategy::optimizer;
   for (const auto& options : {host, whole, wide}) {
@@ -149,7 +149,7 @@ TEST(ShardUses, BranchesByStep) {
     for (const int depth : {1, 3}) {
       on_ranks([&](const comm::Group& group) {
         parallel::FullyShardOptions options = shard_all();
-        options.prefetch_depth = depth;
+        options.advanced.prefetch_depth = depth;
         Pair pair(group, {"", options, drops});
         for (int step = 0; step < 6; ++step)
           pair.step([&](Net& net) { return loss_of(branch(net, input_of(step), step % 3 != 1)); });

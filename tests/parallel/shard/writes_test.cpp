@@ -98,9 +98,9 @@ std::vector<Form> forms() {
   for (const Strategy strategy : kStrategies)
     all.push_back({std::string(name_of(strategy)), 3, weights_only(strategy)});
   all.push_back({"hybrid_shard", 4, weights_only(Strategy::hybrid_shard)});
-  all.back().options.hybrid_group_size = 2;
-  all.push_back({"offload_to_cpu"});
-  all.back().options.offload_to_cpu = true;
+  all.back().options.advanced.hybrid_group_size = 2;
+  all.push_back({"keep_gathered_on_host"});
+  all.back().options.advanced.keep_gathered_on_host = true;
   all.push_back({"use_orig_params"});
   all.back().options.use_orig_params = true;
   all.push_back({"double"});

@@ -59,9 +59,9 @@ struct Trained {
 };
 
 std::shared_ptr<OffloadTiers> make_tiers(bool grads = false) {
-  layout::OffloadOptions options{.grads = grads, .update_site = UpdateSite::device};
+  layout::OffloadOptions options{.grads = grads, .advanced = {.update_site = UpdateSite::device}};
   options.device_limit = options.param_budget = 8 << 20;
-  options.host_limit = options.host_budget = 64 << 20;
+  options.advanced.host_limit = options.host_budget = 64 << 20;
   return std::make_shared<OffloadTiers>(options, at::kCPU, 0);
 }
 
