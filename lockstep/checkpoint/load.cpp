@@ -10,12 +10,12 @@
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/slice_parts.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -124,7 +124,7 @@ class Filler {
       // Reading goes past torch. An operator on nothing tells autograd, and a sharded model whose
       // memory this is, or refuses.
       if (!slice.tensor.is_inference()) slice.tensor.as_strided({0}, {1}).zero_();
-      reader_.read(name, held, comm::detail::bytes_of(slice.tensor));
+      reader_.read(name, held, memory::bytes_of(slice.tensor));
       return;
     }
     const auto width = static_cast<int64_t>(c10::elementSize(dtype));
@@ -133,7 +133,7 @@ class Filler {
       if (!buffer_.defined()) buffer_ = at::empty({kBuffer}, at::kByte);
       const at::Tensor values =
           buffer_.narrow(0, 0, piece.numel() * width).view(dtype).view(part.sizes());
-      reader_.read(name, piece, comm::detail::bytes_of(values));
+      reader_.read(name, piece, memory::bytes_of(values));
       part.copy_(values);
     }
   }
@@ -144,7 +144,7 @@ class Filler {
     const auto known = formats::dtype_of(dtype);
     if (!known)
       throw CheckpointError(format("[load] {} has dtype {}, which is unknown", name, dtype));
-    return comm::detail::to_scalar_type(*known);
+    return memory::to_scalar_type(*known);
   }
 
   formats::CheckpointReader& reader_;

@@ -7,13 +7,13 @@
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/write.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/memory/tensor_bytes.h"
 #include "lockstep/optim/gradients.h"
 
 namespace lockstep::checkpoint {
@@ -25,11 +25,10 @@ formats::Manifest write_files(const std::string& folder, const SaveRequest& requ
                               const Bytes& bytes, int rank) {
   std::vector<formats::ShardSlice> all;
   for (const NamedSlice& slice : request.slices) {
-    all.push_back(
-        {.name = slice.placement.name,
-         .dtype = formats::safetensors_name(comm::detail::dtype_of(slice.tensor, "checkpoint")),
-         .shape = slice.placement.global_shape,
-         .box = slice.placement.slice});
+    all.push_back({.name = slice.placement.name,
+                   .dtype = formats::safetensors_name(memory::dtype_of(slice.tensor, "checkpoint")),
+                   .shape = slice.placement.global_shape,
+                   .box = slice.placement.slice});
   }
   formats::Manifest manifest{.step = request.step};
   const auto parts = formats::shard_parts(all);
@@ -115,7 +114,7 @@ std::string fill(const std::string& folder, const io::FolderLock* lock, const st
 void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   const at::NoGradGuard no_grad;
   optim::detail::announce_read(tensor);
-  sink(comm::detail::bytes_of(tensor.cpu().contiguous()));
+  sink(memory::bytes_of(tensor.cpu().contiguous()));
 }
 
 void take_lock(Lock& lock, const std::string& dir) {

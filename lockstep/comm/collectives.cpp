@@ -15,10 +15,10 @@
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -70,7 +70,7 @@ class Call {
   void input(const at::Tensor& tensor) {
     check_tensor(tensor);
     memory_[0] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
-    operation_.input = detail::bytes_of(memory_[0]);
+    operation_.input = memory::bytes_of(memory_[0]);
   }
   // A tensor that it writes, and reads too if `keeps_values`.
   void output(const at::Tensor& tensor, bool keeps_values) {
@@ -83,7 +83,7 @@ class Call {
       target_ = tensor.detach();
       memory_[1] = stand_in(target_, keeps_values);
     }
-    operation_.output = detail::bytes_of(memory_[1]);
+    operation_.output = memory::bytes_of(memory_[1]);
   }
   // Reads and writes the same tensor. Where `keeps_result` is false this rank only reads it, and a
   // copy that stands in for it is not written back.
@@ -93,7 +93,7 @@ class Call {
     } else {
       check_tensor(tensor);
       memory_[1] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
-      operation_.output = detail::bytes_of(memory_[1]);
+      operation_.output = memory::bytes_of(memory_[1]);
     }
     operation_.input = operation_.output;
   }
@@ -173,7 +173,7 @@ class Call {
       refuse(format("the tensor is on {}, must be on the CPU or a CUDA device",
                     tensor.device().str()));
     }
-    operation_.dtype = detail::dtype_of(tensor, fabric::name_of(operation_.kind));
+    operation_.dtype = memory::dtype_of(tensor, fabric::name_of(operation_.kind));
   }
 
   // A group of one copies on the device, or not at all.

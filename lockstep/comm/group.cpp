@@ -10,9 +10,9 @@
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 
@@ -103,7 +103,7 @@ Group Group::with_strategy(layout::CommStrategy strategy) const {
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group,
                            const c10::Device& device) {
   const at::IntArrayRef shape(sizes.data(), sizes.size());
-  const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype)).device(device);
+  const auto options = at::TensorOptions().dtype(memory::to_scalar_type(dtype)).device(device);
   const int64_t count =
       std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
   const auto bytes = static_cast<size_t>(count) * size_of(dtype);

@@ -9,9 +9,9 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/shared_objects.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 
@@ -48,7 +48,7 @@ std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& 
   if (!mine.defined() || !mine.is_contiguous() || mine.is_neg()) {
     throw ConfigError(format("[peer memory] rank {}: the tensor must be contiguous", group.rank()));
   }
-  const auto bytes = detail::bytes_of(mine);
+  const auto bytes = memory::bytes_of(mine);
   const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
   std::vector<std::shared_ptr<const std::byte>> memory;
   bool complete = true, any = false;

@@ -11,7 +11,7 @@ import tempfile
 
 # A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
 WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "io", "formats", "data", "config", "plan", "launch", "fabric"]
-WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
+WITH_TORCH = ["memory", "comm", "mesh", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 
 MAX_FILES = 30  # sources in a folder, without those in its rooms

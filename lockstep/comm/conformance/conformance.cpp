@@ -10,9 +10,9 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/support.h"
 #include "lockstep/comm/strategy/reproducible_reduce.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -362,7 +362,7 @@ void check_same_bits(const Ranks& group) {
                             .mul_(0.37 + group.rank())
                             .sin_()
                             .mul_(1e3)
-                            .to(detail::to_scalar_type(dtype));
+                            .to(memory::to_scalar_type(dtype));
       all_reduce(data, group).wait();
       at::Tensor everyone = at::empty({group.size(), data.numel()}, data.options());
       all_gather(everyone, data, group).wait();

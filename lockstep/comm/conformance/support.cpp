@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::conformance {
 
@@ -20,7 +20,7 @@ at::Tensor Ranks::contribution(int rank, int64_t count, DType dtype, int64_t fir
   const int64_t start = first + 3 * rank + 1;
   const at::Tensor numbers = at::arange(start, start + count, options(at::kLong)).bitwise_and_(3);
   return dtype == DType::boolean ? numbers.bitwise_and(1).to(at::kBool)
-                                 : numbers.to(detail::to_scalar_type(dtype));
+                                 : numbers.to(memory::to_scalar_type(dtype));
 }
 
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op) {
@@ -73,7 +73,7 @@ at::Tensor Ranks::near_limits(int rank, int64_t count, DType dtype) const {
     const int64_t choice = i % 8 < 2 ? i % 8 : i + rank * (i / 7 % 3);
     numbers.data_ptr<int64_t>()[i] = values[choice % std::ssize(values)];
   }
-  return numbers.to(options(detail::to_scalar_type(dtype)));
+  return numbers.to(options(memory::to_scalar_type(dtype)));
 }
 
 std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype, int64_t first) const {

@@ -20,11 +20,11 @@
 #include "lockstep/comm/control/watched_operation.h"
 #include "lockstep/comm/reduction_lowering.h"
 #include "lockstep/comm/serial_executor.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
 #include "lockstep/layout/shard_math.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -65,7 +65,7 @@ void reduce_rows(const at::Tensor& output, const at::Tensor& blocks, ReduceOp op
     at::Tensor sum = detail::to_summand(blocks[0]);
     for (int64_t rank = 1; rank < blocks.size(0); ++rank) sum += detail::to_summand(blocks[rank]);
     at::Tensor(output).copy_(
-        detail::to_average(sum, blocks.size(0), detail::dtype_of(output, "reduce_scatter")));
+        detail::to_average(sum, blocks.size(0), memory::dtype_of(output, "reduce_scatter")));
     return;
   }
   at::Tensor result = combine_rows(blocks, 0, blocks.size(0), op);
@@ -112,9 +112,9 @@ struct Exchange {
     if (on_device) return reduce_rows(output, blocks, options.op);
     std::vector<const std::byte*> inputs;
     for (int64_t rank = 0; rank < blocks.size(0); ++rank)
-      inputs.push_back(detail::bytes_of(blocks[rank]).data());
-    std::byte* const sum = detail::bytes_of(output).data();
-    fabric::reduce(detail::dtype_of(output, "all_to_all"), options.op, {&sum, 1}, inputs,
+      inputs.push_back(memory::bytes_of(blocks[rank]).data());
+    std::byte* const sum = memory::bytes_of(output).data();
+    fabric::reduce(memory::dtype_of(output, "all_to_all"), options.op, {&sum, 1}, inputs,
                    static_cast<size_t>(output.numel()));
   }
 };
@@ -242,7 +242,7 @@ Work post_sum(OpKind kind, int64_t count, const Exchange& exchange, const Group&
               std::function<void(const Group&)> body) {
   fabric::Operation operation{.kind = kind,
                               .reduce = exchange.options.op,
-                              .dtype = detail::dtype_of(exchange.input, fabric::name_of(kind)),
+                              .dtype = memory::dtype_of(exchange.input, fabric::name_of(kind)),
                               .tag = exchange.options.tag,
                               .timeout = exchange.options.timeout.value_or(group.timeout()),
                               .count = count};
@@ -258,9 +258,9 @@ std::shared_ptr<detail::Pending> exchange_on_device(const std::shared_ptr<Exchan
                                                     std::function<void()> finish) {
   const AllToAllOptions options = exchange->all_to_all_options();
   return group.impl().submit({.kind = OpKind::all_to_all,
-                              .dtype = detail::dtype_of(exchange->input, "all_to_all"),
-                              .input = detail::bytes_of(exchange->input),
-                              .output = detail::bytes_of(exchange->blocks),
+                              .dtype = memory::dtype_of(exchange->input, "all_to_all"),
+                              .input = memory::bytes_of(exchange->input),
+                              .output = memory::bytes_of(exchange->blocks),
                               .send_counts = options.input_counts,
                               .recv_counts = options.output_counts,
                               .tag = options.tag,
@@ -302,7 +302,7 @@ bool sums_in_rank_tree(const at::Tensor& tensor, const Group& group) {
 
 Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
   if (sums_in_rank_tree(tensor, group)) return all_reduce(tensor, group, std::move(options));
-  fabric::check_reducible(detail::dtype_of(tensor, "all_reduce"), options.op);
+  fabric::check_reducible(memory::dtype_of(tensor, "all_reduce"), options.op);
   const Target target(tensor, line_of(tensor, group));
   const auto exchange = std::make_shared<Exchange>(
       target.line(), balanced_counts(tensor.numel(), group.size()), group, std::move(options));
@@ -325,9 +325,9 @@ Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOpti
   const auto memory =
       std::make_shared<std::pair<std::shared_ptr<Exchange>, Target>>(exchange, target);
   return Work(group.impl().submit({.kind = OpKind::all_gather,
-                                   .dtype = detail::dtype_of(tensor, "all_gather"),
-                                   .input = detail::bytes_of(mine),
-                                   .output = detail::bytes_of(target.line()),
+                                   .dtype = memory::dtype_of(tensor, "all_gather"),
+                                   .input = memory::bytes_of(mine),
+                                   .output = memory::bytes_of(target.line()),
                                    .recv_counts = exchange->counts,
                                    .tag = exchange->options.tag,
                                    .timeout = exchange->options.timeout.value_or(group.timeout()),
@@ -343,7 +343,7 @@ Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, c
   if (sums_in_rank_tree(input, group))
     return reduce_scatter(output, input, group, std::move(options));
   const auto counts = checked_counts(output, input, group, std::move(options.counts));
-  fabric::check_reducible(detail::dtype_of(input, "reduce_scatter"), options.op);
+  fabric::check_reducible(memory::dtype_of(input, "reduce_scatter"), options.op);
   const Target target = target_for(output, group);
   const auto exchange = std::make_shared<Exchange>(
       line_of(input, group), counts, group,
