@@ -113,7 +113,7 @@ std::string fill(const std::string& folder, const io::FolderLock* lock, const st
 
 void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   const at::NoGradGuard no_grad;
-  optim::detail::announce_read(tensor);
+  optim::announce_read(tensor);
   sink(memory::bytes_of(tensor.cpu().contiguous()));
 }
 
