@@ -50,7 +50,7 @@ class Call {
   // from there.
   void place(const at::Tensor& one, const at::Tensor& other) {
     const auto device_of = [this](const at::Tensor& tensor) {
-      return tensor.defined() ? group_.impl().device_for(tensor) : -1;
+      return tensor.defined() ? detail::impl_of(group_).device_for(tensor) : -1;
     };
     operation_.device = device_of(one) == device_of(other) ? device_of(one) : -1;
   }
@@ -146,8 +146,8 @@ class Call {
   void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
 
   Work start() {
-    const auto& blocked = group_.impl().membership().world->blocked;
-    const detail::BlockedTime time(blocked.get());  // small operations are done in the call
+    const auto& blocked = detail::impl_of(group_).membership().world->blocked;
+    const BlockedTime time(blocked.get());  // small operations are done in the call
     if (target_.defined()) {
       // Any thread may do this, as if the caller did: after what its stream had been given, and
       // with what it may write. Under nccl the operation's own stream comes after both.
@@ -160,9 +160,9 @@ class Call {
         target.copy_(source);
       };
     }
-    return Work(group_.impl().submit(std::move(operation_),
-                                     std::make_shared<std::array<at::Tensor, 3>>(
-                                         std::array{memory_[0], memory_[1], target_})),
+    return Work(detail::impl_of(group_).submit(std::move(operation_),
+                                               std::make_shared<std::array<at::Tensor, 3>>(
+                                                   std::array{memory_[0], memory_[1], target_})),
                 blocked);
   }
 

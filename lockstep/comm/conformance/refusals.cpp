@@ -25,7 +25,7 @@ void require_refused(const char* what, Body body) {
 // Whether the backend compares what ranks call.
 bool compares(const Ranks& group) {
   return group.backend() == "thread" || group.backend() == "shm" ||
-         group.impl().membership().world->check;
+         detail::impl_of(group).membership().world->check;
 }
 
 // Peers read an input while the output is written: only what collectives.h allows may overlap.

@@ -84,7 +84,7 @@ std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype, int64_t
 }
 
 double Ranks::tolerance(ReduceOp op, DType dtype) const {
-  const bool on_device = impl().device_for(at::empty({0}, options())) >= 0;
+  const bool on_device = uses_device_memory(*this, device_);
   if (op != ReduceOp::avg || !is_floating(dtype) || !on_device) return 0;
   switch (dtype) {
     case DType::float64:

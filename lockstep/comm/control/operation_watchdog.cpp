@@ -88,9 +88,7 @@ OperationWatchdog::OperationWatchdog(const Membership& membership, std::string e
       members_(membership.members),
       store_(membership.world->store),
       hosts_meeting_point_(membership.world->server != nullptr) {
-  World& world = *membership.world;
-  if (!world.reporter) world.reporter = std::make_shared<ActivityReporter>(world.store);
-  reporter_ = world.reporter;
+  reporter_ = reporter_of(*membership.world);
   activity_ = reporter_->watch(key(rank_));
 }
 
