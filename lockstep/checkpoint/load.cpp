@@ -8,8 +8,8 @@
 #include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/slice_parts.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -32,7 +32,7 @@ Wanted wanted_by_all(const std::vector<NamedSlice>& slices, const comm::Group& g
     mine += slice.placement.name + '\n' + layout::describe(slice.placement.global_shape) + '\n';
   }
   Wanted wanted;
-  for (const std::string& text : detail::exchange_texts(mine, group)) {
+  for (const std::string& text : comm::run_on_all_ranks("load", group, [&] { return mine; })) {
     std::istringstream lines(text);
     for (std::string name, shape; std::getline(lines, name) && std::getline(lines, shape);) {
       wanted.emplace(name, shape);
@@ -169,7 +169,7 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
   std::unique_ptr<formats::CheckpointReader> reader;
   const auto wanted = wanted_by_all(slices, group);
   Differences differences;
-  detail::run_on_all_ranks("load", group, [&]() -> std::string {
+  comm::run_on_all_ranks("load", group, [&]() -> std::string {
     for (const NamedSlice& slice : slices) detail::check_slice(slice);
     reader = std::make_unique<formats::CheckpointReader>(path, options.verify);
     differences = compare(reader->manifest(), wanted, options);
@@ -177,7 +177,7 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
     return "";
   });
   open_for_writing(slices);
-  detail::run_on_all_ranks("load", group, [&]() -> std::string {
+  comm::run_on_all_ranks("load", group, [&]() -> std::string {
     // Before any is filled: other parts of the same tensor may stay as they are.
     for (const NamedSlice& slice : slices) {
       if (slice.saving && differences.fits(slice.placement.name)) slice.saving();
