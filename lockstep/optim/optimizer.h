@@ -29,12 +29,6 @@ class Optimizer {
   // All that a step reads besides parameters and gradients, as "layer.weight.exp_avg". The tensors
   // are the optimizer's own, not copies; what does not exist before the first step is made.
   virtual std::vector<NamedTensor> state() = 0;
-  // Where state is kept in another form than state() shows: the same tensors, which hold what they
-  // should once refresh() was called for a name; what was written into them after that is taken
-  // over by adopt(). They are the caller's: when it lets go of them their memory is free.
-  virtual std::vector<NamedTensor> lazy_state() { return state(); }
-  virtual void refresh(const std::string& /*name*/) {}
-  virtual void adopt(const std::string& /*name*/) {}
   // Copies into the state, after checking that `entries` are what state() would give, in any order.
   virtual void load_state(std::span<const NamedTensor> entries) = 0;
 
