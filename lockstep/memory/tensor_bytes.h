@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Between torch's tensors and our dtypes and byte spans, which files and messages are made of.
-// Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +14,7 @@ namespace lockstep::memory {
 
 // Throws ConfigError that names `operation` for a dtype that neither messages nor files can hold.
 DType dtype_of(const at::Tensor& tensor, std::string_view operation);
+// Every DType has one.
 at::ScalarType to_scalar_type(DType dtype);
 
 // The bytes of a contiguous tensor.

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The layer rule, the same rule for the rooms inside a layer, and what a source file may hold. Reads the tree; builds nothing.
+"""The layer rule, the same rule for the rooms inside a layer, details that stay inside, and what a source file may hold. Reads the tree; builds nothing.
 
 usage: layers_test.py SOURCE_DIR
 """
@@ -21,6 +21,9 @@ SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".py"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".txt", ".cmake", ".in", ".md", ".json", ".sh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
+# Core has no namespace of its own.
+DETAIL = re.compile(r"\b(lockstep|" + "|".join(LAYERS) + r")::detail\b")
+COMMENT = re.compile(r"//.*")
 FORMATTING = re.compile(r"^(fmt|spdlog)/|^lockstep/core/format\.h$")
 
 
@@ -70,6 +73,15 @@ def include_errors(root, path, name, installed):
             yield f"{name}: includes {included}; only lockstep/core/log.cpp may"
 
 
+def detail_errors(path, name):
+    """Uses of what another layer keeps to itself."""
+    layer = name.split("/")[1]
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+        for owner in DETAIL.findall(COMMENT.sub("", line)):
+            if owner != ("lockstep" if layer == "core" else layer):
+                yield f"{name}:{number}: uses {owner}::detail, which belongs to another layer; give what it needs a name outside detail"
+
+
 def room_errors(root):
     """Folders that include each other, at any depth and by any way round, and folders that hold too much."""
     uses = {}
@@ -106,7 +118,9 @@ def errors(root):
         if not (root / name).is_file():
             yield f"lockstep/CMakeLists.txt: installs {name}, which does not exist"
     for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
-        yield from include_errors(root, path, path.relative_to(root).as_posix(), installed)
+        name = path.relative_to(root).as_posix()
+        yield from include_errors(root, path, name, installed)
+        yield from detail_errors(path, name)
     yield from room_errors(root)
     for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
         lines = path.read_bytes().split(b"\n")
@@ -131,12 +145,14 @@ def self_test():
         "lockstep/core/format.h": "",
         "lockstep/core/a.cpp": '#include "lockstep/core/a.h"\n#include "lockstep/core/format.h"\n',
         "lockstep/core/log.cpp": "#include <spdlog/spdlog.h>\n",
-        "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\n',
+        "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\nusing comm::detail::World;\n',
     }
     broken = {
         "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
         "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
         "which does not exist": {"lockstep/core/a.cpp": '#include "lockstep/core/gone.h"\n'},
+        "belongs to another layer": {"lockstep/comm/c.cpp": "int a = lockstep::detail::kA;  // core::detail\n"},
+        "uses comm::detail": {"lockstep/cli/x.cpp": "using comm::detail::World;\nusing cli::detail::Own;\n"},
         "include each other": {
             "lockstep/core/a.cpp": '#include "lockstep/core/room/b.h"\n',
             "lockstep/core/room/b.h": '#include "lockstep/core/room/deep/c.h"\n',
