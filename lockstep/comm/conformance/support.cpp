@@ -12,7 +12,7 @@
 
 namespace lockstep::comm::conformance {
 
-void require(bool condition, const std::string& what) {
+void verify(bool condition, const std::string& what) {
   if (!condition) throw Error(what);
 }
 
@@ -98,10 +98,10 @@ double Ranks::tolerance(ReduceOp op, DType dtype) const {
   }
 }
 
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
-                   double tolerance) {
-  require(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
-          what + ": wrong shape or dtype");
+void verify_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
+                  double tolerance) {
+  verify(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
+         what + ": wrong shape or dtype");
   if (at::equal(actual, expected)) return;
   if (tolerance > 0 && at::allclose(actual, expected, tolerance, tolerance)) return;
   const at::Tensor wrong = actual.ne(expected).reshape(-1).nonzero();
