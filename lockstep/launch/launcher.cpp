@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <thread>
 
-#include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/open_files.h"

@@ -13,6 +13,9 @@ import tempfile
 WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "io", "formats", "data", "config", "plan", "launch", "fabric"]
 WITH_TORCH = ["memory", "comm", "mesh", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
+# These layers use the others as a user's program could: by installed headers, and fmt and nlohmann's JSON by our way of calling them.
+LIKE_A_USER = {"model", "train"}
+FOR_ANYBODY = {"lockstep/core/format.h", "lockstep/io/json.h"}
 
 MAX_FILES = 30  # sources in a folder, without those in its rooms
 MAX_LINES = 500  # without the line of the license
@@ -61,6 +64,8 @@ def include_errors(root, path, name, installed):
                 yield f"{name}: includes {included}, which does not exist"
             if target not in LAYERS or LAYERS.index(target) > LAYERS.index(layer):
                 yield f"{name}: includes {included}, but {layer} may use only: {' '.join(LAYERS[:LAYERS.index(layer) + 1])}"
+            if layer in LIKE_A_USER and target != layer and included not in installed | FOR_ANYBODY:
+                yield f"{name}: includes {included}, which is not installed, but {layer} may use only what a user can"
             if public and included not in installed:
                 yield f"{name}: is installed and includes {included}, which is not (HEADERS in lockstep/CMakeLists.txt)"
         if included == "torch/torch.h":
@@ -150,6 +155,7 @@ def self_test():
     broken = {
         "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
         "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
+        "only what a user can": {"lockstep/train/t.cpp": '#include "lockstep/core/hidden.h"\n#include "lockstep/core/a.h"\n'},
         "which does not exist": {"lockstep/core/a.cpp": '#include "lockstep/core/gone.h"\n'},
         "belongs to another layer": {"lockstep/comm/c.cpp": "int a = lockstep::detail::kA;  // core::detail\n"},
         "uses comm::detail": {"lockstep/cli/x.cpp": "using comm::detail::World;\nusing cli::detail::Own;\n"},
