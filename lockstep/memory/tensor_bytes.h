@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Between torch's tensors and our dtypes and byte spans, which files and messages are made of.
+// Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>

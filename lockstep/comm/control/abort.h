@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ending the operations of a group from outside.
+// Ending the operations of a group from outside. Private: not installed.
 #pragma once
 
 #include <string>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Short texts between all ranks of a group, and errors that all of them throw together.
+// Private: not installed.
 #pragma once
 
 #include <functional>
