@@ -4,9 +4,9 @@
 #include <map>
 #include <tuple>
 
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/write.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/checkpoint_folder.h"
@@ -80,7 +80,7 @@ void check_rest(const SaveRequest& request) {
 }  // namespace
 
 SaveRequest share_of(const SaveRequest& request, const comm::Group& group) {
-  const auto lists = run_on_all_ranks("save", group, [&] {
+  const auto lists = comm::run_on_all_ranks("save", group, [&] {
     check_rest(request);
     std::string list;
     for (const NamedSlice& slice : request.slices) {

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <unordered_set>
 
-#include "lockstep/comm/tensor.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::checkpoint::detail {
 namespace {
@@ -88,7 +88,7 @@ void HostCopy::take(const std::vector<NamedSlice>& slices) {
 
 void HostCopy::bytes(size_t slice, const Sink& sink) const {
   for_each_part(places_[slice], [&](size_t block, int64_t offset, int64_t size) {
-    sink(comm::detail::bytes_of(blocks_[block].narrow(0, offset, size)));
+    sink(memory::bytes_of(blocks_[block].narrow(0, offset, size)));
   });
 }
 

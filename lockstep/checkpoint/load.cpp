@@ -8,14 +8,14 @@
 #include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/slice_parts.h"
-#include "lockstep/comm/tensor.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -32,7 +32,7 @@ Wanted wanted_by_all(const std::vector<NamedSlice>& slices, const comm::Group& g
     mine += slice.placement.name + '\n' + layout::describe(slice.placement.global_shape) + '\n';
   }
   Wanted wanted;
-  for (const std::string& text : detail::exchange_texts(mine, group)) {
+  for (const std::string& text : comm::run_on_all_ranks("load", group, [&] { return mine; })) {
     std::istringstream lines(text);
     for (std::string name, shape; std::getline(lines, name) && std::getline(lines, shape);) {
       wanted.emplace(name, shape);
@@ -124,7 +124,7 @@ class Filler {
       // Reading goes past torch. An operator on nothing tells autograd, and a sharded model whose
       // memory this is, or refuses.
       if (!slice.tensor.is_inference()) slice.tensor.as_strided({0}, {1}).zero_();
-      reader_.read(name, held, comm::detail::bytes_of(slice.tensor));
+      reader_.read(name, held, memory::bytes_of(slice.tensor));
       return;
     }
     const auto width = static_cast<int64_t>(c10::elementSize(dtype));
@@ -133,7 +133,7 @@ class Filler {
       if (!buffer_.defined()) buffer_ = at::empty({kBuffer}, at::kByte);
       const at::Tensor values =
           buffer_.narrow(0, 0, piece.numel() * width).view(dtype).view(part.sizes());
-      reader_.read(name, piece, comm::detail::bytes_of(values));
+      reader_.read(name, piece, memory::bytes_of(values));
       part.copy_(values);
     }
   }
@@ -144,7 +144,7 @@ class Filler {
     const auto known = formats::dtype_of(dtype);
     if (!known)
       throw CheckpointError(format("[load] {} has dtype {}, which is unknown", name, dtype));
-    return comm::detail::to_scalar_type(*known);
+    return memory::to_scalar_type(*known);
   }
 
   formats::CheckpointReader& reader_;
@@ -169,7 +169,7 @@ Loaded load(const std::string& path, const std::vector<NamedSlice>& slices,
   std::unique_ptr<formats::CheckpointReader> reader;
   const auto wanted = wanted_by_all(slices, group);
   Differences differences;
-  detail::run_on_all_ranks("load", group, [&]() -> std::string {
+  comm::run_on_all_ranks("load", group, [&]() -> std::string {
     for (const NamedSlice& slice : slices) detail::check_slice(slice);
     reader = std::make_unique<formats::CheckpointReader>(path, options.verify);
     differences = compare(reader->manifest(), wanted, options);
@@ -177,7 +177,7 @@ Loaded load(const std::string& path, const std::vector<NamedSlice>& slices,
     return "";
   });
   open_for_writing(slices);
-  detail::run_on_all_ranks("load", group, [&]() -> std::string {
+  comm::run_on_all_ranks("load", group, [&]() -> std::string {
     // Before any is filled: other parts of the same tensor may stay as they are.
     for (const NamedSlice& slice : slices) {
       if (slice.saving && differences.fits(slice.placement.name)) slice.saving();

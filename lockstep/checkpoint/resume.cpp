@@ -3,7 +3,7 @@
 // checkpoint is read a second time only where loading has failed: to tell damage, for which an
 // older one is tried, from a checkpoint of another model, for which none would do.
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/exchange.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -20,7 +20,7 @@ struct Found {
 
 // One rank looks: a network disk may show others something older.
 Found look(const std::string& dir, int64_t before, const comm::Group& group) {
-  const auto texts = detail::run_on_all_ranks("resume", group, [&]() -> std::string {
+  const auto texts = comm::run_on_all_ranks("resume", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     const auto newest = formats::newest_complete(dir, before);
     return format("{} {} {}", formats::list_complete(dir).size(), newest ? newest->step : 0,
@@ -40,7 +40,7 @@ std::string damage_in(const std::string& path, const comm::Group& group) {
   } catch (const Error& failure) {
     mine = failure.what();
   }
-  for (const std::string& damage : detail::exchange_texts(mine, group)) {
+  for (const std::string& damage : comm::run_on_all_ranks("resume", group, [&] { return mine; })) {
     if (!damage.empty()) return damage;
   }
   return "";

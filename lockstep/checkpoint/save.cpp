@@ -5,15 +5,15 @@
 #include <map>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/write.h"
-#include "lockstep/comm/tensor.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/memory/tensor_bytes.h"
 #include "lockstep/optim/gradients.h"
 
 namespace lockstep::checkpoint {
@@ -25,11 +25,10 @@ formats::Manifest write_files(const std::string& folder, const SaveRequest& requ
                               const Bytes& bytes, int rank) {
   std::vector<formats::ShardSlice> all;
   for (const NamedSlice& slice : request.slices) {
-    all.push_back(
-        {.name = slice.placement.name,
-         .dtype = formats::safetensors_name(comm::detail::dtype_of(slice.tensor, "checkpoint")),
-         .shape = slice.placement.global_shape,
-         .box = slice.placement.slice});
+    all.push_back({.name = slice.placement.name,
+                   .dtype = formats::safetensors_name(memory::dtype_of(slice.tensor, "checkpoint")),
+                   .shape = slice.placement.global_shape,
+                   .box = slice.placement.slice});
   }
   formats::Manifest manifest{.step = request.step};
   const auto parts = formats::shard_parts(all);
@@ -89,11 +88,11 @@ void abandon(const io::FolderLock& lock, int64_t step) {
 std::string fill(const std::string& folder, const io::FolderLock* lock, const std::string& dir,
                  const SaveRequest& request, const Bytes& bytes, const comm::Group& group) {
   const bool leads = group.rank() == 0;
-  const auto parts = run_on_all_ranks("save", group, [&]() -> std::string {
+  const auto parts = comm::run_on_all_ranks("save", group, [&]() -> std::string {
     if (request.slices.empty()) return "";
     return write_files(folder, request, bytes, group.rank()).to_json();
   });
-  const auto paths = run_on_all_ranks("save", group, [&]() -> std::string {
+  const auto paths = comm::run_on_all_ranks("save", group, [&]() -> std::string {
     if (!leads) return "";
     formats::Manifest manifest{
         .step = request.step, .state = request.state, .config = request.config};
@@ -103,7 +102,7 @@ std::string fill(const std::string& folder, const io::FolderLock* lock, const st
     return formats::commit_checkpoint(dir, manifest, lock);
   });
   // The others wait: deleting may take long.
-  run_on_all_ranks("save", group, [&]() -> std::string {
+  comm::run_on_all_ranks("save", group, [&]() -> std::string {
     if (leads) prune(dir, request);
     return "";
   });
@@ -114,8 +113,8 @@ std::string fill(const std::string& folder, const io::FolderLock* lock, const st
 
 void give_bytes(const at::Tensor& tensor, const Sink& sink) {
   const at::NoGradGuard no_grad;
-  optim::detail::announce_read(tensor);
-  sink(comm::detail::bytes_of(tensor.cpu().contiguous()));
+  optim::announce_read(tensor);
+  sink(memory::bytes_of(tensor.cpu().contiguous()));
 }
 
 void take_lock(Lock& lock, const std::string& dir) {
@@ -125,7 +124,7 @@ void take_lock(Lock& lock, const std::string& dir) {
 
 std::string write(Lock& lock, const std::string& dir, const SaveRequest& request,
                   const Bytes& bytes, const comm::Group& group) {
-  const std::string folder = run_on_all_ranks("save", group, [&]() -> std::string {
+  const std::string folder = comm::run_on_all_ranks("save", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     take_lock(lock, dir);
     return formats::begin_checkpoint(dir, request.step);
@@ -135,7 +134,7 @@ std::string write(Lock& lock, const std::string& dir, const SaveRequest& request
   } catch (const CommError&) {
     throw;  // others may still be writing; the next save of this step will clear it away
   } catch (const std::exception&) {
-    run_on_all_ranks("save", group, [&]() -> std::string {
+    comm::run_on_all_ranks("save", group, [&]() -> std::string {
       if (group.rank() == 0) abandon(*lock, request.step);
       return "";
     });
@@ -157,7 +156,7 @@ std::string save(const std::string& dir, const SaveRequest& request, const comm:
 }
 
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group) {
-  const auto paths = detail::run_on_all_ranks("newest", group, [&]() -> std::string {
+  const auto paths = comm::run_on_all_ranks("newest", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
     const auto found = formats::newest_complete(dir);
     return found ? found->path : "";

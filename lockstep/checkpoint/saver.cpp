@@ -8,9 +8,9 @@
 #include <optional>
 #include <utility>
 
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/host_copy.h"
 #include "lockstep/checkpoint/write.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/comm/work.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
@@ -35,7 +35,7 @@ class Saver::Writer {
     if (when_busy == WhenBusy::skip && any_busy()) return false;
     join();
     // A job that has lost its folder would train on and keep nothing.
-    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
+    comm::run_on_all_ranks("save", group_, [&]() -> std::string {
       try {
         if (lock_) lock_->renew();
       } catch (const io::LockLost&) {
@@ -51,7 +51,7 @@ class Saver::Writer {
       });
       return true;
     }
-    detail::run_on_all_ranks("save", group_, [&]() -> std::string {
+    comm::run_on_all_ranks("save", group_, [&]() -> std::string {
       const trace::Span span("checkpoint", "copy to host");
       copy_.take(mine.slices);
       return "";
@@ -71,7 +71,7 @@ class Saver::Writer {
 
   void lock() {
     join();
-    detail::run_on_all_ranks("lock", group_, [&]() -> std::string {
+    comm::run_on_all_ranks("lock", group_, [&]() -> std::string {
       if (group_.rank() == 0) detail::take_lock(lock_, dir_);
       return "";
     });
@@ -81,7 +81,7 @@ class Saver::Writer {
     if (!options_.background) return;
     join();
     const SaveRequest mine = detail::share_of({.slices = slices}, group_);
-    detail::run_on_all_ranks("reserve", group_, [&]() -> std::string {
+    comm::run_on_all_ranks("reserve", group_, [&]() -> std::string {
       copy_.reserve(mine.slices);
       return "";
     });
@@ -107,7 +107,9 @@ class Saver::Writer {
   }
   // Ranks end a save at almost the same time; what one of them sees must hold for all.
   bool any_busy() const {
-    for (const std::string& text : detail::exchange_texts(busy() ? "busy" : "", group_)) {
+    const auto all = comm::run_on_all_ranks("save", group_,
+                                            [&]() -> std::string { return busy() ? "busy" : ""; });
+    for (const std::string& text : all) {
       if (!text.empty()) return true;
     }
     return false;

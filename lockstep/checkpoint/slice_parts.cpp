@@ -5,15 +5,15 @@
 
 #include <string_view>
 
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::checkpoint::detail {
 
 void check_slice(const NamedSlice& slice) {
   slice.placement.validate();
-  comm::detail::dtype_of(slice.tensor, slice.placement.name);
+  memory::dtype_of(slice.tensor, slice.placement.name);
   if (slice.tensor.sizes() == at::IntArrayRef(slice.placement.local_shape())) return;
   throw ConfigError(format("[checkpoint] {} is a tensor of ({}), must be ({})",
                            slice.placement.describe(), join(slice.tensor.sizes()),

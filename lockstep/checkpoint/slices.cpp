@@ -28,9 +28,14 @@ using detail::StateTensor;
 
 std::vector<StateTensor> state_of(optim::Optimizer& optimizer) {
   std::vector<StateTensor> all;
-  for (const auto& [name, tensor] : optimizer.lazy_state()) {
-    all.push_back({name, tensor, [&optimizer, name = name] { optimizer.refresh(name); },
-                   [&optimizer, name = name] { optimizer.adopt(name); }});
+  auto* const staged = dynamic_cast<optim::StagedState*>(&optimizer);
+  if (staged == nullptr) {
+    for (const auto& [name, tensor] : optimizer.state()) all.push_back({name, tensor});
+    return all;
+  }
+  for (const auto& [name, tensor] : staged->lazy_state()) {
+    all.push_back({name, tensor, [staged, name = name] { staged->refresh(name); },
+                   [staged, name = name] { staged->adopt(name); }});
   }
   return all;
 }

@@ -19,10 +19,10 @@
 #include "lockstep/cli/common/options.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/conformance.h"
-#include "lockstep/comm/control/job_roster.h"
-#include "lockstep/comm/control/rank_consistency.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/core/version.h"
 
 namespace lockstep::cli {
@@ -57,8 +57,7 @@ std::vector<std::string> gpu_models() {
 // "node1, 16 cores, 2 GPUs usable of 2 (NVIDIA H200)"
 std::string describe_host() {
   const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  std::string text =
-      format("{}, {} core{}", comm::detail::host_name(), cores, cores > 1 ? "s" : "");
+  std::string text = format("{}, {} core{}", host_name(), cores, cores > 1 ? "s" : "");
   const auto models = gpu_models();
   const size_t usable = at::hasCUDA() ? torch::cuda::device_count() : 0;
   if (models.empty() && usable == 0) return text + ", no GPU";
@@ -84,8 +83,8 @@ std::string ranks_with(const std::string& text, const std::vector<std::string>& 
 
 // What ran: versions and hosts, enough to read a report from a machine that one cannot log in to.
 void introduce(const comm::Group& world) {
-  const auto versions = comm::detail::gather_texts(describe_software(world), world),
-             hosts = comm::detail::gather_texts(describe_host(), world);
+  const auto versions = comm::gather_texts(describe_software(world), world),
+             hosts = comm::gather_texts(describe_host(), world);
   if (world.rank() != 0) return;
   const auto print = [&](const std::vector<std::string>& texts) {
     std::vector<std::string> known;  // one line for each that differs

@@ -14,10 +14,10 @@ namespace {
 constexpr std::array<std::string_view, 6> kNames = {"none", "fp16",         "bf16",
                                                     "int8", "quantization", "lossless"};
 
-constexpr detail::DynamicMap kAny = detail::make_dynamic_map(true);
-constexpr detail::DynamicMap kNonNegative = detail::make_dynamic_map(false);
+constexpr DynamicMap kAny = make_dynamic_map(true);
+constexpr DynamicMap kNonNegative = make_dynamic_map(false);
 
-constexpr std::array<float, 256> values_of(const detail::DynamicMap& map) {
+constexpr std::array<float, 256> values_of(const DynamicMap& map) {
   std::array<float, 256> values{};
   std::copy(std::begin(map.values), std::end(map.values), values.begin());
   return values;

@@ -7,7 +7,7 @@
 #include <bit>
 #include <cstdint>
 
-namespace lockstep::codec::detail {
+namespace lockstep::codec {
 
 struct DynamicMap {
   // Cells reach from 2^-23, below which all is zero, to 1.
@@ -72,4 +72,4 @@ constexpr DynamicMap make_dynamic_map(bool with_negative) {
   return map;
 }
 
-}  // namespace lockstep::codec::detail
+}  // namespace lockstep::codec

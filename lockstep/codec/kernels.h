@@ -9,9 +9,11 @@
 
 #include "lockstep/codec/codec.h"
 
-namespace lockstep::codec::detail {
+namespace lockstep::codec {
 
 struct DynamicMap;
+
+namespace detail {
 
 // For `count` elements that begin at a block. `scales` has one for each block, and is null for
 // codecs without.
@@ -37,4 +39,5 @@ extern const Kernels kernels;
 const Kernels& kernels();
 const DynamicMap& map_of(Sign sign);
 
-}  // namespace lockstep::codec::detail
+}  // namespace detail
+}  // namespace lockstep::codec

@@ -47,27 +47,6 @@ class Pending {
   virtual bool done() const = 0;
 };
 
-// Adds the time it lives to a counter of nanoseconds, if there is one.
-class BlockedTime {
- public:
-  explicit BlockedTime(std::atomic<int64_t>* counter)
-      : counter_(is_counted() ? counter : nullptr), start_(Clock::now()) {}
-  ~BlockedTime() {
-    if (counter_ != nullptr) {
-      *counter_ +=
-          std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
-    }
-  }
-  BlockedTime(const BlockedTime&) = delete;
-  BlockedTime& operator=(const BlockedTime&) = delete;
-
-  static bool is_counted();  // false on a thread that has an ExcludeBlockedTime
-
- private:
-  std::atomic<int64_t>* counter_;
-  Clock::time_point start_;
-};
-
 // This rank's view of the job, shared by all groups made from it.
 struct World {
   std::shared_ptr<launch::RendezvousServer> server =
@@ -159,6 +138,15 @@ class GroupImpl {
   std::mutex mutex_;
   std::shared_ptr<OrderedLine> ordered_line_;
 };
+
+// The implementation of a group, which only comm sees.
+struct GroupAccess {
+  static const std::shared_ptr<GroupImpl>& impl(const Group& group) { return group.impl_; }
+};
+inline GroupImpl& impl_of(const Group& group) { return *GroupAccess::impl(group); }
+inline const std::shared_ptr<GroupImpl>& shared_impl_of(const Group& group) {
+  return GroupAccess::impl(group);
+}
 
 // Makes this rank's part of a group of any size, by the strategy of its world. Collective over the
 // members; `backend` must be available.

@@ -15,10 +15,10 @@
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -50,7 +50,7 @@ class Call {
   // from there.
   void place(const at::Tensor& one, const at::Tensor& other) {
     const auto device_of = [this](const at::Tensor& tensor) {
-      return tensor.defined() ? group_.impl().device_for(tensor) : -1;
+      return tensor.defined() ? detail::impl_of(group_).device_for(tensor) : -1;
     };
     operation_.device = device_of(one) == device_of(other) ? device_of(one) : -1;
   }
@@ -70,7 +70,7 @@ class Call {
   void input(const at::Tensor& tensor) {
     check_tensor(tensor);
     memory_[0] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
-    operation_.input = detail::bytes_of(memory_[0]);
+    operation_.input = memory::bytes_of(memory_[0]);
   }
   // A tensor that it writes, and reads too if `keeps_values`.
   void output(const at::Tensor& tensor, bool keeps_values) {
@@ -83,7 +83,7 @@ class Call {
       target_ = tensor.detach();
       memory_[1] = stand_in(target_, keeps_values);
     }
-    operation_.output = detail::bytes_of(memory_[1]);
+    operation_.output = memory::bytes_of(memory_[1]);
   }
   // Reads and writes the same tensor. Where `keeps_result` is false this rank only reads it, and a
   // copy that stands in for it is not written back.
@@ -93,7 +93,7 @@ class Call {
     } else {
       check_tensor(tensor);
       memory_[1] = usable(tensor) ? tensor : stand_in(tensor.detach(), true);
-      operation_.output = detail::bytes_of(memory_[1]);
+      operation_.output = memory::bytes_of(memory_[1]);
     }
     operation_.input = operation_.output;
   }
@@ -146,8 +146,8 @@ class Call {
   void check_reduction() const { fabric::check_reducible(operation_.dtype, operation_.reduce); }
 
   Work start() {
-    const auto& blocked = group_.impl().membership().world->blocked;
-    const detail::BlockedTime time(blocked.get());  // small operations are done in the call
+    const auto& blocked = detail::impl_of(group_).membership().world->blocked;
+    const BlockedTime time(blocked.get());  // small operations are done in the call
     if (target_.defined()) {
       // Any thread may do this, as if the caller did: after what its stream had been given, and
       // with what it may write. Under nccl the operation's own stream comes after both.
@@ -160,9 +160,9 @@ class Call {
         target.copy_(source);
       };
     }
-    return Work(group_.impl().submit(std::move(operation_),
-                                     std::make_shared<std::array<at::Tensor, 3>>(
-                                         std::array{memory_[0], memory_[1], target_})),
+    return Work(detail::impl_of(group_).submit(std::move(operation_),
+                                               std::make_shared<std::array<at::Tensor, 3>>(
+                                                   std::array{memory_[0], memory_[1], target_})),
                 blocked);
   }
 
@@ -173,7 +173,7 @@ class Call {
       refuse(format("the tensor is on {}, must be on the CPU or a CUDA device",
                     tensor.device().str()));
     }
-    operation_.dtype = detail::dtype_of(tensor, fabric::name_of(operation_.kind));
+    operation_.dtype = memory::dtype_of(tensor, fabric::name_of(operation_.kind));
   }
 
   // A group of one copies on the device, or not at all.

@@ -10,9 +10,9 @@
 #include <numeric>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 
@@ -103,13 +103,13 @@ Group Group::with_strategy(layout::CommStrategy strategy) const {
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group,
                            const c10::Device& device) {
   const at::IntArrayRef shape(sizes.data(), sizes.size());
-  const auto options = at::TensorOptions().dtype(detail::to_scalar_type(dtype)).device(device);
+  const auto options = at::TensorOptions().dtype(memory::to_scalar_type(dtype)).device(device);
   const int64_t count =
       std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
   const auto bytes = static_cast<size_t>(count) * size_of(dtype);
-  const int place = group.impl().device_for(at::empty({0}, options));
-  const auto memory = place >= 0        ? group.impl().allocate_on(place, bytes)
-                      : device.is_cpu() ? group.impl().allocate(bytes)
+  const int place = detail::impl_of(group).device_for(at::empty({0}, options));
+  const auto memory = place >= 0        ? detail::impl_of(group).allocate_on(place, bytes)
+                      : device.is_cpu() ? detail::impl_of(group).allocate(bytes)
                                         : nullptr;
   if (!memory) return at::empty(shape, options);
   at::Tensor tensor = at::from_blob(
@@ -124,7 +124,12 @@ at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Gr
 }
 
 bool is_symmetric(const at::Tensor& tensor, const Group& group) {
-  return tensor.is_contiguous() && group.impl().reaches(tensor.data_ptr(), tensor.nbytes());
+  return tensor.is_contiguous() &&
+         detail::impl_of(group).reaches(tensor.data_ptr(), tensor.nbytes());
+}
+
+bool uses_device_memory(const Group& group, const c10::Device& device) {
+  return detail::impl_of(group).device_for(at::empty({0}, device)) >= 0;
 }
 
 }  // namespace lockstep::comm

@@ -18,7 +18,8 @@ namespace lockstep::comm {
 
 namespace detail {
 class GroupImpl;
-}
+struct GroupAccess;
+}  // namespace detail
 
 // A value: copies share the group. All ranks of a group call its operations in the same order;
 // operations of different groups are independent. Default-constructed it is a group of one, on
@@ -48,10 +49,9 @@ class Group {
   // Collective: the same ranks, whose operations go by another strategy. Its splits do too.
   Group with_strategy(layout::CommStrategy strategy) const;
 
-  detail::GroupImpl& impl() const { return *impl_; }
-  const std::shared_ptr<detail::GroupImpl>& shared_impl() const { return impl_; }
-
  private:
+  friend struct detail::GroupAccess;
+
   std::shared_ptr<detail::GroupImpl> impl_;
 };
 
@@ -98,5 +98,8 @@ at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Gr
                            const c10::Device& device);
 // True if peers can reach this tensor's memory without staging.
 bool is_symmetric(const at::Tensor& tensor, const Group& group);
+// True if the group communicates from and to this device's memory; false if it copies tensors of
+// the device to host memory first. Always false for the CPU.
+bool uses_device_memory(const Group& group, const c10::Device& device);
 
 }  // namespace lockstep::comm

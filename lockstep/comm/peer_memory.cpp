@@ -9,9 +9,9 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/shared_objects.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 
@@ -33,7 +33,7 @@ std::vector<Value> gather(const Value& mine, const Group& group) {
 // A rank that is a thread may end, and free its memory, while others read.
 std::shared_ptr<void> hold_all(const at::Tensor& mine, const Group& group) {
   if (group.backend() != "thread") return nullptr;
-  detail::SharedObjects& objects = *group.impl().membership().world->objects;
+  detail::SharedObjects& objects = *detail::impl_of(group).membership().world->objects;
   const uint64_t number = objects.put(std::make_shared<at::Tensor>(mine));
   auto held = std::make_shared<std::vector<std::shared_ptr<void>>>();
   for (const uint64_t each : gather(number, group)) held->push_back(objects.get(each));
@@ -48,8 +48,8 @@ std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& 
   if (!mine.defined() || !mine.is_contiguous() || mine.is_neg()) {
     throw ConfigError(format("[peer memory] rank {}: the tensor must be contiguous", group.rank()));
   }
-  const auto bytes = detail::bytes_of(mine);
-  const auto locations = gather(group.impl().locate(bytes.data(), bytes.size()), group);
+  const auto bytes = memory::bytes_of(mine);
+  const auto locations = gather(detail::impl_of(group).locate(bytes.data(), bytes.size()), group);
   std::vector<std::shared_ptr<const std::byte>> memory;
   bool complete = true, any = false;
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -57,7 +57,7 @@ std::optional<PeerMemory> PeerMemory::open(const at::Tensor& mine, const Group& 
     const bool reachable = location.kind != fabric::Location::unreachable;
     complete &= reachable;
     any |= reachable;
-    memory.push_back(reachable ? group.impl().reach(rank, location) : nullptr);
+    memory.push_back(reachable ? detail::impl_of(group).reach(rank, location) : nullptr);
   }
   std::shared_ptr<void> held = hold_all(mine, group);
   // A rank may end, and its memory with it, when all have opened that.

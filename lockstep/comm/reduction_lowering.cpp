@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "lockstep/comm/float_order.h"
-#include "lockstep/comm/tensor.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -25,7 +25,7 @@ using fabric::ReduceOp;
 constexpr int64_t kHalf = int64_t{1} << 32;
 
 at::Tensor view_of(std::span<const std::byte> bytes, DType dtype, const c10::Device& on) {
-  const auto options = at::TensorOptions().dtype(to_scalar_type(dtype)).device(on);
+  const auto options = at::TensorOptions().dtype(memory::to_scalar_type(dtype)).device(on);
   if (bytes.empty()) return at::empty({0}, options);  // from_blob refuses null
   return at::from_blob(const_cast<std::byte*>(bytes.data()),
                        {static_cast<int64_t>(bytes.size() / size_of(dtype))}, options);
@@ -54,7 +54,7 @@ at::Tensor to_summand(const at::Tensor& numbers) {
 }
 
 at::Tensor to_average(const at::Tensor& sum, int64_t ranks, DType dtype) {
-  if (dtype != DType::int64) return sum.div(ranks, "trunc").to(to_scalar_type(dtype));
+  if (dtype != DType::int64) return sum.div(ranks, "trunc").to(memory::to_scalar_type(dtype));
   // The whole sum is upper * 2^32 + lower, with lower in [0, 2^32) once what it has carried is
   // moved up. Long division by the ranks, rounded down; then a negative result that is not exact
   // goes up by one.
@@ -109,8 +109,8 @@ Adapted adapt_reduction(Operation operation, std::shared_ptr<const void> memory,
   operation.dtype = is_ordered        ? dtype == DType::float64 ? DType::int64 : DType::int32
                     : is_narrow_float ? DType::float32
                                       : DType::int64;
-  operation.input = bytes_of(input);
-  operation.output = bytes_of(sum);
+  operation.input = memory::bytes_of(input);
+  operation.output = memory::bytes_of(sum);
   operation.count *= width;
   for (int64_t& count : operation.send_counts) count *= width;
   auto kept = std::make_shared<std::tuple<std::shared_ptr<const void>, at::Tensor, at::Tensor>>(

@@ -17,12 +17,24 @@ int& exclusion_depth() {
 
 ExcludeBlockedTime::ExcludeBlockedTime() { ++exclusion_depth(); }
 ExcludeBlockedTime::~ExcludeBlockedTime() { --exclusion_depth(); }
-bool detail::BlockedTime::is_counted() { return exclusion_depth() == 0; }
+
+BlockedTime::BlockedTime(const Group& group)
+    : BlockedTime(detail::impl_of(group).membership().world->blocked.get()) {}
+
+BlockedTime::BlockedTime(std::atomic<int64_t>* counter)
+    : counter_(exclusion_depth() == 0 ? counter : nullptr), start_(Clock::now()) {}
+
+BlockedTime::~BlockedTime() {
+  if (counter_ != nullptr) {
+    *counter_ +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
+  }
+}
 
 void Work::wait() {
   if (!pending_) return;
   const trace::Span span("wait", "wait");
-  const detail::BlockedTime time(blocked_.get());
+  const BlockedTime time(blocked_.get());
   pending_->wait();
 }
 

@@ -7,7 +7,11 @@
 #include <memory>
 #include <utility>
 
+#include "lockstep/core/clock.h"
+
 namespace lockstep::comm {
+
+class Group;
 
 namespace detail {
 class Pending;
@@ -35,6 +39,23 @@ class [[nodiscard]] Work {
  private:
   std::shared_ptr<detail::Pending> pending_;
   std::shared_ptr<std::atomic<int64_t>> blocked_;
+};
+
+// While one is alive, this thread's time is blocked time of the group's job
+// (Group::blocked_time()). For a thread that waits for another thread, which communicates. The
+// group must outlive it.
+class BlockedTime {
+ public:
+  explicit BlockedTime(const Group& group);
+  // Adds to this counter of nanoseconds, if there is one.
+  explicit BlockedTime(std::atomic<int64_t>* counter);
+  ~BlockedTime();
+  BlockedTime(const BlockedTime&) = delete;
+  BlockedTime& operator=(const BlockedTime&) = delete;
+
+ private:
+  std::atomic<int64_t>* counter_;
+  Clock::time_point start_;
 };
 
 // While one is alive, what this thread spends in operations and waits is not blocked time: a thread

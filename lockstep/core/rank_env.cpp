@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/rank_env.h"
 
+#include <unistd.h>
+
 #include <charconv>
 #include <cstdlib>
 
@@ -140,6 +142,12 @@ RankEnv RankEnv::detect(const Lookup& lookup) {
   }
   env.launcher = Launcher::none;
   return env;
+}
+
+std::string host_name() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
 }
 
 std::string first_slurm_host(std::string_view list) {

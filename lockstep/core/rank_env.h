@@ -34,6 +34,9 @@ struct RankEnv {
   static RankEnv detect(const Lookup& lookup);
 };
 
+// The name of this host, as the kernel has it.
+std::string host_name();
+
 // "node[001-003,007],other" to its first host, keeping zero padding.
 std::string first_slurm_host(std::string_view node_list);
 

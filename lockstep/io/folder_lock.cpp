@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <climits>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
@@ -17,6 +16,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/io/durable.h"
 
 namespace lockstep::io {
@@ -50,12 +50,6 @@ int64_t start_of(int64_t pid) {
   std::string field;
   for (int i = 3; i <= 22; ++i) fields >> field;
   return std::atoll(field.c_str());
-}
-
-std::string host_name() {
-  char name[HOST_NAME_MAX + 1] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
 }
 
 std::string utc_now() {

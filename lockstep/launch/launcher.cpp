@@ -6,10 +6,10 @@
 #include <cstdlib>
 #include <thread>
 
-#include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/open_files.h"
+#include "lockstep/core/require.h"
 #include "lockstep/launch/attempt.h"
 #include "lockstep/launch/processes/affinity.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
@@ -99,9 +99,6 @@ void flush(Poller& poller, Console& console, Signals& signals, bool stopped) {
 }  // namespace
 
 void validate(const LaunchOptions& options) {
-  const auto require = [](bool good, const std::string& message) {
-    if (!good) throw ConfigError(message);
-  };
   require(options.ranks >= 1 && options.ranks <= kMaxLocalRanks,
           format("-n {}: the number of ranks must be from 1 to {}", options.ranks, kMaxLocalRanks));
   require(

@@ -10,7 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
-namespace lockstep::layout::detail {
+namespace lockstep::layout {
 
 // `names` holds one name per value, in order; the values count up from 0.
 template <class Enum, size_t N>
@@ -28,4 +28,4 @@ Enum parse_enum(std::string_view what, const std::array<std::string_view, N>& na
   return static_cast<Enum>(found - names.begin());
 }
 
-}  // namespace lockstep::layout::detail
+}  // namespace lockstep::layout

@@ -47,19 +47,17 @@ void require_within(const char* budget, int64_t bytes, const char* limit, int64_
 
 }  // namespace
 
-Name name_of(OffloadStrategy strategy) { return detail::enum_name(kStrategies, strategy); }
-Name name_of(UpdateSite site) { return detail::enum_name(kSites, site); }
-Name name_of(ClipMode mode) { return detail::enum_name(kClipModes, mode); }
+Name name_of(OffloadStrategy strategy) { return enum_name(kStrategies, strategy); }
+Name name_of(UpdateSite site) { return enum_name(kSites, site); }
+Name name_of(ClipMode mode) { return enum_name(kClipModes, mode); }
 
 OffloadStrategy parse_offload_strategy(Name name) {
-  return detail::parse_enum<OffloadStrategy>("offload strategy", kStrategies, name);
+  return parse_enum<OffloadStrategy>("offload strategy", kStrategies, name);
 }
 UpdateSite parse_update_site(Name name) {
-  return detail::parse_enum<UpdateSite>("update site", kSites, name);
+  return parse_enum<UpdateSite>("update site", kSites, name);
 }
-ClipMode parse_clip_mode(Name name) {
-  return detail::parse_enum<ClipMode>("clip mode", kClipModes, name);
-}
+ClipMode parse_clip_mode(Name name) { return parse_enum<ClipMode>("clip mode", kClipModes, name); }
 
 double threshold(OffloadStrategy strategy) { return kThresholds.at(static_cast<size_t>(strategy)); }
 double aggressiveness(OffloadStrategy strategy) {
@@ -99,8 +97,7 @@ StateCodecs parse_state_codecs(Name text) {
                  "of {}",
                  part, text, join(kStateKinds)));
     }
-    const auto kind =
-        detail::parse_enum<size_t>("state codecs", kStateKinds, part.substr(0, equals));
+    const auto kind = parse_enum<size_t>("state codecs", kStateKinds, part.substr(0, equals));
     if (seen[kind])
       throw ConfigError(format("[state codecs] '{}': {} is given twice", text, kStateKinds[kind]));
     seen[kind] = true;

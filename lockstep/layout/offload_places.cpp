@@ -201,7 +201,7 @@ void require_line_fits(const std::vector<OffloadUnit>& units, const OffloadOptio
 
 }  // namespace
 
-std::string_view name_of(Tier tier) { return detail::enum_name(kTiers, tier); }
+std::string_view name_of(Tier tier) { return enum_name(kTiers, tier); }
 
 OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
                     const OffloadOptions& options) {

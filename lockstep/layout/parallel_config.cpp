@@ -50,22 +50,22 @@ void validate_layers(const ParallelConfig& config) {
 
 }  // namespace
 
-Name name_of(MemoryStrategy strategy) { return detail::enum_name(kMemory, strategy); }
-Name name_of(CommStrategy strategy) { return detail::enum_name(kComm, strategy); }
-Name name_of(PipelineSchedule schedule) { return detail::enum_name(kSchedule, schedule); }
-Name name_of(Recompute recompute) { return detail::enum_name(kRecompute, recompute); }
+Name name_of(MemoryStrategy strategy) { return enum_name(kMemory, strategy); }
+Name name_of(CommStrategy strategy) { return enum_name(kComm, strategy); }
+Name name_of(PipelineSchedule schedule) { return enum_name(kSchedule, schedule); }
+Name name_of(Recompute recompute) { return enum_name(kRecompute, recompute); }
 
 MemoryStrategy parse_memory_strategy(Name name) {
-  return detail::parse_enum<MemoryStrategy>("memory strategy", kMemory, name);
+  return parse_enum<MemoryStrategy>("memory strategy", kMemory, name);
 }
 CommStrategy parse_comm_strategy(Name name) {
-  return detail::parse_enum<CommStrategy>("communication strategy", kComm, name);
+  return parse_enum<CommStrategy>("communication strategy", kComm, name);
 }
 PipelineSchedule parse_pipeline_schedule(Name name) {
-  return detail::parse_enum<PipelineSchedule>("pipeline schedule", kSchedule, name);
+  return parse_enum<PipelineSchedule>("pipeline schedule", kSchedule, name);
 }
 Recompute parse_recompute(Name name) {
-  return detail::parse_enum<Recompute>("recompute", kRecompute, name);
+  return parse_enum<Recompute>("recompute", kRecompute, name);
 }
 
 Recompute ParallelConfig::recompute() const {

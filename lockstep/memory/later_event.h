@@ -7,7 +7,7 @@
 
 #include "lockstep/memory/queue.h"
 
-namespace lockstep::memory::detail {
+namespace lockstep::memory {
 
 // What a thread of its own will queue: whoever waits, waits until that was queued, and then for it.
 class LaterEvent {
@@ -45,4 +45,4 @@ class LaterEvent {
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-}  // namespace lockstep::memory::detail
+}  // namespace lockstep::memory

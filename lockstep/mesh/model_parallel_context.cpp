@@ -30,12 +30,10 @@ int most_on_a_host(const comm::Group& group) {
 
 }  // namespace
 
-std::string_view name_of(Strategy strategy) {
-  return layout::detail::enum_name(kStrategies, strategy);
-}
+std::string_view name_of(Strategy strategy) { return layout::enum_name(kStrategies, strategy); }
 
 Strategy parse_strategy(std::string_view name) {
-  return layout::detail::parse_enum<Strategy>("model-parallel strategy", kStrategies, name);
+  return layout::parse_enum<Strategy>("model-parallel strategy", kStrategies, name);
 }
 
 std::string ModelParallelConfig::backend_name() const { return backend.value_or("auto"); }

@@ -4,12 +4,12 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include "lockstep/comm/tensor.h"
 #include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/hf_directory.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::model {
 
@@ -30,7 +30,7 @@ nn::InitializeRule hugging_face_values(const config::ModelSpec& spec, const std:
       }
       // Only ever read; torch has no tensors of constant memory.
       at::Tensor values = at::from_blob(const_cast<std::byte*>(found.bytes.data()), found.shape,
-                                        comm::detail::to_scalar_type(*dtype));
+                                        memory::to_scalar_type(*dtype));
       if (part.transposed && values.dim() == 2) values = values.t();
       const layout::Shape whole = source.slice ? source.slice->shape : parameter.sizes().vec();
       layout::Shape shape = whole;

@@ -81,7 +81,7 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
               parallel::RecomputeOptions{.random = shared.random, .store = shared.options.store});
   const std::string path = format("blocks.{}", layer);
   nn::attach_random(*block, shared.random, path + ".");
-  parallel::detail::register_layer(stage, path, block.ptr());
+  parallel::register_layer(stage, path, block.ptr());
   return [block, rotation = shared.rotation](const Tensors& in) mutable {
     return Tensors{block(in.at(0), rotation)};
   };

@@ -18,14 +18,14 @@ namespace {
 
 constexpr Requirement require_adamw("AdamW");
 
-detail::AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
-  return detail::adamw_factors(
-      options, {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
+  return adamw_factors(options,
+                       {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
 }
 
 }  // namespace
 
-detail::AdamWFactors detail::adamw_factors(const AdamWOptions& options, const AdamWStep& now) {
+AdamWFactors adamw_factors(const AdamWOptions& options, const AdamWStep& now) {
   const auto step = static_cast<double>(now.step);
   return {.decay = 1 - now.lr * now.weight_decay,
           .beta1 = options.beta1,
@@ -35,7 +35,7 @@ detail::AdamWFactors detail::adamw_factors(const AdamWOptions& options, const Ad
           .root_scale = 1 / std::sqrt(1 - std::pow(options.beta2, step))};
 }
 
-void detail::validate(const AdamWOptions& options) {
+void validate(const AdamWOptions& options) {
   require_adamw(options.beta1 >= 0 && options.beta1 < 1, "beta1", options.beta1, "in [0, 1)");
   require_adamw(options.beta2 >= 0 && options.beta2 < 1, "beta2", options.beta2, "in [0, 1)");
   require_adamw(options.eps >= 0, "eps", options.eps, "at least 0");
@@ -45,7 +45,7 @@ AdamW::AdamW(std::vector<ParameterGroup> groups, AdamWOptions options)
     : ElementwiseOptimizer("AdamW", {"exp_avg", "exp_avg_sq"}, std::move(groups), options.lr,
                            options.weight_decay),
       options_(options) {
-  detail::validate(options);
+  validate(options);
 }
 
 AdamW::AdamW(std::vector<NamedParameter> parameters, AdamWOptions options)

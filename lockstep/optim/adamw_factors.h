@@ -5,7 +5,7 @@
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/kernels/kernels.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 
 struct AdamWStep {
   int64_t step;  // from 1
@@ -17,4 +17,4 @@ AdamWFactors adamw_factors(const AdamWOptions& options, const AdamWStep& now);
 // ConfigError.
 void validate(const AdamWOptions& options);
 
-}  // namespace lockstep::optim::detail
+}  // namespace lockstep::optim

@@ -94,7 +94,7 @@ std::vector<NamedTensor> GradScaler::state() {
 }
 
 void GradScaler::load_state(std::span<const NamedTensor> entries) {
-  detail::load_named("GradScaler.load_state", state(), entries);
+  load_named("GradScaler.load_state", state(), entries);
 }
 
 }  // namespace lockstep::optim

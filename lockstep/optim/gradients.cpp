@@ -16,7 +16,13 @@
 #include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/memory.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
+
+void announce_read(const at::Tensor& gradient) {
+  if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.as_strided({0}, {1}).sum();
+}
+
+namespace detail {
 namespace {
 
 double larger(double a, double b) { return a > b || std::isnan(a) ? a : b; }
@@ -63,10 +69,6 @@ double largest_over(double magnitude, const comm::Group& group) {
 }
 
 }  // namespace
-
-void announce_read(const at::Tensor& gradient) {
-  if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.as_strided({0}, {1}).sum();
-}
 
 std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   const at::NoGradGuard no_grad;
@@ -167,4 +169,5 @@ bool any_rank(bool mine, const comm::Group& group) {
   return flag.item<uint8_t>() != 0;
 }
 
-}  // namespace lockstep::optim::detail
+}  // namespace detail
+}  // namespace lockstep::optim

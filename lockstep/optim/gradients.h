@@ -10,11 +10,13 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/optim/clip.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 
-// Kernels read through pointers. Whoever put a key on a gradient, because its memory is not there,
-// gets a call before.
+// Call it before a kernel reads a gradient through its pointer: where the gradient is offloaded,
+// its owner restores the memory. No-op for other tensors.
 void announce_read(const at::Tensor& gradient);
+
+namespace detail {
 
 // The gradients that are there, as strided tensors that share their memory: of a sparse one the
 // values, after it was coalesced. A parameter that is listed twice has one gradient.
@@ -30,4 +32,5 @@ double scale_and_measure(std::span<const at::Tensor> gradients, double factor);
 // Collective, one small all-reduce.
 bool any_rank(bool mine, const comm::Group& group);
 
-}  // namespace lockstep::optim::detail
+}  // namespace detail
+}  // namespace lockstep::optim

@@ -21,10 +21,10 @@ constexpr Requirement require_schedule("schedule");
 
 }  // namespace
 
-std::string_view name_of(ScheduleKind kind) { return layout::detail::enum_name(kNames, kind); }
+std::string_view name_of(ScheduleKind kind) { return layout::enum_name(kNames, kind); }
 
 ScheduleKind parse_schedule(std::string_view name) {
-  return layout::detail::parse_enum<ScheduleKind>("schedule", kNames, name);
+  return layout::parse_enum<ScheduleKind>("schedule", kNames, name);
 }
 
 LrSchedule::LrSchedule(ScheduleKind kind, ScheduleOptions options)

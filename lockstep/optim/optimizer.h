@@ -29,12 +29,6 @@ class Optimizer {
   // All that a step reads besides parameters and gradients, as "layer.weight.exp_avg". The tensors
   // are the optimizer's own, not copies; what does not exist before the first step is made.
   virtual std::vector<NamedTensor> state() = 0;
-  // Where state is kept in another form than state() shows: the same tensors, which hold what they
-  // should once refresh() was called for a name; what was written into them after that is taken
-  // over by adopt(). They are the caller's: when it lets go of them their memory is free.
-  virtual std::vector<NamedTensor> lazy_state() { return state(); }
-  virtual void refresh(const std::string& /*name*/) {}
-  virtual void adopt(const std::string& /*name*/) {}
   // Copies into the state, after checking that `entries` are what state() would give, in any order.
   virtual void load_state(std::span<const NamedTensor> entries) = 0;
 
@@ -42,6 +36,24 @@ class Optimizer {
   std::vector<at::Tensor> parameters();
   // Gradients become undefined, which frees them.
   void zero_grad();
+};
+
+// What an optimizer offers too where it keeps its state encoded or offloaded: state in staging
+// tensors, one at a time, so that a checkpoint never needs memory for all of it in the form that
+// state() has. For each name: refresh(), then read or write the tensor, then adopt() where it was
+// written.
+class StagedState {
+ public:
+  // The tensors of state(), with undefined values. They belong to the caller: their memory is freed
+  // when the caller drops them.
+  virtual std::vector<NamedTensor> lazy_state() = 0;
+  // Fills the staging tensor of this name with the state.
+  virtual void refresh(const std::string& name) = 0;
+  // Takes over into the state what was written to the staging tensor after refresh().
+  virtual void adopt(const std::string& name) = 0;
+
+ protected:
+  ~StagedState() = default;
 };
 
 }  // namespace lockstep::optim

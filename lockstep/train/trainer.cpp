@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/exchange.h"
 #include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/rank_consistency.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -200,9 +200,9 @@ static checkpoint::Loaded load_named(const std::string& name,
                                      const comm::Group& world,
                                      const checkpoint::LoadOptions& options) {
   // One rank looks: a network disk may show others something older.
-  const std::string path = checkpoint::detail::run_on_all_ranks(
-      "resume", world,
-      [&]() -> std::string { return world.rank() == 0 ? config::checkpoint_at(name) : ""; })[0];
+  const std::string path = comm::run_on_all_ranks("resume", world, [&]() -> std::string {
+    return world.rank() == 0 ? config::checkpoint_at(name) : "";
+  })[0];
   try {
     return checkpoint::load(path, slices, world, options);
   } catch (const CommError&) {
@@ -210,7 +210,7 @@ static checkpoint::Loaded load_named(const std::string& name,
   } catch (const std::exception&) {
     const std::string damage = checkpoint::damage_in(path, world);
     if (damage.empty()) throw;
-    const auto others = checkpoint::detail::run_on_all_ranks("resume", world, [&]() -> std::string {
+    const auto others = comm::run_on_all_ranks("resume", world, [&]() -> std::string {
       return world.rank() == 0 ? config::other_checkpoints(path) : "";
     });
     throw ConfigError(format("{}; {}", damage, others[0]));

@@ -64,7 +64,7 @@ TEST(Group, FinishedOperationsDoNotHoldTheGroup) {
     run_threads(
         2,
         [&](const Group& group) {
-          const auto& impl = group.shared_impl();
+          const auto& impl = detail::shared_impl_of(group);
           const auto before = impl.use_count();
           const int other = 1 - group.rank();
           for (int round = 0; round < 300; ++round) {
@@ -83,7 +83,7 @@ TEST(Group, ALateThreadFindsTheOfferOfARankThatGaveUp) {
   std::string late_message;
   EXPECT_THROW(run_threads(2,
                            [&](const Group& group) {
-                             detail::Membership other = group.impl().membership();
+                             detail::Membership other = detail::impl_of(group).membership();
                              other.name = "late";
                              other.world = std::make_shared<detail::World>(*other.world);
                              other.world->timeout = milliseconds{50};

@@ -38,12 +38,12 @@ class HeldBack {
  private:
   struct Impl final : detail::GroupImpl {
     Impl(const Group& group, std::atomic<bool>& is_gone)
-        : GroupImpl(group.impl().membership(), "thread"), inner(group), gone(is_gone) {}
+        : GroupImpl(detail::impl_of(group).membership(), "thread"), inner(group), gone(is_gone) {}
     std::shared_ptr<detail::Pending> submit(fabric::Operation operation,
                                             std::shared_ptr<const void> memory) override {
       const bool holds_back =
           operation.kind == fabric::OpKind::all_gather && ++gatherings == 2 && inner.rank() == 1;
-      auto pending = inner.impl().submit(std::move(operation), std::move(memory));
+      auto pending = detail::impl_of(inner).submit(std::move(operation), std::move(memory));
       if (holds_back) {
         pending->wait();
         gone.wait(false);
@@ -53,7 +53,7 @@ class HeldBack {
     std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
     bool reaches(const void*, size_t) const override { return true; }
     fabric::Location locate(const void* data, size_t bytes) const override {
-      return inner.impl().locate(data, bytes);
+      return detail::impl_of(inner).locate(data, bytes);
     }
 
     Group inner;

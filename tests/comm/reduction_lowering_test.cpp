@@ -9,7 +9,7 @@
 #include <limits>
 #include <vector>
 
-#include "lockstep/comm/tensor.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -26,13 +26,13 @@ std::vector<T> average(DType dtype, int ranks, const std::vector<std::vector<T>>
   std::shared_ptr<const void> memory;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto& part = parts[static_cast<size_t>(rank) % parts.size()];
-    at::Tensor data = at::empty({static_cast<int64_t>(part.size())}, to_scalar_type(dtype));
+    at::Tensor data = at::empty({static_cast<int64_t>(part.size())}, memory::to_scalar_type(dtype));
     std::copy(part.begin(), part.end(), data.data_ptr<T>());
     Adapted form = adapt_reduction({.kind = fabric::OpKind::all_reduce,
                                     .reduce = fabric::ReduceOp::avg,
                                     .dtype = dtype,
-                                    .input = bytes_of(data),
-                                    .output = bytes_of(data),
+                                    .input = memory::bytes_of(data),
+                                    .output = memory::bytes_of(data),
                                     .count = data.numel()},
                                    std::make_shared<at::Tensor>(data), rank, ranks);
     EXPECT_EQ(form.operation.dtype, DType::int64);

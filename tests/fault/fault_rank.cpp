@@ -13,8 +13,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/job_store.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "tests/fault/freed_memory.h"
@@ -34,7 +34,7 @@ void report(const char* type, int lost, const char* message, double since) {
 
 void give_up(const comm::Group& world, int victim) {
   const comm::Group other = world.split(0, world.rank());
-  launch::Store& store = *world.impl().membership().world->store;
+  launch::Store& store = comm::job_store(world);
   const bool comes_late = world.rank() == victim;
   if (comes_late) store.get("given up", Deadline(milliseconds{60'000}));
   test::keep_freed_memory();
@@ -55,7 +55,7 @@ void give_up(const comm::Group& world, int victim) {
 
 void drop(const comm::Group& world, int victim) {
   comm::Group other = world.split(0, world.rank());
-  launch::Store& store = *world.impl().membership().world->store;
+  launch::Store& store = comm::job_store(world);
   const at::Tensor first = at::ones({100'000}), second = at::ones({100'000});
   if (world.rank() == victim) {
     store.get("dropped", Deadline(milliseconds{60'000}));

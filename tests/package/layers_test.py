@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The layer rule, the same rule for the rooms inside a layer, and what a source file may hold. Reads the tree; builds nothing.
+"""The layer rule, the same rule for the rooms inside a layer, details that stay inside, and what a source file may hold. Reads the tree; builds nothing.
 
 usage: layers_test.py SOURCE_DIR
 """
@@ -11,8 +11,12 @@ import tempfile
 
 # A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
 WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "io", "formats", "data", "config", "plan", "launch", "fabric"]
-WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
+WITH_TORCH = ["memory", "comm", "mesh", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
+# The first use the second as a user's program could: by installed headers, but for texts and bytes, which a program has ways of its own for.
+LIKE_A_USER = {"model", "train"}
+OF_PARALLELISM = {"memory", "comm", "mesh", "optim", "parallel", "checkpoint"}
+FOR_ANYBODY = {"lockstep/" + name for name in ["comm/control/rank_consistency.h", "comm/control/rank_texts.h", "memory/meter.h", "memory/tensor_bytes.h"]}
 
 # What programs include. Of the installed headers it includes all but those that need the headers of another library.
 UMBRELLA = "lockstep/lockstep.h"
@@ -26,6 +30,9 @@ SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".py"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".txt", ".cmake", ".in", ".md", ".json", ".sh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
+# Core has no namespace of its own.
+DETAIL = re.compile(r"\b(lockstep|" + "|".join(LAYERS) + r")::detail\b")
+COMMENT = re.compile(r"//.*")
 FORMATTING = re.compile(r"^(fmt|spdlog)/|^lockstep/core/format\.h$")
 
 
@@ -90,6 +97,8 @@ def include_errors(root, path, name, installed):
                 yield f"{name}: includes {included}, which does not exist"
             if target not in LAYERS or LAYERS.index(target) > LAYERS.index(layer):
                 yield f"{name}: includes {included}, but {layer} may use only: {' '.join(LAYERS[:LAYERS.index(layer) + 1])}"
+            if layer in LIKE_A_USER and target in OF_PARALLELISM and included not in installed | FOR_ANYBODY:
+                yield f"{name}: includes {included}, which is not installed, but {layer} may use only what a user can"
             if public and included not in installed:
                 yield f"{name}: is installed and includes {included}, which is not (HEADERS in lockstep/CMakeLists.txt)"
         if included == "torch/torch.h":
@@ -100,6 +109,15 @@ def include_errors(root, path, name, installed):
             yield f"{name}: is installed and includes {included}; formatting and logging are for sources"
         if included.startswith("spdlog/") and name != "lockstep/core/log.cpp":
             yield f"{name}: includes {included}; only lockstep/core/log.cpp may"
+
+
+def detail_errors(path, name):
+    """Uses of what another layer keeps to itself."""
+    layer = name.split("/")[1]
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+        for owner in DETAIL.findall(COMMENT.sub("", line)):
+            if owner != ("lockstep" if layer == "core" else layer):
+                yield f"{name}:{number}: uses {owner}::detail, which belongs to another layer; give what it needs a name outside detail"
 
 
 def room_errors(root):
@@ -138,7 +156,9 @@ def errors(root):
         if not (root / name).is_file():
             yield f"lockstep/CMakeLists.txt: installs {name}, which does not exist"
     for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
-        yield from include_errors(root, path, path.relative_to(root).as_posix(), installed)
+        name = path.relative_to(root).as_posix()
+        yield from include_errors(root, path, name, installed)
+        yield from detail_errors(path, name)
     yield from surface_errors(root, installed)
     yield from room_errors(root)
     for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
@@ -165,12 +185,13 @@ def self_test():
         "lockstep/core/format.h": "",
         "lockstep/core/a.cpp": '#include "lockstep/core/a.h"\n#include "lockstep/core/format.h"\n',
         "lockstep/core/log.cpp": "#include <spdlog/spdlog.h>\n",
-        "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\n',
+        "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\nusing comm::detail::World;\n',
     }
     many = [f"core/room{n % 9}/n{n}.h" for n in range(MAX_INSTALLED - 2)]
     broken = {
         "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
         "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
+        "only what a user can": {"lockstep/train/t.cpp": '#include "lockstep/comm/hidden.h"\n#include "lockstep/core/hidden.h"\n', "lockstep/comm/hidden.h": ""},
         "does not include it": {"lockstep/lockstep.h": '#include "lockstep/comm/c.h"\n', "lockstep/comm/c.h": ""},
         "which is not installed": {"lockstep/lockstep.h": sound["lockstep/lockstep.h"] + '#include "lockstep/core/hidden.h"\n'},
         "make others private": {
@@ -179,6 +200,8 @@ def self_test():
             **{f"lockstep/{name}": "" for name in many},
         },
         "which does not exist": {"lockstep/core/a.cpp": '#include "lockstep/core/gone.h"\n'},
+        "belongs to another layer": {"lockstep/comm/c.cpp": "int a = lockstep::detail::kA;  // core::detail\n"},
+        "uses comm::detail": {"lockstep/cli/x.cpp": "using comm::detail::World;\nusing cli::detail::Own;\n"},
         "include each other": {
             "lockstep/core/a.cpp": '#include "lockstep/core/room/b.h"\n',
             "lockstep/core/room/b.h": '#include "lockstep/core/room/deep/c.h"\n',

@@ -296,7 +296,7 @@ struct Request {
 
 std::vector<Contender> make_contenders(const Request& request, const Group& world) {
   std::vector<Contender> contenders;
-  const auto layout = comm::detail::host_layout(world.impl().membership());
+  const auto layout = comm::host_layout(world);
   const bool has_hierarchy =
       layout.hosts.size() > 1 && layout.hosts.size() < static_cast<size_t>(world.size());
   for (const std::string& name : request.strategies) {
@@ -310,13 +310,13 @@ std::vector<Contender> make_contenders(const Request& request, const Group& worl
 }
 
 void run_request(const Request& request, const Group& world) {
-  const auto layout = comm::detail::host_layout(world.impl().membership());
+  const auto layout = comm::host_layout(world);
   if (request.calibrate && world.backend() == "nccl")
     throw ConfigError(
         "bench collectives: what lies on GPUs is NCCL's under every strategy; there is nothing to "
         "calibrate");
   if (request.calibrate && layout.hosts.size() == 1 &&
-      world.backend() != comm::detail::backend_inside(std::string(world.backend()))) {
+      world.backend() != comm::backend_inside(std::string(world.backend()))) {
     throw ConfigError(
         format("bench collectives: all {} ranks are on one host, where adaptive is about shm and "
                "not {}: calibrate that",

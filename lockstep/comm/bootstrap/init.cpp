@@ -17,6 +17,7 @@
 #include "lockstep/comm/backends/nccl/runtime.h"
 #include "lockstep/comm/bootstrap/torchrun_store.h"
 #include "lockstep/comm/control/job_roster.h"
+#include "lockstep/comm/control/rank_error.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/shared_objects.h"
 #include "lockstep/core/error.h"
@@ -30,6 +31,7 @@
 namespace lockstep::comm {
 namespace {
 
+using detail::Contribution;
 using detail::World;
 
 bool is_mpi_launcher(Launcher launcher) {
@@ -88,33 +90,12 @@ std::string places_of(const launch::RendezvousServer& server, const RankEnv& env
   return detail::places(env.master_addr, launch::outward_addresses(), place.port);
 }
 
-// A rank that cannot take part shares why, instead of what the others wait for.
-class Contribution {
- public:
-  template <class Make>
-  explicit Contribution(Make make) {
-    try {
-      text_ = make();
-    } catch (const std::exception& error) {
-      failure_ = std::current_exception();
-      text_ = (kRefusal + error.what()).substr(0, detail::kTextBytes);
-    }
-  }
-  const std::string& text() const { return text_; }
-  void throw_if_failed() const {
-    if (failure_) std::rethrow_exception(failure_);
-  }
-  static void throw_if_refused(int rank, const std::string& text) {
-    if (text.starts_with(kRefusal))
-      throw ConfigError(
-          format("[init] rank {} cannot take part: {}", rank, text.substr(kRefusal.size())));
-  }
-
- private:
-  static inline const std::string kRefusal = "! ";
-  std::string text_;
-  std::exception_ptr failure_;
-};
+// What rank `rank` has contributed. Throws ConfigError where it could not.
+std::string value_of(int rank, const std::string& text) {
+  if (const auto error = Contribution::error_in(text))
+    throw ConfigError(format("[init] rank {} cannot take part: {}", rank, error->message));
+  return Contribution::value_in(text);
+}
 
 // The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
 // is and a name for the job. Without a secret of the user's, who can read that text can join.
@@ -122,17 +103,19 @@ template <class Share>
 Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
                     Share share_from_rank0) {
   std::string secret;
-  const Contribution mine([&]() -> std::string {
-    secret = launch::secret_from_environment();
-    if (env.rank != 0) return {};
-    const std::string job = launch::make_token();
-    world.server = host_anywhere(env, launch::token_for_job(secret, job));
-    return places_of(*world.server, env) + " " + job;
-  });
+  const Contribution mine(
+      env.rank,
+      [&]() -> std::string {
+        secret = launch::secret_from_environment();
+        if (env.rank != 0) return {};
+        const std::string job = launch::make_token();
+        world.server = host_anywhere(env, launch::token_for_job(secret, job));
+        return places_of(*world.server, env) + " " + job;
+      },
+      detail::kTextBytes);
   const std::string shared = share_from_rank0(mine.text());
   mine.throw_if_failed();
-  Contribution::throw_if_refused(0, shared);
-  std::istringstream words(shared);
+  std::istringstream words(value_of(0, shared));
   std::string address, job;
   words >> address >> job;
   return join_at(address, launch::token_for_job(secret, job), env, deadline);
@@ -299,18 +282,23 @@ Group detail::adopt_world(int rank, int size, const GatherTexts& gather, Backend
   log::set_rank(rank);
   trace::name_thread(rank, "compute");
   raise_open_file_limit();
-  const Contribution host([&] {
-    options = with_environment(std::move(options));
-    if (options.backend != "auto") find_backend(options.backend);
-    if (options.backend == "thread")
-      throw ConfigError("[adopt] backend 'thread' makes its ranks itself: use run_threads");
-    name_interface_to_engines();
-    return host_identity().substr(0, kTextBytes);
-  });
-  const auto hosts = gather(host.text());
+  const Contribution host(
+      rank,
+      [&] {
+        options = with_environment(std::move(options));
+        if (options.backend != "auto") find_backend(options.backend);
+        if (options.backend == "thread")
+          throw ConfigError("[adopt] backend 'thread' makes its ranks itself: use run_threads");
+        name_interface_to_engines();
+        return host_identity().substr(0, kTextBytes - 1);  // a mark precedes it
+      },
+      kTextBytes);
+  std::vector<std::string> hosts = gather(host.text());
   host.throw_if_failed();
-  for (int other = 0; other < size; ++other)
-    Contribution::throw_if_refused(other, hosts[static_cast<size_t>(other)]);
+  for (int other = 0; other < size; ++other) {
+    std::string& text = hosts[static_cast<size_t>(other)];
+    text = value_of(other, text);
+  }
   if (size == 1) return {};
   auto world = world_with(options);
   const bool one_host =

@@ -9,9 +9,9 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/support.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -35,9 +35,9 @@ void check_all_reduce(const Ranks& group) {
         if (!is_worthwhile(count, dtype, op)) continue;
         at::Tensor data = group.contribution(group.rank(), count, dtype);
         all_reduce(data, group, {.op = op}).wait();
-        require_equal(data, expected_reduction(group.contributions(count, dtype), op),
-                      label("all_reduce", dtype, count) + ", " + std::string(fabric::name_of(op)),
-                      group.tolerance(op, dtype));
+        verify_equal(data, expected_reduction(group.contributions(count, dtype), op),
+                     label("all_reduce", dtype, count) + ", " + std::string(fabric::name_of(op)),
+                     group.tolerance(op, dtype));
       }
     }
   }
@@ -47,7 +47,7 @@ void check_all_reduce(const Ranks& group) {
   } catch (const ConfigError&) {
     refused = true;
   }
-  require(refused, "avg of bool was not refused");
+  verify(refused, "avg of bool was not refused");
 }
 
 void check_reduce(const Ranks& group) {
@@ -56,11 +56,11 @@ void check_reduce(const Ranks& group) {
       const int64_t count = kSizes[2 + (root + static_cast<int>(dtype)) % 4];
       at::Tensor data = group.contribution(group.rank(), count, dtype);
       reduce(data, group, {.root = root}).wait();
-      require_equal(data,
-                    group.rank() == root
-                        ? expected_reduction(group.contributions(count, dtype), ReduceOp::sum)
-                        : group.contribution(group.rank(), count, dtype),
-                    label("reduce", dtype, count));
+      verify_equal(data,
+                   group.rank() == root
+                       ? expected_reduction(group.contributions(count, dtype), ReduceOp::sum)
+                       : group.contribution(group.rank(), count, dtype),
+                   label("reduce", dtype, count));
     }
   }
 }
@@ -75,19 +75,19 @@ void check_whole_averages(const Ranks& group) {
     const at::Tensor& mine = parts[static_cast<size_t>(group.rank())];
     at::Tensor data = mine.clone();
     all_reduce(data, group, {.op = ReduceOp::avg}).wait();
-    require_equal(data, expected, label("average over all", dtype, data.numel()));
+    verify_equal(data, expected, label("average over all", dtype, data.numel()));
     const int root = group.size() - 1;
     data = mine.clone();
     reduce(data, group, {.root = root, .op = ReduceOp::avg}).wait();
-    require_equal(data, group.rank() == root ? expected : mine,
-                  label("average at the root", dtype, data.numel()));
+    verify_equal(data, group.rank() == root ? expected : mine,
+                 label("average at the root", dtype, data.numel()));
     at::Tensor block = at::empty({kCount}, mine.options());
     reduce_scatter(block, mine, group, {.op = ReduceOp::avg}).wait();
-    require_equal(block, expected.narrow(0, kCount * group.rank(), kCount),
-                  label("average of a block", dtype, kCount));
+    verify_equal(block, expected.narrow(0, kCount * group.rank(), kCount),
+                 label("average of a block", dtype, kCount));
     data = mine.clone();
     all_reduce_ordered(data, group, {.op = ReduceOp::avg}).wait();
-    require_equal(data, expected, label("average in order", dtype, data.numel()));
+    verify_equal(data, expected, label("average in order", dtype, data.numel()));
   }
 }
 
@@ -97,8 +97,8 @@ void check_broadcast(const Ranks& group) {
       for (const int64_t count : {kSizes[(root + static_cast<int>(dtype)) % 6], int64_t{5}}) {
         at::Tensor data = group.contribution(group.rank(), count, dtype);
         broadcast(data, group, {.root = root}).wait();
-        require_equal(data, group.contribution(root, count, dtype),
-                      label("broadcast", dtype, count));
+        verify_equal(data, group.contribution(root, count, dtype),
+                     label("broadcast", dtype, count));
       }
     }
   }
@@ -131,8 +131,8 @@ void check_all_gather(const Ranks& group) {
         all_gather(output, parts[static_cast<size_t>(group.rank())], group,
                    {.counts = even ? std::vector<int64_t>() : counts})
             .wait();
-        require_equal(output, at::cat(parts),
-                      label(even ? "all_gather" : "uneven all_gather", dtype, count));
+        verify_equal(output, at::cat(parts),
+                     label(even ? "all_gather" : "uneven all_gather", dtype, count));
       }
     }
   }
@@ -156,9 +156,9 @@ void check_reduce_scatter(const Ranks& group) {
           reduce_scatter(output, input, group,
                          {.op = op, .counts = even ? std::vector<int64_t>() : counts})
               .wait();
-          require_equal(output, expected_reduction(group.contributions(mine, dtype, start), op),
-                        label(even ? "reduce_scatter" : "uneven reduce_scatter", dtype, count),
-                        group.tolerance(op, dtype));
+          verify_equal(output, expected_reduction(group.contributions(mine, dtype, start), op),
+                       label(even ? "reduce_scatter" : "uneven reduce_scatter", dtype, count),
+                       group.tolerance(op, dtype));
         }
       }
     }
@@ -189,8 +189,8 @@ void check_all_to_all(const Ranks& group) {
         AllToAllOptions options;
         if (!even) options.input_counts = sends, options.output_counts = receives;
         all_to_all(output, input, group, options).wait();
-        require_equal(output, expected,
-                      label(even ? "all_to_all" : "uneven all_to_all", dtype, count));
+        verify_equal(output, expected,
+                     label(even ? "all_to_all" : "uneven all_to_all", dtype, count));
       }
     }
   }
@@ -204,10 +204,10 @@ void check_gather_and_scatter(const Ranks& group) {
                        mine = group.contribution(group.rank(), count, dtype);
       at::Tensor gathered = group.rank() == root ? at::empty_like(whole) : at::Tensor();
       gather(gathered, mine, group, {.root = root}).wait();
-      if (group.rank() == root) require_equal(gathered, whole, label("gather", dtype, count));
+      if (group.rank() == root) verify_equal(gathered, whole, label("gather", dtype, count));
       at::Tensor part = at::empty_like(mine);
       scatter(part, group.rank() == root ? whole : at::Tensor(), group, {.root = root}).wait();
-      require_equal(part, mine, label("scatter", dtype, count));
+      verify_equal(part, mine, label("scatter", dtype, count));
     }
   }
 }
@@ -233,8 +233,8 @@ void check_messages(const Ranks& group) {
   size_t at = 0;
   for (const DType dtype : kAllTypes) {
     for (const int64_t count : kSizes)
-      require_equal(received[at++], group.contribution(previous, count, dtype),
-                    label("recv", dtype, count));
+      verify_equal(received[at++], group.contribution(previous, count, dtype),
+                   label("recv", dtype, count));
   }
 }
 
@@ -247,18 +247,18 @@ void check_non_contiguous(const Ranks& group) {
   const at::Tensor expected =
       expected_reduction(group.contributions(40 * 30, DType::float32), ReduceOp::sum)
           .reshape({40, 30});
-  require_equal(sum.slice(1, 0, 30, 2).contiguous(), expected.slice(1, 0, 30, 2).contiguous(),
-                "all_reduce of a strided view");
-  require_equal(sum.slice(1, 1, 30, 2).contiguous(), whole.slice(1, 1, 30, 2).contiguous(),
-                "what lies between a strided view");
+  verify_equal(sum.slice(1, 0, 30, 2).contiguous(), expected.slice(1, 0, 30, 2).contiguous(),
+               "all_reduce of a strided view");
+  verify_equal(sum.slice(1, 1, 30, 2).contiguous(), whole.slice(1, 1, 30, 2).contiguous(),
+               "what lies between a strided view");
 
   at::Tensor gathered = at::empty({group.size() * 30, 40}, group.options()).t();
   all_gather(gathered, whole.t(), group).wait();
   std::vector<at::Tensor> parts;
   for (const at::Tensor& part : group.contributions(40 * 30, DType::float32))
     parts.push_back(part.reshape({40, 30}).t().reshape(-1));
-  require_equal(gathered.contiguous().reshape(-1), at::cat(parts),
-                "all_gather between transposed tensors");
+  verify_equal(gathered.contiguous().reshape(-1), at::cat(parts),
+               "all_gather between transposed tensors");
 }
 
 void check_in_place(const Ranks& group) {
@@ -267,12 +267,12 @@ void check_in_place(const Ranks& group) {
   at::Tensor mine = whole.narrow(0, count * group.rank(), count);
   mine.copy_(group.contribution(group.rank(), count, DType::float32));
   all_gather(whole, mine, group).wait();
-  require_equal(whole, at::cat(group.contributions(count, DType::float32)),
-                "all_gather from a block of its output");
+  verify_equal(whole, at::cat(group.contributions(count, DType::float32)),
+               "all_gather from a block of its output");
   whole = group.contribution(group.rank(), count * group.size(), DType::float32);
   mine = whole.narrow(0, count * group.rank(), count);
   reduce_scatter(mine, whole, group).wait();
-  require_equal(
+  verify_equal(
       mine,
       expected_reduction(group.contributions(count * group.size(), DType::float32), ReduceOp::sum)
           .narrow(0, count * group.rank(), count),
@@ -288,14 +288,14 @@ void check_symmetric_memory(const Ranks& group) {
         expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum);
     data.copy_(group.contribution(group.rank(), count, DType::float32));
     all_reduce(data, group).wait();
-    require_equal(data, sum, "all_reduce in symmetric memory");
+    verify_equal(data, sum, "all_reduce in symmetric memory");
     data.copy_(group.contribution(group.rank(), count, DType::float32));
     all_gather(whole, data, group).wait();
-    require_equal(whole, at::cat(group.contributions(count, DType::float32)),
-                  "all_gather in symmetric memory");
+    verify_equal(whole, at::cat(group.contributions(count, DType::float32)),
+                 "all_gather in symmetric memory");
     whole.copy_(group.contribution(group.rank(), count * group.size(), DType::float32));
     reduce_scatter(data, whole, group, {.op = ReduceOp::avg}).wait();
-    require_equal(
+    verify_equal(
         data,
         expected_reduction(group.contributions(count * group.size(), DType::float32), ReduceOp::avg)
             .narrow(0, count * group.rank(), count),
@@ -304,7 +304,7 @@ void check_symmetric_memory(const Ranks& group) {
     at::Tensor mixed = group.rank() == 0 ? at::empty({count}, group.options()) : data;
     mixed.copy_(group.contribution(group.rank(), count, DType::float32));
     all_reduce(mixed, group).wait();
-    require_equal(mixed, sum, "all_reduce of symmetric and ordinary memory");
+    verify_equal(mixed, sum, "all_reduce of symmetric and ordinary memory");
   }
 }
 
@@ -329,23 +329,23 @@ void check_nan(const Ranks& group) {
               at::tensor(op == ReduceOp::min ? std::vector{1.0, -n} : std::vector{n, -1.0},
                          at::kDouble)
                   .to(type);
-          const auto require_result = [&](const at::Tensor& result, const char* what) {
+          const auto verify_result = [&](const at::Tensor& result, const char* what) {
             const at::Tensor rows = result.reshape({-1, 4});
-            require(rows.slice(1, 2, 4).isnan().all().item<bool>(),
-                    format("{} of {} {} on {} ranks lost the NaN of rank {}", what, count,
-                           c10::toString(type), group.size(), one));
-            require_equal(rows.slice(1, 0, 2).contiguous(),
-                          expected.expand({rows.size(0), 2}).contiguous(), what);
+            verify(rows.slice(1, 2, 4).isnan().all().item<bool>(),
+                   format("{} of {} {} on {} ranks lost the NaN of rank {}", what, count,
+                          c10::toString(type), group.size(), one));
+            verify_equal(rows.slice(1, 0, 2).contiguous(),
+                         expected.expand({rows.size(0), 2}).contiguous(), what);
           };
           at::Tensor all = data.clone();
           all_reduce(all, group, {.op = op}).wait();
-          require_result(all, "all_reduce");
+          verify_result(all, "all_reduce");
           all = data.clone();
           reduce(all, group, {.root = one, .op = op}).wait();
-          if (group.rank() == one) require_result(all, "reduce");
+          if (group.rank() == one) verify_result(all, "reduce");
           at::Tensor part = at::empty_like(data);
           reduce_scatter(part, data.repeat({group.size()}), group, {.op = op}).wait();
-          require_result(part, "reduce_scatter");
+          verify_result(part, "reduce_scatter");
         }
       }
     }
@@ -361,13 +361,13 @@ void check_same_bits(const Ranks& group) {
                             .mul_(0.37 + group.rank())
                             .sin_()
                             .mul_(1e3)
-                            .to(detail::to_scalar_type(dtype));
+                            .to(memory::to_scalar_type(dtype));
       all_reduce(data, group).wait();
       at::Tensor everyone = at::empty({group.size(), data.numel()}, data.options());
       all_gather(everyone, data, group).wait();
       for (int rank = 1; rank < group.size(); ++rank)
-        require_equal(everyone[rank], everyone[0], "the same sum on two ranks");
-      if (run > 0) require_equal(data, first, "the same sum in two runs");
+        verify_equal(everyone[rank], everyone[0], "the same sum on two ranks");
+      if (run > 0) verify_equal(data, first, "the same sum in two runs");
       first = data;
     }
   }
@@ -379,18 +379,18 @@ void check_split(const Ranks& group) {
   for (int rank = group.size() - 1; rank >= 0; --rank) {
     if (rank % 2 == group.rank() % 2) members.push_back(group.members()[static_cast<size_t>(rank)]);
   }
-  require(std::equal(members.begin(), members.end(), half.members().begin(), half.members().end()),
-          "a split has the wrong members");
-  require(half.members()[static_cast<size_t>(half.rank())] ==
-              group.members()[static_cast<size_t>(group.rank())],
-          "a split gives the wrong rank");
+  verify(std::equal(members.begin(), members.end(), half.members().begin(), half.members().end()),
+         "a split has the wrong members");
+  verify(half.members()[static_cast<size_t>(half.rank())] ==
+             group.members()[static_cast<size_t>(group.rank())],
+         "a split gives the wrong rank");
   at::Tensor data =
       at::full({1000}, half.members()[static_cast<size_t>(half.rank())], group.options(at::kLong));
   all_reduce(data, half).wait();
-  require_equal(data,
-                at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}),
-                         group.options(at::kLong)),
-                "all_reduce in a split");
+  verify_equal(data,
+               at::full({1000}, std::accumulate(members.begin(), members.end(), int64_t{0}),
+                        group.options(at::kLong)),
+               "all_reduce in a split");
   barrier(group).wait();
 }
 
@@ -400,13 +400,13 @@ void check_large(const Ranks& group) {
   data[count - 1] = 3 * group.rank();
   all_reduce(data, group).wait();
   const int sum = group.size() * (group.size() + 1) / 2;
-  require(data.slice(0, 0, count - 1).min().item<int>() == sum &&
-              data.slice(0, 0, count - 1).max().item<int>() == sum &&
-              data[count - 1].item<int>() == 3 * group.size() * (group.size() - 1) / 2,
-          "a sum of more than 2^31 elements");
+  verify(data.slice(0, 0, count - 1).min().item<int>() == sum &&
+             data.slice(0, 0, count - 1).max().item<int>() == sum &&
+             data[count - 1].item<int>() == 3 * group.size() * (group.size() - 1) / 2,
+         "a sum of more than 2^31 elements");
   broadcast(data.fill_(group.rank()), group, {.root = group.size() - 1}).wait();
-  require(data.min().item<int>() == group.size() - 1 && data.max().item<int>() == group.size() - 1,
-          "a broadcast of more than 2^31 elements");
+  verify(data.min().item<int>() == group.size() - 1 && data.max().item<int>() == group.size() - 1,
+         "a broadcast of more than 2^31 elements");
   if (group.size() == 1) return;
   // Only one rank has as much as that in these: all must still take the same way.
   const int64_t block = count / group.size() + 1;
@@ -414,8 +414,8 @@ void check_large(const Ranks& group) {
   data = group.rank() == 0 ? at::empty({block * group.size()}, part.options()) : at::Tensor();
   gather(data, part, group).wait();
   scatter(part.zero_(), data, group).wait();
-  require(part.min().item<int>() == group.rank() + 1 && part.max().item<int>() == group.rank() + 1,
-          "a gather and a scatter of more than 2^31 elements");
+  verify(part.min().item<int>() == group.rank() + 1 && part.max().item<int>() == group.rank() + 1,
+         "a gather and a scatter of more than 2^31 elements");
 }
 
 // Allowed as all_gather and reduce_scatter allow it.
@@ -428,11 +428,11 @@ void check_in_place_at_root(const Ranks& group) {
       const at::Tensor block = whole.narrow(0, count * group.rank(), count);
       block.copy_(mine);
       gather(whole, block, group, {.root = root}).wait();
-      if (group.rank() == root) require_equal(whole, all, "gather from a block of its output");
+      if (group.rank() == root) verify_equal(whole, all, "gather from a block of its output");
       whole.copy_(all);
       if (group.rank() != root) block.zero_();
       scatter(block, whole, group, {.root = root}).wait();
-      require_equal(block, mine, "scatter into a block of its input");
+      verify_equal(block, mine, "scatter into a block of its input");
     }
   }
 }

@@ -115,16 +115,16 @@ void check_unwaited(const Ranks& group) {
       const double tolerance = group.tolerance(ReduceOp::avg, DType::bfloat16);
       {
         const Work work = begin(output, expected);
-        require(until([&] { return work.done(); }),
-                format("{} of {} elements is never done without wait()", name, count));
-        require_equal(output.contiguous(), expected, format("{}, not waited for", name), tolerance);
+        verify(until([&] { return work.done(); }),
+               format("{} of {} elements is never done without wait()", name, count));
+        verify_equal(output.contiguous(), expected, format("{}, not waited for", name), tolerance);
       }
       // What an operation still needs it holds: when nobody else has the tensor, it is over.
       (void)begin(output, expected);
-      require(until([&] { return output.use_count() == 1 && output.storage().use_count() == 1; }),
-              format("{} of {} elements: the tensor is held for ever", name, count));
-      require_equal(output.contiguous(), expected, format("{}, its handle dropped", name),
-                    tolerance);
+      verify(until([&] { return output.use_count() == 1 && output.storage().use_count() == 1; }),
+             format("{} of {} elements: the tensor is held for ever", name, count));
+      verify_equal(output.contiguous(), expected, format("{}, its handle dropped", name),
+                   tolerance);
       barrier(group).wait();
     }
   }
@@ -139,15 +139,15 @@ void check_overlapping_calls(const Ranks& group) {
   }
   for (size_t k = works.size(); k-- > 0;) {
     works[k].wait();
-    require_equal(tensors[k],
-                  expected_reduction(group.contributions(tensors[k].numel(), kAllTypes[k % 9]),
-                                     ReduceOp::sum),
-                  "one of many in flight");
+    verify_equal(tensors[k],
+                 expected_reduction(group.contributions(tensors[k].numel(), kAllTypes[k % 9]),
+                                    ReduceOp::sum),
+                 "one of many in flight");
   }
   Work last = barrier(group);
   last.wait();
   last.wait();
-  require(last.done(), "a work that was waited for is not done");
+  verify(last.done(), "a work that was waited for is not done");
 }
 
 // An operation needs no thread that waits for it: rank 0 waits for the others in another group,
@@ -160,9 +160,9 @@ void check_waiting_elsewhere(const Ranks& group) {
     if (group.rank() != 0) work.wait();
     barrier(inside).wait();
     work.wait();
-    require_equal(data,
-                  expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum),
-                  "an operation that nobody waited for at first");
+    verify_equal(data,
+                 expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum),
+                 "an operation that nobody waited for at first");
   }
 }
 

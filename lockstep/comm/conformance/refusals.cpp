@@ -25,7 +25,7 @@ void require_refused(const char* what, Body body) {
 // Whether the backend compares what ranks call.
 bool compares(const Ranks& group) {
   return group.backend() == "thread" || group.backend() == "shm" ||
-         group.impl().membership().world->check;
+         detail::impl_of(group).membership().world->check;
 }
 
 // Peers read an input while the output is written: only what collectives.h allows may overlap.
@@ -143,16 +143,16 @@ void check_mismatches(const Ranks& group) {
     } catch (const MismatchError& error) {
       message = error.what();
     }
-    require(message.find(format("rank {} called", group.size() - 1)) != std::string::npos &&
-                message.find("; rank") != std::string::npos,
-            format("{}: no error that shows both sides, but '{}'", what, message));
+    verify(message.find(format("rank {} called", group.size() - 1)) != std::string::npos &&
+               message.find("; rank") != std::string::npos,
+           format("{}: no error that shows both sides, but '{}'", what, message));
     bool still_broken = false;
     try {
       barrier(victim).wait();
     } catch (const CommError&) {
       still_broken = true;
     }
-    require(still_broken, format("{}: the group went on afterwards", what));
+    verify(still_broken, format("{}: the group went on afterwards", what));
   }
 }
 
@@ -169,10 +169,10 @@ void check_fewer_calls(const Ranks& group) {
     try {
       all_reduce(data, victim).wait();
     } catch (const PeerLost& error) {
-      require(error.rank() == leaver, format("the wrong rank is named: {}", error.what()));
+      verify(error.rank() == leaver, format("the wrong rank is named: {}", error.what()));
       message = error.what();
     }
-    require(!message.empty(), "fewer calls of one rank: no error that names it");
+    verify(!message.empty(), "fewer calls of one rank: no error that names it");
   }
   victim = Group();
   barrier(group).wait();
@@ -191,7 +191,7 @@ void check_mismatched_message(const Ranks& group) {
   } catch (const MismatchError& error) {
     message = error.what();
   }
-  require(
+  verify(
       message.find(
           "rank 1 called recv(float32[40], from 0), but rank 0 called send(float32[80], to 1)") !=
           std::string::npos,

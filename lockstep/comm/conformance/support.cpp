@@ -6,13 +6,13 @@
 #include <limits>
 
 #include "lockstep/comm/backend.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::conformance {
 
-void require(bool condition, const std::string& what) {
+void verify(bool condition, const std::string& what) {
   if (!condition) throw Error(what);
 }
 
@@ -20,7 +20,7 @@ at::Tensor Ranks::contribution(int rank, int64_t count, DType dtype, int64_t fir
   const int64_t start = first + 3 * rank + 1;
   const at::Tensor numbers = at::arange(start, start + count, options(at::kLong)).bitwise_and_(3);
   return dtype == DType::boolean ? numbers.bitwise_and(1).to(at::kBool)
-                                 : numbers.to(detail::to_scalar_type(dtype));
+                                 : numbers.to(memory::to_scalar_type(dtype));
 }
 
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op) {
@@ -73,7 +73,7 @@ at::Tensor Ranks::near_limits(int rank, int64_t count, DType dtype) const {
     const int64_t choice = i % 8 < 2 ? i % 8 : i + rank * (i / 7 % 3);
     numbers.data_ptr<int64_t>()[i] = values[choice % std::ssize(values)];
   }
-  return numbers.to(options(detail::to_scalar_type(dtype)));
+  return numbers.to(options(memory::to_scalar_type(dtype)));
 }
 
 std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype, int64_t first) const {
@@ -84,7 +84,7 @@ std::vector<at::Tensor> Ranks::contributions(int64_t count, DType dtype, int64_t
 }
 
 double Ranks::tolerance(ReduceOp op, DType dtype) const {
-  const bool on_device = impl().device_for(at::empty({0}, options())) >= 0;
+  const bool on_device = uses_device_memory(*this, device_);
   if (op != ReduceOp::avg || !is_floating(dtype) || !on_device) return 0;
   switch (dtype) {
     case DType::float64:
@@ -98,10 +98,10 @@ double Ranks::tolerance(ReduceOp op, DType dtype) const {
   }
 }
 
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
-                   double tolerance) {
-  require(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
-          what + ": wrong shape or dtype");
+void verify_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
+                  double tolerance) {
+  verify(actual.scalar_type() == expected.scalar_type() && actual.sizes() == expected.sizes(),
+         what + ": wrong shape or dtype");
   if (at::equal(actual, expected)) return;
   if (tolerance > 0 && at::allclose(actual, expected, tolerance, tolerance)) return;
   const at::Tensor wrong = actual.ne(expected).reshape(-1).nonzero();

@@ -36,7 +36,6 @@ class Ranks : public Group {
   at::Device device_;
 };
 
-// Throws `what` unless the condition holds.
 inline constexpr DType kAllTypes[] = {DType::float64,  DType::float32, DType::float16,
                                       DType::bfloat16, DType::int64,   DType::int32,
                                       DType::int8,     DType::uint8,   DType::boolean};
@@ -45,9 +44,10 @@ constexpr ReduceOp kAllOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::product,
 // Nothing, one element, odd sizes, and both sides of the sizes where backends change their ways.
 inline constexpr int64_t kSizes[] = {0, 1, 3, 1000, 8193, 70'001};
 
-void require(bool condition, const std::string& what);
-void require_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
-                   double tolerance = 0);
+// Throws Error with `what` unless the condition holds: the backend breaks a promise.
+void verify(bool condition, const std::string& what);
+void verify_equal(const at::Tensor& actual, const at::Tensor& expected, const std::string& what,
+                  double tolerance = 0);
 
 at::Tensor expected_reduction(const std::vector<at::Tensor>& parts, ReduceOp op);
 

@@ -3,6 +3,8 @@
 
 #include <exception>
 
+#include "lockstep/comm/backend.h"
+
 namespace lockstep::comm::detail {
 
 ActivityReporter::ActivityReporter(std::shared_ptr<launch::Store> store)
@@ -35,6 +37,11 @@ void ActivityReporter::run(std::stop_token stop) {
     }
     lock.lock();
   }
+}
+
+const std::shared_ptr<ActivityReporter>& reporter_of(World& world) {
+  if (!world.reporter) world.reporter = std::make_shared<ActivityReporter>(world.store);
+  return world.reporter;
 }
 
 }  // namespace lockstep::comm::detail

@@ -14,6 +14,8 @@
 
 namespace lockstep::comm::detail {
 
+struct World;
+
 // For backends without shared memory. Posts changes from a thread of its own, a few times a second:
 // no operation waits for it. Thread safe.
 class ActivityReporter {
@@ -37,5 +39,8 @@ class ActivityReporter {
       words_;  // word, last reported
   std::jthread thread_;
 };
+
+// The job's own, made by the first call.
+const std::shared_ptr<ActivityReporter>& reporter_of(World& world);
 
 }  // namespace lockstep::comm::detail

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who of a group is on which host. Private to comm.
+// Who of a group is on which host. Private: not installed.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 #include "lockstep/comm/backend.h"
 
-namespace lockstep::comm::detail {
+namespace lockstep::comm {
 
 struct HostLayout {
   std::vector<std::vector<int>> hosts;  // ranks of the group by host, hosts by their first rank
@@ -19,12 +19,17 @@ struct HostLayout {
   // "2+2": the number of ranks on each host.
   std::string to_text() const;
 };
-HostLayout host_layout(const Membership& membership);
+HostLayout host_layout(const Group& group);
 
-// The backend with which ranks of one host communicate.
+// The backend with which ranks of one host communicate, where those of several hosts use `backend`.
 std::string backend_inside(const std::string& backend);
+
+namespace detail {
+
+HostLayout host_layout(const Membership& membership);
 
 // `membership` but for its members and name.
 Membership subgroup(const Membership& membership, std::string name, const std::vector<int>& ranks);
 
-}  // namespace lockstep::comm::detail
+}  // namespace detail
+}  // namespace lockstep::comm

@@ -9,12 +9,12 @@
 namespace lockstep::comm {
 
 HostGroups split_by_host(const Group& group) {
-  const detail::Membership& base = group.impl().membership();
-  const detail::HostLayout layout = detail::host_layout(base);
+  const detail::Membership& base = detail::impl_of(group).membership();
+  const HostLayout layout = detail::host_layout(base);
   const auto me = static_cast<size_t>(group.rank());
   const int host = layout.host[me], place = layout.place[me];
-  const std::string name = format("{}.{}", base.name, group.impl().next_split());
-  const std::string& backend = group.impl().backend();
+  const std::string name = format("{}.{}", base.name, detail::impl_of(group).next_split());
+  const std::string& backend = detail::impl_of(group).backend();
 
   HostGroups groups;
   groups.hosts = static_cast<int>(layout.hosts.size());
@@ -22,14 +22,12 @@ HostGroups split_by_host(const Group& group) {
   groups.inside =
       Group(detail::make_plain_group(detail::subgroup(base, format("{}/host{}", name, host),
                                                       layout.hosts[static_cast<size_t>(host)]),
-                                     detail::backend_inside(backend)));
+                                     backend_inside(backend)));
   groups.across = Group(detail::make_plain_group(
       detail::subgroup(base, format("{}/across{}", name, place), layout.peers(group.rank())),
       backend));
   return groups;
 }
-
-namespace detail {
 
 std::string HostLayout::to_text() const {
   std::vector<size_t> sizes;
@@ -44,6 +42,16 @@ std::vector<int> HostLayout::peers(int rank) const {
   for (const auto& members : hosts) ranks.push_back(members[at]);
   return ranks;
 }
+
+HostLayout host_layout(const Group& group) {
+  return detail::host_layout(detail::impl_of(group).membership());
+}
+
+std::string backend_inside(const std::string& backend) {
+  return backend == "thread" ? backend : "shm";
+}
+
+namespace detail {
 
 HostLayout host_layout(const Membership& membership) {
   HostLayout layout;
@@ -66,10 +74,6 @@ HostLayout host_layout(const Membership& membership) {
                        [](const auto& a, const auto& b) { return a.size() < b.size(); });
   layout.places = static_cast<int>(smallest->size());
   return layout;
-}
-
-std::string backend_inside(const std::string& backend) {
-  return backend == "thread" ? backend : "shm";
 }
 
 Membership subgroup(const Membership& membership, std::string name, const std::vector<int>& ranks) {

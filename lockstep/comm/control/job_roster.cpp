@@ -110,12 +110,6 @@ std::string host_identity() {
                 link_target("/proc/self/ns/net"));
 }
 
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
 std::string places(const std::string& named, std::vector<std::string> addresses, uint16_t port) {
   // Engines connect ranks by the addresses that they came with, which must be of one family.
   std::ranges::stable_partition(

@@ -40,6 +40,5 @@ void let_others_hear(launch::Store& store);
 // device, another for all others: containers on one machine may share a name, and its boot id
 // anyway.
 std::string host_identity();
-std::string host_name();
 
 }  // namespace lockstep::comm::detail

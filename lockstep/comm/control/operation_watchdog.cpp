@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <typeinfo>
 
 #include "lockstep/comm/control/job_roster.h"
+#include "lockstep/comm/control/rank_error.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -39,46 +39,22 @@ std::string describe_activity(const fabric::Activity& activity) {
 
 std::string failure_key(const std::string& group) { return "failure/" + group; }
 
-// "kind rank message", so that others throw the same type.
-[[noreturn]] void throw_failure(const std::string& told) {
-  std::istringstream words(told);
-  char kind = 'E';
-  int rank = -1;
-  std::string message;
-  words >> kind >> rank;
-  std::getline(words.ignore(), message);
-  if (kind == 'L') throw PeerLost(rank, message);
-  if (kind == 'T') throw TimeoutError(message);
-  if (kind == 'M') throw MismatchError(message);
-  throw CommError(message);
-}
-
 }  // namespace
 
 void tell_failure(launch::Store& store, const std::string& group, int rank,
                   const std::exception_ptr& error) {
-  const auto tell = [&](char kind, int of, const char* message) {
-    try {
-      if (!store.find(failure_key(group)))
-        store.set(failure_key(group), format("{} {} {}", kind, of, message));
-    } catch (const std::exception&) {  // the meeting point is gone: they find out by themselves
-    }
-  };
+  RankError told = RankError::of(error, rank);
+  if (!told.is_comm()) told.kind = RankError::Kind::comm;  // whatever it was, it broke the group
+  told.message.resize(
+      std::min(told.message.size(), told.message.find('\n')));  // a stack may follow
   try {
-    std::rethrow_exception(error);
-  } catch (const PeerLost& lost) {
-    tell('L', lost.rank(), lost.what());
-  } catch (const TimeoutError& timeout) {
-    tell('T', rank, timeout.what());
-  } catch (const MismatchError& mismatch) {
-    tell('M', rank, mismatch.what());
-  } catch (const std::exception& other) {
-    tell('E', rank, other.what());
+    if (!store.find(failure_key(group))) store.set(failure_key(group), told.to_text());
+  } catch (const std::exception&) {  // the meeting point is gone: they find out by themselves
   }
 }
 
 void throw_if_told(launch::Store& store, const std::string& group) {
-  if (const auto failure = store.find(failure_key(group))) throw_failure(*failure);
+  if (const auto failure = store.find(failure_key(group))) RankError::parse(*failure).raise();
 }
 
 OperationWatchdog::OperationWatchdog(const Membership& membership, std::string engine)
@@ -88,9 +64,7 @@ OperationWatchdog::OperationWatchdog(const Membership& membership, std::string e
       members_(membership.members),
       store_(membership.world->store),
       hosts_meeting_point_(membership.world->server != nullptr) {
-  World& world = *membership.world;
-  if (!world.reporter) world.reporter = std::make_shared<ActivityReporter>(world.store);
-  reporter_ = world.reporter;
+  reporter_ = reporter_of(*membership.world);
   activity_ = reporter_->watch(key(rank_));
 }
 
@@ -198,7 +172,7 @@ void OperationWatchdog::check_agreement(
 }
 
 void OperationWatchdog::throw_if_told() const {
-  if (const auto failure = look_up(failure_key(name_))) throw_failure(*failure);
+  if (const auto failure = look_up(failure_key(name_))) RankError::parse(*failure).raise();
 }
 
 void OperationWatchdog::throw_if_lost(const Operation& operation, uint64_t sequence) const {

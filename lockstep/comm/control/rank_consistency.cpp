@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/control/rank_consistency.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <sstream>
 
-#include "lockstep/comm/collectives.h"
-#include "lockstep/comm/control/job_roster.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
 
 namespace lockstep::comm {
 
 void require_same(const std::string& lines, const Group& group) {
   if (group.size() == 1) return;
   std::vector<detail::Stated> ranks;
-  for (const std::string& text : detail::gather_texts(detail::host_name() + "\n" + lines, group)) {
+  for (const std::string& text : gather_texts(host_name() + "\n" + lines, group)) {
     auto all = detail::lines_of(text);
     ranks.push_back({all.front(), {all.begin() + 1, all.end()}});
   }
@@ -29,23 +26,6 @@ void require_same(const std::string& lines, const Group& group) {
 }
 
 namespace detail {
-
-std::vector<std::string> gather_texts(const std::string& text, const Group& group) {
-  const at::Tensor sizes = at::empty({group.size()}, at::kLong);
-  all_gather(sizes, at::full({1}, static_cast<int64_t>(text.size()), at::kLong), group).wait();
-  std::vector<int64_t> counts(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + group.size());
-  const at::Tensor bytes = at::empty({sizes.sum().item<int64_t>()}, at::kByte);
-  const at::Tensor mine = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(mine.data_ptr(), text.data(), text.size());
-  all_gather(bytes, mine, group, {.counts = counts}).wait();
-  std::vector<std::string> texts;
-  const char* next = static_cast<const char*>(bytes.data_ptr());
-  for (const int64_t count : counts) {
-    texts.emplace_back(next, static_cast<size_t>(count));
-    next += count;
-  }
-  return texts;
-}
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::istringstream stream(text);

@@ -15,9 +15,6 @@ void require_same(const std::string& lines, const Group& group);
 
 namespace detail {
 
-// Each rank's text, in rank order. Collective.
-std::vector<std::string> gather_texts(const std::string& text, const Group& group);
-
 std::vector<std::string> lines_of(const std::string& text);
 
 struct Stated {

@@ -27,7 +27,7 @@ constexpr size_t kSmallestPiece = 4 << 20;
 
 class Hierarchical final : public Algorithm {
  public:
-  Hierarchical(detail::HostLayout layout, int rank, AlgorithmGroup inside, AlgorithmGroup across)
+  Hierarchical(HostLayout layout, int rank, AlgorithmGroup inside, AlgorithmGroup across)
       : layout_(std::move(layout)),
         inside_(std::move(inside)),
         across_(std::move(across)),
@@ -228,7 +228,7 @@ class Hierarchical final : public Algorithm {
     if (!here) inside_.broadcast(job, whole, 0)->wait();
   }
 
-  detail::HostLayout layout_;
+  HostLayout layout_;
   AlgorithmGroup inside_, across_;
   int host_, place_, me_;
   std::vector<int> order_;  // ranks by carrier, host, place
@@ -236,8 +236,8 @@ class Hierarchical final : public Algorithm {
 
 }  // namespace
 
-std::unique_ptr<Algorithm> make_hierarchical(detail::HostLayout layout, int rank,
-                                             AlgorithmGroup inside, AlgorithmGroup across) {
+std::unique_ptr<Algorithm> make_hierarchical(HostLayout layout, int rank, AlgorithmGroup inside,
+                                             AlgorithmGroup across) {
   return std::make_unique<Hierarchical>(std::move(layout), rank, std::move(inside),
                                         std::move(across));
 }

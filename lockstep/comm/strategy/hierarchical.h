@@ -9,7 +9,7 @@ namespace lockstep::comm::strategy {
 
 // `inside` has the ranks of this host, `across` those with this rank's place on every host (this
 // rank alone, where not all hosts have its place).
-std::unique_ptr<Algorithm> make_hierarchical(detail::HostLayout layout, int rank,
-                                             AlgorithmGroup inside, AlgorithmGroup across);
+std::unique_ptr<Algorithm> make_hierarchical(HostLayout layout, int rank, AlgorithmGroup inside,
+                                             AlgorithmGroup across);
 
 }  // namespace lockstep::comm::strategy

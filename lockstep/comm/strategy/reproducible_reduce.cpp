@@ -20,11 +20,11 @@
 #include "lockstep/comm/control/watched_operation.h"
 #include "lockstep/comm/reduction_lowering.h"
 #include "lockstep/comm/serial_executor.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
 #include "lockstep/layout/shard_math.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -65,7 +65,7 @@ void reduce_rows(const at::Tensor& output, const at::Tensor& blocks, ReduceOp op
     at::Tensor sum = detail::to_summand(blocks[0]);
     for (int64_t rank = 1; rank < blocks.size(0); ++rank) sum += detail::to_summand(blocks[rank]);
     at::Tensor(output).copy_(
-        detail::to_average(sum, blocks.size(0), detail::dtype_of(output, "reduce_scatter")));
+        detail::to_average(sum, blocks.size(0), memory::dtype_of(output, "reduce_scatter")));
     return;
   }
   at::Tensor result = combine_rows(blocks, 0, blocks.size(0), op);
@@ -81,7 +81,7 @@ void reduce_rows(const at::Tensor& output, const at::Tensor& blocks, ReduceOp op
 
 // Whether the group takes this tensor from its device.
 bool stays(const at::Tensor& tensor, const Group& group) {
-  return tensor.defined() && group.impl().device_for(tensor) >= 0;
+  return tensor.defined() && detail::impl_of(group).device_for(tensor) >= 0;
 }
 
 // The operation's blocks on their way; where it ends, the sum of what came.
@@ -112,9 +112,9 @@ struct Exchange {
     if (on_device) return reduce_rows(output, blocks, options.op);
     std::vector<const std::byte*> inputs;
     for (int64_t rank = 0; rank < blocks.size(0); ++rank)
-      inputs.push_back(detail::bytes_of(blocks[rank]).data());
-    std::byte* const sum = detail::bytes_of(output).data();
-    fabric::reduce(detail::dtype_of(output, "all_to_all"), options.op, {&sum, 1}, inputs,
+      inputs.push_back(memory::bytes_of(blocks[rank]).data());
+    std::byte* const sum = memory::bytes_of(output).data();
+    fabric::reduce(memory::dtype_of(output, "all_to_all"), options.op, {&sum, 1}, inputs,
                    static_cast<size_t>(output.numel()));
   }
 };
@@ -242,14 +242,15 @@ Work post_sum(OpKind kind, int64_t count, const Exchange& exchange, const Group&
               std::function<void(const Group&)> body) {
   fabric::Operation operation{.kind = kind,
                               .reduce = exchange.options.op,
-                              .dtype = detail::dtype_of(exchange.input, fabric::name_of(kind)),
+                              .dtype = memory::dtype_of(exchange.input, fabric::name_of(kind)),
                               .tag = exchange.options.tag,
                               .timeout = exchange.options.timeout.value_or(group.timeout()),
                               .count = count};
   if (kind == OpKind::reduce_scatter) operation.send_counts = exchange.counts;
-  const auto line = group.impl().ordered_line();
-  return Work(line->post(line, group.impl().announce(std::move(operation)), std::move(body)),
-              group.impl().membership().world->blocked);
+  const auto line = detail::impl_of(group).ordered_line();
+  return Work(
+      line->post(line, detail::impl_of(group).announce(std::move(operation)), std::move(body)),
+      detail::impl_of(group).membership().world->blocked);
 }
 
 // On a device all steps are in the order of its stream, so all begin at once.
@@ -257,17 +258,18 @@ std::shared_ptr<detail::Pending> exchange_on_device(const std::shared_ptr<Exchan
                                                     const Group& group,
                                                     std::function<void()> finish) {
   const AllToAllOptions options = exchange->all_to_all_options();
-  return group.impl().submit({.kind = OpKind::all_to_all,
-                              .dtype = detail::dtype_of(exchange->input, "all_to_all"),
-                              .input = detail::bytes_of(exchange->input),
-                              .output = detail::bytes_of(exchange->blocks),
-                              .send_counts = options.input_counts,
-                              .recv_counts = options.output_counts,
-                              .tag = options.tag,
-                              .timeout = options.timeout.value_or(group.timeout()),
-                              .device = group.impl().device_for(exchange->input),
-                              .finish = std::move(finish)},
-                             exchange);
+  return detail::impl_of(group).submit(
+      {.kind = OpKind::all_to_all,
+       .dtype = memory::dtype_of(exchange->input, "all_to_all"),
+       .input = memory::bytes_of(exchange->input),
+       .output = memory::bytes_of(exchange->blocks),
+       .send_counts = options.input_counts,
+       .recv_counts = options.output_counts,
+       .tag = options.tag,
+       .timeout = options.timeout.value_or(group.timeout()),
+       .device = detail::impl_of(group).device_for(exchange->input),
+       .finish = std::move(finish)},
+      exchange);
 }
 
 // Of every rank. What all_to_all cannot know is checked here.
@@ -295,14 +297,14 @@ std::vector<int64_t> checked_counts(const at::Tensor& output, const at::Tensor& 
 }
 
 bool sums_in_rank_tree(const at::Tensor& tensor, const Group& group) {
-  return group.size() == 1 || (group.impl().sums_in_rank_tree() && !stays(tensor, group));
+  return group.size() == 1 || (detail::impl_of(group).sums_in_rank_tree() && !stays(tensor, group));
 }
 
 }  // namespace
 
 Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
   if (sums_in_rank_tree(tensor, group)) return all_reduce(tensor, group, std::move(options));
-  fabric::check_reducible(detail::dtype_of(tensor, "all_reduce"), options.op);
+  fabric::check_reducible(memory::dtype_of(tensor, "all_reduce"), options.op);
   const Target target(tensor, line_of(tensor, group));
   const auto exchange = std::make_shared<Exchange>(
       target.line(), balanced_counts(tensor.numel(), group.size()), group, std::move(options));
@@ -324,18 +326,19 @@ Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOpti
   (void)exchange_on_device(exchange, group, [exchange, mine] { exchange->sum_into(mine); });
   const auto memory =
       std::make_shared<std::pair<std::shared_ptr<Exchange>, Target>>(exchange, target);
-  return Work(group.impl().submit({.kind = OpKind::all_gather,
-                                   .dtype = detail::dtype_of(tensor, "all_gather"),
-                                   .input = detail::bytes_of(mine),
-                                   .output = detail::bytes_of(target.line()),
-                                   .recv_counts = exchange->counts,
-                                   .tag = exchange->options.tag,
-                                   .timeout = exchange->options.timeout.value_or(group.timeout()),
-                                   .count = tensor.numel(),
-                                   .device = group.impl().device_for(target.line()),
-                                   .finish = [memory] { memory->second.copy_back_on_device(); }},
-                                  memory),
-              group.impl().membership().world->blocked);
+  return Work(
+      detail::impl_of(group).submit({.kind = OpKind::all_gather,
+                                     .dtype = memory::dtype_of(tensor, "all_gather"),
+                                     .input = memory::bytes_of(mine),
+                                     .output = memory::bytes_of(target.line()),
+                                     .recv_counts = exchange->counts,
+                                     .tag = exchange->options.tag,
+                                     .timeout = exchange->options.timeout.value_or(group.timeout()),
+                                     .count = tensor.numel(),
+                                     .device = detail::impl_of(group).device_for(target.line()),
+                                     .finish = [memory] { memory->second.copy_back_on_device(); }},
+                                    memory),
+      detail::impl_of(group).membership().world->blocked);
 }
 
 Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, const Group& group,
@@ -343,7 +346,7 @@ Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, c
   if (sums_in_rank_tree(input, group))
     return reduce_scatter(output, input, group, std::move(options));
   const auto counts = checked_counts(output, input, group, std::move(options.counts));
-  fabric::check_reducible(detail::dtype_of(input, "reduce_scatter"), options.op);
+  fabric::check_reducible(memory::dtype_of(input, "reduce_scatter"), options.op);
   const Target target = target_for(output, group);
   const auto exchange = std::make_shared<Exchange>(
       line_of(input, group), counts, group,
@@ -362,7 +365,7 @@ Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, c
                                    exchange->sum_into(target.line());
                                    target.copy_back_on_device();
                                  }),
-              group.impl().membership().world->blocked);
+              detail::impl_of(group).membership().world->blocked);
 }
 
 }  // namespace lockstep::comm

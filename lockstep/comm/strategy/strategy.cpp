@@ -20,11 +20,11 @@ using layout::CommStrategy;
 // Makes the algorithms of one group, and the groups they need.
 class Maker {
  public:
-  Maker(const Membership& membership, std::string backend, detail::HostLayout layout)
+  Maker(const Membership& membership, std::string backend, HostLayout layout)
       : base_(membership), backend_(std::move(backend)), layout_(std::move(layout)) {
     // What was called is compared where it is announced; of the parts' operations all is known. All
     // groups of the job share memory.
-    if (detail::backend_inside(backend_) == "shm") shm::make_heap(*base_.world);
+    if (backend_inside(backend_) == "shm") shm::make_heap(*base_.world);
     base_.world = std::make_shared<detail::World>(*base_.world);
     base_.world->check = false;
   }
@@ -48,9 +48,9 @@ class Maker {
   std::unique_ptr<Algorithm> make_hierarchy() {
     const auto me = static_cast<size_t>(base_.rank);
     const int host = layout_.host[me], place = layout_.place[me];
-    AlgorithmGroup inside = make_algorithm_group(format("{}:host{}", base_.name, host),
-                                                 layout_.hosts[static_cast<size_t>(host)],
-                                                 detail::backend_inside(backend_));
+    AlgorithmGroup inside =
+        make_algorithm_group(format("{}:host{}", base_.name, host),
+                             layout_.hosts[static_cast<size_t>(host)], backend_inside(backend_));
     AlgorithmGroup across = make_algorithm_group(format("{}:across{}", base_.name, place),
                                                  layout_.peers(base_.rank), backend_);
     return make_hierarchical(layout_, base_.rank, std::move(inside), std::move(across));
@@ -58,20 +58,20 @@ class Maker {
 
   Membership base_;
   std::string backend_;
-  detail::HostLayout layout_;
+  HostLayout layout_;
 };
 
 }  // namespace
 
 std::shared_ptr<GroupImpl> create(Membership membership, std::string backend) {
   const CommStrategy strategy = membership.world->strategy;
-  detail::HostLayout layout = detail::host_layout(membership);
+  HostLayout layout = detail::host_layout(membership);
   const bool one_host = layout.hosts.size() == 1;
   const bool one_rank_each = layout.hosts.size() == static_cast<size_t>(membership.size());
   // NCCL's groups have another for host memory, which is what strategies are about.
   std::string carrier = backend == "nccl" ? membership.world->host_backend : backend;
   if (one_host && (strategy == CommStrategy::hierarchical || strategy == CommStrategy::adaptive))
-    carrier = detail::backend_inside(carrier);
+    carrier = backend_inside(carrier);
   if (backend != "nccl") backend = carrier;
   const bool has_hierarchy = !one_host && !one_rank_each;
 

@@ -10,11 +10,11 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/comm/control/job_roster.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/io/json.h"
 
 namespace lockstep::comm::strategy {
@@ -29,9 +29,7 @@ constexpr int kFormat = 1;
 constexpr std::array kKinds = {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
                                OpKind::broadcast};
 
-std::string machine() {
-  return format("{}, {} cores", detail::host_name(), sysconf(_SC_NPROCESSORS_ONLN));
-}
+std::string machine() { return format("{}, {} cores", host_name(), sysconf(_SC_NPROCESSORS_ONLN)); }
 
 OpKind kind_of(const std::string& name) {
   for (const OpKind kind : kKinds) {

@@ -28,7 +28,7 @@ using Handle = std::shared_ptr<CUevent_st>;
 constexpr unsigned kForOrder = cudaEventDisableTiming | cudaEventBlockingSync;
 constexpr unsigned kForTime = cudaEventDefault;
 
-void require(cudaError_t result, const char* what) {
+void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // or torch takes it for its own
   throw Error(format("[queue] {}: {}", what, cudaGetErrorString(result)));
@@ -40,7 +40,7 @@ class EventPool {
   // On the current device.
   Handle take(unsigned flags) {
     int device = 0;
-    require(cudaGetDevice(&device), "cudaGetDevice");
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
     std::vector<cudaEvent_t>* free = nullptr;
     cudaEvent_t event = nullptr;
     {
@@ -52,7 +52,7 @@ class EventPool {
       }
     }
     if (event == nullptr) {
-      require(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
+      check_cuda(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
     }
     return {event, [this, free](cudaEvent_t used) {
               const std::lock_guard lock(mutex_);
@@ -75,7 +75,7 @@ EventPool& pool() {
 class CudaEvent final : public Event::Impl {
  public:
   explicit CudaEvent(cudaStream_t stream) : event_(pool().take(kForOrder)) {
-    require(cudaEventRecord(event_.get(), stream), "cudaEventRecord");
+    check_cuda(cudaEventRecord(event_.get(), stream), "cudaEventRecord");
   }
   bool passed() const override {
     const cudaError_t result = cudaEventQuery(event_.get());
@@ -83,11 +83,11 @@ class CudaEvent final : public Event::Impl {
       cudaGetLastError();
       return false;
     }
-    require(result, "cudaEventQuery");
+    check_cuda(result, "cudaEventQuery");
     return true;
   }
   void wait() const override {
-    require(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
+    check_cuda(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
   }
   void* cuda_event() const override { return event_.get(); }
 
@@ -96,8 +96,8 @@ class CudaEvent final : public Event::Impl {
 };
 
 void wait_in_stream(const Event& event, cudaStream_t stream) {
-  require(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event.cuda_event()), 0),
-          "cudaStreamWaitEvent");
+  check_cuda(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event.cuda_event()), 0),
+             "cudaStreamWaitEvent");
 }
 
 // Copies of one stream, in the trace once they are done: their times are CUDA's, counted from an
@@ -111,7 +111,7 @@ class CopyTimes {
 
   Handle mark() const {
     Handle event = pool().take(kForTime);
-    require(cudaEventRecord(event.get(), stream_), "cudaEventRecord");
+    check_cuda(cudaEventRecord(event.get(), stream_), "cudaEventRecord");
     return event;
   }
   void add(Handle begin, Handle end, std::string_view what, size_t bytes) {
@@ -143,12 +143,13 @@ class CopyTimes {
 
   void set_base() {
     base_ = mark();
-    require(cudaEventSynchronize(base_.get()), "cudaEventSynchronize");
+    check_cuda(cudaEventSynchronize(base_.get()), "cudaEventSynchronize");
     base_time_ = Clock::now();
   }
   Clock::time_point time_of(const Handle& event) const {
     float milliseconds = 0;
-    require(cudaEventElapsedTime(&milliseconds, base_.get(), event.get()), "cudaEventElapsedTime");
+    check_cuda(cudaEventElapsedTime(&milliseconds, base_.get(), event.get()),
+               "cudaEventElapsedTime");
     return base_time_ + std::chrono::duration_cast<Clock::duration>(
                             std::chrono::duration<double, std::milli>(milliseconds));
   }
@@ -168,7 +169,7 @@ class CudaQueue final : public Queue {
   ~CudaQueue() override {
     try {
       const c10::cuda::CUDAGuard guard(stream_.device());
-      require(cudaStreamSynchronize(stream_.stream()), "cudaStreamSynchronize");
+      check_cuda(cudaStreamSynchronize(stream_.stream()), "cudaStreamSynchronize");
       if (times_ != nullptr) times_->emit();
     } catch (const std::exception&) {
       // Whoever waits for what was queued is told.
@@ -179,8 +180,8 @@ class CudaQueue final : public Queue {
     if (bytes == 0) return;
     const c10::cuda::CUDAGuard guard(stream_.device());
     const auto send = [&] {
-      require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_.stream()),
-              "cudaMemcpyAsync");
+      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_.stream()),
+                 "cudaMemcpyAsync");
     };
     if (times_ == nullptr) {
       send();

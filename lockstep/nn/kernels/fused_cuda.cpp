@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "lockstep/comm/tensor.h"
+#include "lockstep/memory/tensor_bytes.h"
 #include "lockstep/nn/kernels/fused_kernels.h"
 
 namespace lockstep::nn::cuda {
@@ -39,7 +39,7 @@ at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64
                .table = rotation.data_ptr<float>(),
                .table_positions = rotation.size(1),
                .sign = 1},
-              comm::detail::dtype_of(qkv, "split_heads"), qkv.data_ptr(), out.data_ptr(),
+              memory::dtype_of(qkv, "split_heads"), qkv.data_ptr(), out.data_ptr(),
               current_stream());
   return out;
 }
@@ -63,8 +63,7 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
                  .table = rotation.data_ptr<float>(),
                  .table_positions = rotation.size(1),
                  .sign = -1},
-                comm::detail::dtype_of(part, "split_heads"), from.data_ptr(), place,
-                current_stream());
+                memory::dtype_of(part, "split_heads"), from.data_ptr(), place, current_stream());
     place += part.size(1) * width * part.element_size();
   };
   put(q, true);
@@ -80,8 +79,8 @@ at::Tensor swiglu(const at::Tensor& gate_up) {
   sizes.back() = width;
   at::Tensor out = at::empty(sizes, gate_up.options());
   if (out.numel() == 0) return out;
-  launch_swiglu(out.numel() / width, width, comm::detail::dtype_of(gate_up, "swiglu"),
-                gate_up.data_ptr(), out.data_ptr(), current_stream());
+  launch_swiglu(out.numel() / width, width, memory::dtype_of(gate_up, "swiglu"), gate_up.data_ptr(),
+                out.data_ptr(), current_stream());
   return out;
 }
 
@@ -90,7 +89,7 @@ at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad) {
   const int64_t width = grad.size(-1);
   at::Tensor out = at::empty_like(gate_up);
   if (out.numel() == 0) return out;
-  launch_swiglu_backward(grad.numel() / width, width, comm::detail::dtype_of(gate_up, "swiglu"),
+  launch_swiglu_backward(grad.numel() / width, width, memory::dtype_of(gate_up, "swiglu"),
                          gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), current_stream());
   return out;
 }
@@ -101,7 +100,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, in
   at::Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
   if (logits.numel() == 0) return losses.zero_();
   launch_cross_entropy({logits.size(0), logits.size(1), ignored},
-                       comm::detail::dtype_of(logits, "cross_entropy"), logits.data_ptr(),
+                       memory::dtype_of(logits, "cross_entropy"), logits.data_ptr(),
                        targets.data_ptr<int64_t>(), static_cast<float>(scale), gradient.data_ptr(),
                        losses.data_ptr<float>(), current_stream());
   return losses;
@@ -110,7 +109,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, in
 void scale_unless_one(const at::Tensor& tensor, const at::Tensor& factor) {
   const c10::cuda::CUDAGuard guard(tensor.device());
   if (tensor.numel() == 0) return;
-  launch_scale_unless_one(tensor.numel(), comm::detail::dtype_of(tensor, "cross_entropy"),
+  launch_scale_unless_one(tensor.numel(), memory::dtype_of(tensor, "cross_entropy"),
                           tensor.data_ptr(), factor.data_ptr<float>(), current_stream());
 }
 

@@ -9,7 +9,19 @@
 
 #include "lockstep/core/dtype.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
+
+// What one step of AdamW multiplies and adds; the same for all elements of a parameter.
+struct AdamWFactors {
+  double decay;  // 1 - lr * weight decay
+  double beta1;
+  double beta2;
+  double eps;
+  double step_size;   // lr / (1 - beta1^step)
+  double root_scale;  // 1 / sqrt(1 - beta2^step)
+};
+
+namespace detail {
 
 // The memory of one parameter in one step. A parameter of 16 bits has a float32 master, which is
 // what is updated; the parameter is its rounded copy. Where the two no longer agree someone has
@@ -20,15 +32,6 @@ struct Operands {
   void* master;
   void* first;
   void* second;
-};
-
-struct AdamWFactors {
-  double decay;  // 1 - lr * weight decay
-  double beta1;
-  double beta2;
-  double eps;
-  double step_size;   // lr / (1 - beta1^step)
-  double root_scale;  // 1 / sqrt(1 - beta2^step)
 };
 
 struct SgdFactors {
@@ -89,4 +92,5 @@ void launch_adamw(const Operands& operands, const AdamWFactors& factors, DType p
                   int64_t count, void* stream);
 }
 
-}  // namespace lockstep::optim::detail
+}  // namespace detail
+}  // namespace lockstep::optim

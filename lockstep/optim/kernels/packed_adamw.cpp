@@ -10,7 +10,7 @@
 #include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/kernels/packed_kernels.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 namespace {
 
 using codec::Codec;
@@ -18,15 +18,15 @@ using codec::Sign;
 
 // Decoded at a time: with the parameter and its gradient they fit a first-level cache.
 constexpr int64_t kChunk = 2048;
-static_assert(kChunk % codec::kBlock == 0 && Blocks::kElements % kChunk == 0);
+static_assert(kChunk % codec::kBlock == 0 && detail::Blocks::kElements % kChunk == 0);
 
 bool has_master(const PackedFormat& format) { return format.param == DType::bfloat16; }
 
 bool is_8_bits(Codec codec) { return codec == Codec::int8 || codec == Codec::quantization; }
 
-Tie tie_of(const PackedFormat& format) {
-  if (!has_master(format)) return Tie::none;
-  return is_8_bits(format.exp_avg_sq) ? Tie::round : Tie::mark;
+detail::Tie tie_of(const PackedFormat& format) {
+  if (!has_master(format)) return detail::Tie::none;
+  return is_8_bits(format.exp_avg_sq) ? detail::Tie::round : detail::Tie::mark;
 }
 
 // One moment of a slice, as floats, a chunk at a time.
@@ -71,9 +71,9 @@ struct Parts {
 // body(begin, end) for chunks of the slice, on torch's threads.
 template <class Body>
 void for_each_chunk(const PackedSlice& slice, const Body& body) {
-  Blocks blocks;
+  detail::Blocks blocks;
   blocks.add(slice.elements);
-  blocks.for_each([&](const Block& block) {
+  blocks.for_each([&](const detail::Block& block) {
     for (int64_t begin = block.begin; begin < block.end; begin += kChunk) {
       body(begin, std::min(begin + kChunk, block.end));
     }
@@ -88,8 +88,8 @@ std::byte* at(void* data, DType dtype, int64_t element) {
 
 void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
                   const AdamWFactors& factors) {
-  const PackedAdamWKernel kernel =
-      packed_kernels().adamw(format.param, format.grad, tie_of(format));
+  const detail::PackedAdamWKernel kernel =
+      detail::packed_kernels().adamw(format.param, format.grad, tie_of(format));
   check(kernel != nullptr, "packed AdamW is for float32 and bfloat16");
   const Parts parts(format, slice);
   for_each_chunk(slice, [&](int64_t begin, int64_t end) {
@@ -109,7 +109,7 @@ void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
 
 void unpack(const PackedFormat& format, const PackedSlice& slice, const UnpackedState& state) {
   const Parts parts(format, slice);
-  const bool marks = tie_of(format) == Tie::mark;
+  const bool marks = tie_of(format) == detail::Tie::mark;
   for_each_chunk(slice, [&](int64_t begin, int64_t end) {
     float scratch[kChunk];
     if (state.exp_avg != nullptr) {
@@ -121,15 +121,15 @@ void unpack(const PackedFormat& format, const PackedSlice& slice, const Unpacked
       for (int64_t i = begin; i < end; ++i) state.exp_avg_sq[i] = std::fabs(squares[i - begin]);
     }
     if (state.master != nullptr && has_master(format)) {
-      packed_kernels().join(at(slice.param, format.param, begin), parts.remainder + begin,
-                            marks ? squares : nullptr, state.master + begin, end - begin);
+      detail::packed_kernels().join(at(slice.param, format.param, begin), parts.remainder + begin,
+                                    marks ? squares : nullptr, state.master + begin, end - begin);
     }
   });
 }
 
 void pack(const PackedFormat& format, const PackedSlice& slice, const UnpackedState& state) {
   const Parts parts(format, slice);
-  const bool marks = tie_of(format) == Tie::mark;
+  const bool marks = tie_of(format) == detail::Tie::mark;
   for_each_chunk(slice, [&](int64_t begin, int64_t end) {
     const int64_t count = end - begin;
     float values[kChunk] = {}, master[kChunk];
@@ -144,11 +144,11 @@ void pack(const PackedFormat& format, const PackedSlice& slice, const UnpackedSt
       } else {
         std::transform(param, param + count, master, [](BFloat16 value) { return widen(value); });
       }
-      packed_kernels().split(master, param, parts.remainder + begin, marks ? values : nullptr,
-                             count);
+      detail::packed_kernels().split(master, param, parts.remainder + begin,
+                                     marks ? values : nullptr, count);
     }
     parts.exp_avg_sq.encode(begin, end, values);
   });
 }
 
-}  // namespace lockstep::optim::detail
+}  // namespace lockstep::optim

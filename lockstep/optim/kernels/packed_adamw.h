@@ -17,7 +17,7 @@
 #include "lockstep/codec/packed_state.h"
 #include "lockstep/optim/kernels/kernels.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 
 using codec::packed_layout;
 using codec::PackedFormat;
@@ -51,4 +51,4 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
                          const AdamWFactors& factors, void* stream);
 }  // namespace cuda
 
-}  // namespace lockstep::optim::detail
+}  // namespace lockstep::optim

@@ -13,19 +13,19 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/kernels/packed_adamw.h"
 
-namespace lockstep::optim::detail::cuda {
+namespace lockstep::optim::cuda {
 
 namespace {
 
 using codec::Codec;
-using codec::detail::DynamicMap;
+using codec::DynamicMap;
 
 constexpr int kLanes = 32, kEach = codec::kBlock / kLanes, kWarps = 8;
 constexpr unsigned kAll = 0xffffffff;
 constexpr uint32_t kSign = 0x80000000, kInfinity = 0x7f800000, kNan = 0x7fc00000;
 
-__device__ const DynamicMap kAnySign = codec::detail::make_dynamic_map(true);
-__device__ const DynamicMap kNonNegative = codec::detail::make_dynamic_map(false);
+__device__ const DynamicMap kAnySign = codec::make_dynamic_map(true);
+__device__ const DynamicMap kNonNegative = codec::make_dynamic_map(false);
 
 // One moment as it is kept.
 struct Moment {
@@ -357,4 +357,4 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
   if (error != cudaSuccess) throw Error(std::string("[AdamW] CUDA: ") + cudaGetErrorString(error));
 }
 
-}  // namespace lockstep::optim::detail::cuda
+}  // namespace lockstep::optim::cuda

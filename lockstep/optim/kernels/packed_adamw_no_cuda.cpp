@@ -2,10 +2,10 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/kernels/packed_adamw.h"
 
-namespace lockstep::optim::detail::cuda {
+namespace lockstep::optim::cuda {
 
 void launch_packed_adamw(const PackedFormat&, const PackedSlice&, const AdamWFactors&, void*) {
   check(false, "this build has no CUDA kernels");
 }
 
-}  // namespace lockstep::optim::detail::cuda
+}  // namespace lockstep::optim::cuda

@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 
 void load_named(const std::string& operation, std::span<const NamedTensor> own,
                 std::span<const NamedTensor> entries) {
@@ -44,4 +44,4 @@ void load_named(const std::string& operation, std::span<const NamedTensor> own,
   for (const auto& [name, tensor] : own) tensor.copy_(given[name]);
 }
 
-}  // namespace lockstep::optim::detail
+}  // namespace lockstep::optim

@@ -7,11 +7,11 @@
 
 #include "lockstep/optim/parameters/parameters.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
 
 // Copies every entry into the tensor of the same name in `own`. Throws ConfigError, before anything
 // is copied, that names all entries that are missing, unknown, given twice or of another shape.
 void load_named(const std::string& operation, std::span<const NamedTensor> own,
                 std::span<const NamedTensor> entries);
 
-}  // namespace lockstep::optim::detail
+}  // namespace lockstep::optim

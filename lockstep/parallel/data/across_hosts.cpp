@@ -11,7 +11,6 @@
 #include <optional>
 #include <thread>
 
-#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/hosts.h"
 #include "lockstep/core/format.h"
@@ -54,7 +53,7 @@ class AcrossHosts {
     }
     return [done, group, on_device, host, flat = bucket.flat] {
       {
-        const comm::detail::BlockedTime time(group.impl().membership().world->blocked.get());
+        const comm::BlockedTime time(group);
         done->get();
       }
       if (on_device) flat.copy_(host);

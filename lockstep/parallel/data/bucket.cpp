@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -28,7 +28,7 @@ at::Tensor gradient_view(const at::Tensor& flat, int64_t offset, const at::Tenso
 
 at::Tensor allocate(int64_t count, const at::Tensor& like, const comm::Group& group) {
   // Padding is reduced with the rest, so it must hold numbers.
-  const auto dtype = comm::detail::dtype_of(like, "ddp");
+  const auto dtype = memory::dtype_of(like, "ddp");
   return comm::symmetric_empty(std::span(&count, 1), dtype, group, like.device()).zero_();
 }
 

@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/gradient_hook.h"

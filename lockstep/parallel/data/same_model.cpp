@@ -10,7 +10,7 @@
 #include <set>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/control/rank_consistency.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/bucket.h"
@@ -80,7 +80,7 @@ void compare(const NamedTensors& tensors, Describe describe, const comm::Group& 
       join(std::vector<int64_t>(counts.data_ptr<int64_t>(),
                                 counts.data_ptr<int64_t>() + group.size()),
            "/"),
-      who_has_what(comm::detail::gather_texts(mine, group))));
+      who_has_what(comm::gather_texts(mine, group))));
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ OffloadedAdamW::State::State(std::vector<ShardedModel> given,
                              std::vector<optim::ParameterGroup> given_groups,
                              optim::AdamWOptions given_options)
     : groups(std::move(given_groups)), options(given_options) {
-  optim::detail::validate(options);
+  optim::validate(options);
   for (size_t g = 0; g < groups.size(); ++g) {
     optim::ParameterGroup& group = groups[g];
     group.weight_decay = group.weight_decay.value_or(options.weight_decay);
@@ -173,7 +173,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
                  "clip_mode none call step() after each, or accumulate under no_sync()",
                  tensor.parameter.name));
     }
-    optim::detail::announce_read(gradient);
+    optim::announce_read(gradient);
     const bool on_host = offloaded.flat->offloaded->is_on_host(gradient);
     tensor.state->adopt_values();
     if (tiers.updates_in_backward()) {
@@ -185,14 +185,14 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     }
     const optim::ParameterGroup& group = groups[tensor.group];
     const int64_t step = ++*tensor.step.data_ptr<int64_t>();
-    updates.push_back({tensor.state.get(),
-                       {.gradient = gradient.detach().reshape({-1}),
-                        .gradient_on_host = on_host,
-                        .gradient_ready = on_host ? offloaded.flat->offloaded->moved() : ready,
-                        .factors = optim::detail::adamw_factors(
-                            options, {.step = step,
-                                      .lr = options.lr * group.lr_scale,
-                                      .weight_decay = *group.weight_decay})}});
+    updates.push_back(
+        {tensor.state.get(),
+         {.gradient = gradient.detach().reshape({-1}),
+          .gradient_on_host = on_host,
+          .gradient_ready = on_host ? offloaded.flat->offloaded->moved() : ready,
+          .factors = optim::adamw_factors(options, {.step = step,
+                                                    .lr = options.lr * group.lr_scale,
+                                                    .weight_decay = *group.weight_decay})}});
     tensor.updated = true;
     tensor.exp_avg.fresh = tensor.exp_avg_sq.fresh = tensor.master.fresh = false;
   }
@@ -200,7 +200,7 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     if (tiers.updates_in_backward()) offloaded.flat->offloaded->let_go({});
     return;
   }
-  memory::detail::LaterEvent read, written;
+  memory::LaterEvent read, written;
   tiers.driver->run(
       [updates = std::move(updates), ring = model.ring, read, written]() mutable {
         const at::NoGradGuard no_grad;
@@ -348,7 +348,7 @@ std::vector<optim::NamedTensor> OffloadedAdamW::state() {
 void OffloadedAdamW::load_state(std::span<const optim::NamedTensor> entries) {
   const at::NoGradGuard no_grad;
   const auto own = state();
-  optim::detail::load_named("OffloadedAdamW.load_state", own, entries);
+  optim::load_named("OffloadedAdamW.load_state", own, entries);
   for (const auto& entry : own) adopt(entry.name);
 }
 
@@ -381,7 +381,7 @@ OffloadStats offload_stats(const ShardedModel& model) {
         int64_t& sum = slice.tier == Tier::device ? stats.state_on_device
                        : slice.tier == Tier::host ? stats.state_on_host
                                                   : stats.state_on_disk;
-        sum += bytes(optim::detail::packed_layout(state.format, slice.count).total);
+        sum += bytes(optim::packed_layout(state.format, slice.count).total);
       }
     }
   }

@@ -49,7 +49,7 @@ OffloadStats offload_stats(const ShardedModel& model);
 // AdamW for offloaded models. The bits are those of optim::AdamW, unless a codec loses some. With
 // ClipMode::none each parameter is updated during backward; then step() ends the step, and lr and
 // groups hold from before backward. Models must outlive it.
-class OffloadedAdamW final : public optim::Optimizer {
+class OffloadedAdamW final : public optim::Optimizer, public optim::StagedState {
  public:
   // Groups are of named_parameters() of the models; those that no group has are not updated.
   OffloadedAdamW(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,

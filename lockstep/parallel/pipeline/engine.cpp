@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/abort.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
@@ -167,8 +167,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
 
 void PipelineEngine::abort(const std::string& why) {
   mailbox_.abort(why);
-  end_operations(pipeline_,
-                 why);  // some may have no message to wait for, but tied values or losses
+  comm::abort(pipeline_, why);  // some may have no message to wait for, but tied values or losses
 }
 
 // A rule names a module of some stage. Collective over the ranks of the pipeline.

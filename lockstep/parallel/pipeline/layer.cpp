@@ -4,7 +4,22 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
-namespace lockstep::parallel::detail {
+namespace lockstep::parallel {
+
+void register_layer(torch::nn::Module& stage, const std::string& path,
+                    std::shared_ptr<torch::nn::Module> module) {
+  const size_t dot = path.rfind('.');
+  torch::nn::Module& parent =
+      dot == std::string::npos ? stage : detail::container(stage, path.substr(0, dot));
+  const std::string name = dot == std::string::npos ? path : path.substr(dot + 1);
+  if (name.empty() || parent.named_children().contains(name)) {
+    throw ConfigError(
+        format("[pipeline] a layer is named '{}', must be a name that no other layer has", path));
+  }
+  parent.register_module(name, std::move(module));
+}
+
+namespace detail {
 
 torch::nn::Module& container(torch::nn::Module& root, const std::string& path) {
   torch::nn::Module* module = &root;
@@ -20,22 +35,10 @@ torch::nn::Module& container(torch::nn::Module& root, const std::string& path) {
   return *module;
 }
 
-void register_layer(torch::nn::Module& stage, const std::string& path,
-                    std::shared_ptr<torch::nn::Module> module) {
-  const size_t dot = path.rfind('.');
-  torch::nn::Module& parent =
-      dot == std::string::npos ? stage : container(stage, path.substr(0, dot));
-  const std::string name = dot == std::string::npos ? path : path.substr(dot + 1);
-  if (name.empty() || parent.named_children().contains(name)) {
-    throw ConfigError(
-        format("[pipeline] a layer is named '{}', must be a name that no other layer has", path));
-  }
-  parent.register_module(name, std::move(module));
-}
-
 void refuse_inputs(const std::string& layer, size_t count) {
   throw ConfigError(format(
       "[pipeline] layer '{}' is given {} tensors, which its forward does not take", layer, count));
 }
 
-}  // namespace lockstep::parallel::detail
+}  // namespace detail
+}  // namespace lockstep::parallel

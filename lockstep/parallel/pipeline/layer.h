@@ -31,12 +31,15 @@ struct Layer {
   std::function<LayerForward(torch::nn::Module& stage)> build;
 };
 
+// For a Layer::build of your own: registers a layer's module in the stage's, under a path in which
+// dots separate modules. Throws ConfigError if another layer has that path.
+void register_layer(torch::nn::Module& stage, const std::string& path,
+                    std::shared_ptr<torch::nn::Module> module);
+
 namespace detail {
 
 // The module of this path below `root`; modules on the way that are not there are made.
 torch::nn::Module& container(torch::nn::Module& root, const std::string& path);
-void register_layer(torch::nn::Module& stage, const std::string& path,
-                    std::shared_ptr<torch::nn::Module> module);
 [[noreturn]] void refuse_inputs(const std::string& layer, size_t count);
 
 template <class Module>
@@ -85,7 +88,7 @@ Layer layer(std::string name, Make make) {
     } else {
       shared = module;
     }
-    detail::register_layer(stage, name, shared);
+    register_layer(stage, name, shared);
     return LayerForward(
         [shared, name](const Tensors& in) { return detail::call(*shared, name, in); });
   }};

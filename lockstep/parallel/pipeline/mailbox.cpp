@@ -11,9 +11,8 @@
 #include <mutex>
 #include <thread>
 
-#include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/control/operation_watchdog.h"
+#include "lockstep/comm/control/abort.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
@@ -170,7 +169,7 @@ Mailbox::Mailbox(comm::Group group, c10::Device device, milliseconds timeout)
     : shared_(std::make_shared<Shared>()) {
   shared_->group = std::move(group);
   shared_->device = device;
-  if (shared_->group.impl().device_for(at::empty({0}, device)) >= 0) shared_->place = device;
+  if (comm::uses_device_memory(shared_->group, device)) shared_->place = device;
   shared_->timeout = timeout;
 }
 
@@ -183,7 +182,7 @@ Mailbox::~Mailbox() {
     shared_->changed.notify_all();
   }
   // Nobody will send what they wait for.
-  const bool ended = !stuck || shared_->group.impl().abort("the pipeline was ended");
+  const bool ended = !stuck || comm::interrupt(shared_->group, "the pipeline was ended");
   for (auto& [from, channel] : shared_->channels) {
     if (ended) {
       channel.thread.join();
@@ -229,8 +228,7 @@ Tensors Mailbox::take(const MessageKey& key) {
   std::unique_lock lock(shared_->mutex);
   auto found = shared_->arrived.find(key);
   if (found == shared_->arrived.end()) {
-    const comm::detail::BlockedTime blocked(
-        shared_->group.impl().membership().world->blocked.get());
+    const comm::BlockedTime blocked(shared_->group);
     shared_->changed.wait(lock, [&] {
       found = shared_->arrived.find(key);
       return found != shared_->arrived.end() || shared_->error;
@@ -248,12 +246,6 @@ void Mailbox::finish() {
   sends_.clear();
 }
 
-void Mailbox::abort(const std::string& why) { end_operations(shared_->group, why); }
-
-void end_operations(const comm::Group& group, const std::string& why) {
-  if (group.size() == 1 || group.impl().abort(why)) return;
-  comm::detail::tell_failure(*group.impl().membership().world->store, group.name(), group.rank(),
-                             std::make_exception_ptr(CommError(why)));
-}
+void Mailbox::abort(const std::string& why) { comm::abort(shared_->group, why); }
 
 }  // namespace lockstep::parallel::detail

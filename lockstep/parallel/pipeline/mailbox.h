@@ -61,8 +61,4 @@ class Mailbox {
   std::vector<comm::Work> sends_;
 };
 
-// Makes the operations of all members fail, by the backend or through the job's store, where
-// members that wait look. Thread safe.
-void end_operations(const comm::Group& group, const std::string& why);
-
 }  // namespace lockstep::parallel::detail

@@ -5,7 +5,6 @@
 #include <string_view>
 #include <utility>
 
-#include "lockstep/comm/backend.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -63,11 +62,7 @@ Standing Standing::unpack(uint64_t word) {
 Progress::Progress(const comm::Group& group, std::function<void(const std::string&)> stuck)
     : group_(group), stuck_(std::move(stuck)) {
   if (group_.size() == 1) return;
-  comm::detail::World& world = *group_.impl().membership().world;
-  if (!world.reporter)
-    world.reporter = std::make_shared<comm::detail::ActivityReporter>(world.store);
-  reporter_ = world.reporter;
-  word_ = reporter_->watch(key_of(group_, group_.rank()));
+  word_ = comm::publish_word(group_, key_of(group_, group_.rank()));
   tell();
   thread_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
 }
@@ -144,8 +139,7 @@ void Progress::watch(const std::stop_token& stop) {
 
 Standing Progress::look(int rank) {
   if (rank == group_.rank()) return Standing::unpack(word_->load(std::memory_order_relaxed));
-  const auto text = group_.impl().membership().world->store->find(key_of(group_, rank));
-  const uint64_t word = text ? std::stoull(*text) : Standing{}.pack();
+  const uint64_t word = comm::find_word(group_, key_of(group_, rank)).value_or(Standing{}.pack());
   const auto [found, is_new] = seen_.emplace(rank, Seen{word, Clock::now()});
   if (!is_new && found->second.word != word) found->second = {word, Clock::now()};
   return Standing::unpack(word);

@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/control/activity_reporter.h"
+#include "lockstep/comm/control/job_store.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/schedule/lower.h"
 
@@ -87,8 +87,7 @@ class Progress {
 
   const comm::Group group_;
   const std::function<void(const std::string&)> stuck_;
-  std::shared_ptr<comm::detail::ActivityReporter> reporter_;
-  comm::detail::ActivityReporter::Word word_;
+  comm::PublishedWord word_;  // packed
   Standing mine_;             // of the thread that computes
   std::map<int, Seen> seen_;  // of the watching thread
 

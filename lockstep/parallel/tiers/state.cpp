@@ -11,7 +11,7 @@ namespace lockstep::parallel::detail {
 namespace {
 
 using layout::Tier;
-using optim::detail::PackedSlice;
+using optim::PackedSlice;
 
 // LZ4 finds more in bytes of the same meaning.
 constexpr size_t kWidth = 4;
@@ -31,8 +31,7 @@ OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor valu
       tiers_(std::move(tiers)) {
   const std::string what = "optimizer state of " + name_;
   for (const StateSlice& place : plan_.slices) {
-    Slice slice{.place = place,
-                .bytes = optim::detail::packed_layout(plan_.format, place.count).total};
+    Slice slice{.place = place, .bytes = optim::packed_layout(plan_.format, place.count).total};
     if (place.tier == Tier::device) {
       slice.memory =
           std::static_pointer_cast<std::byte>(tiers_->device_memory.take(slice.bytes, what));
@@ -143,14 +142,14 @@ void OffloadedState::unpack(float* exp_avg, float* exp_avg_sq, float* master) {
   const auto from = [](float* array, int64_t begin) { return array ? array + begin : nullptr; };
   for_each_on_host([&](Slice& slice, std::byte* state) {
     const int64_t begin = slice.place.begin;
-    optim::detail::unpack(plan_.format,
-                          {.param = at_element(values, begin),
-                           .grad = nullptr,
-                           .state = state,
-                           .elements = slice.place.count},
-                          {.exp_avg = from(exp_avg, begin),
-                           .exp_avg_sq = from(exp_avg_sq, begin),
-                           .master = from(master, begin)});
+    optim::unpack(plan_.format,
+                  {.param = at_element(values, begin),
+                   .grad = nullptr,
+                   .state = state,
+                   .elements = slice.place.count},
+                  {.exp_avg = from(exp_avg, begin),
+                   .exp_avg_sq = from(exp_avg_sq, begin),
+                   .master = from(master, begin)});
   });
 }
 
@@ -171,14 +170,14 @@ void OffloadedState::pack(const float* exp_avg, const float* exp_avg_sq, const f
                              .grad = nullptr,
                              .state = state,
                              .elements = slice.place.count};
-    const optim::detail::UnpackedState all{.exp_avg = from(exp_avg, kept[0]),
-                                           .exp_avg_sq = from(exp_avg_sq, kept[1]),
-                                           .master = has_master ? from(master, kept[2]) : nullptr};
-    optim::detail::unpack(plan_.format, packed,
-                          {.exp_avg = exp_avg == nullptr ? all.exp_avg : nullptr,
-                           .exp_avg_sq = exp_avg_sq == nullptr ? all.exp_avg_sq : nullptr,
-                           .master = master == nullptr ? all.master : nullptr});
-    optim::detail::pack(plan_.format, packed, all);
+    const optim::UnpackedState all{.exp_avg = from(exp_avg, kept[0]),
+                                   .exp_avg_sq = from(exp_avg_sq, kept[1]),
+                                   .master = has_master ? from(master, kept[2]) : nullptr};
+    optim::unpack(plan_.format, packed,
+                  {.exp_avg = exp_avg == nullptr ? all.exp_avg : nullptr,
+                   .exp_avg_sq = exp_avg_sq == nullptr ? all.exp_avg_sq : nullptr,
+                   .master = master == nullptr ? all.master : nullptr});
+    optim::pack(plan_.format, packed, all);
   });
   if (values_.is_cuda()) values_.copy_(values);
 }

@@ -13,8 +13,8 @@ using layout::slot_layout;
 using layout::SlotLayout;
 using layout::Tier;
 using layout::UpdateSite;
-using optim::detail::PackedFormat;
-using optim::detail::PackedSlice;
+using optim::PackedFormat;
+using optim::PackedSlice;
 
 }  // namespace
 
@@ -28,13 +28,13 @@ UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, siz
 }
 
 void UpdateRing::compute(const OffloadedState& state, const PackedSlice& slice,
-                         const optim::detail::AdamWFactors& factors) {
+                         const optim::AdamWFactors& factors) {
   const PackedFormat& format = state.plan().format;
   if (void* const stream = tiers_->work->stream()) {
     const c10::DeviceGuard guard(tiers_->device);
-    optim::detail::cuda::launch_packed_adamw(format, slice, factors, stream);
+    optim::cuda::launch_packed_adamw(format, slice, factors, stream);
   } else {
-    tiers_->work->run([=] { optim::detail::packed_adamw(format, slice, factors); }, state.name());
+    tiers_->work->run([=] { optim::packed_adamw(format, slice, factors); }, state.name());
   }
 }
 
@@ -226,15 +226,14 @@ UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput&
     arrived.wait();
     const int64_t begin = slice.place.begin, count = slice.place.count;
     const auto memory = state.load(slice);
-    optim::detail::packed_adamw(
-        format,
-        {.param = at_element(values, begin),
-         .grad = input.gradient_on_host
-                     ? at_element(input.gradient, begin)
-                     : static_cast<std::byte*>(gradient_stages_[i % 2].data_ptr()),
-         .state = memory.get(),
-         .elements = count},
-        input.factors);
+    optim::packed_adamw(format,
+                        {.param = at_element(values, begin),
+                         .grad = input.gradient_on_host
+                                     ? at_element(input.gradient, begin)
+                                     : static_cast<std::byte*>(gradient_stages_[i % 2].data_ptr()),
+                         .state = memory.get(),
+                         .elements = count},
+                        input.factors);
     state.store(slice, memory);
     if (!state.params_on_host()) {
       tiers.copy_in(at_element(state.values(), begin), at_element(values, begin),

@@ -21,7 +21,7 @@ struct UpdateInput {
   at::Tensor gradient;  // 1-d
   bool gradient_on_host = false;
   memory::Event gradient_ready = {};
-  optim::detail::AdamWFactors factors = {};
+  optim::AdamWFactors factors = {};
 };
 
 // What an update leaves behind it.
@@ -77,8 +77,8 @@ class UpdateRing {
   UpdateEvents update_on_device(OffloadedState& state, OffloadedState::Slice& slice,
                                 const UpdateInput& input);
   UpdateEvents update_on_cpu(OffloadedState& state, const UpdateInput& input);
-  void compute(const OffloadedState& state, const optim::detail::PackedSlice& slice,
-               const optim::detail::AdamWFactors& factors);
+  void compute(const OffloadedState& state, const optim::PackedSlice& slice,
+               const optim::AdamWFactors& factors);
   // Where the next slice of so many bytes begins.
   size_t next_begin(size_t bytes) const;
   size_t next_round() const { return (next_ + size_ - 1) / size_ * size_; }

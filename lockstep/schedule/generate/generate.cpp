@@ -4,6 +4,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/schedule/generate/generators.h"
 #include "lockstep/schedule/render/render.h"
 #include "lockstep/schedule/schedule.h"
@@ -13,7 +14,7 @@ namespace lockstep::schedule {
 namespace {
 
 void require(bool holds, Kind kind, const std::string& rule) {
-  if (!holds) throw ConfigError(format("[schedule] {}: {}", layout::name_of(kind), rule));
+  lockstep::require(holds, format("[schedule] {}: {}", layout::name_of(kind), rule));
 }
 
 bool takes_group(Kind kind) { return kind == Kind::interleaved || kind == Kind::zb_1p; }

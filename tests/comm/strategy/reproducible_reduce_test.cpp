@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/fabric/reduce.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
 namespace {
@@ -28,11 +28,11 @@ at::Tensor expected_sum(int ranks, int64_t count, at::ScalarType type, ReduceOp 
   std::vector<const std::byte*> inputs;
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(part_of(rank, count, type));
-    inputs.push_back(detail::bytes_of(parts.back()).data());
+    inputs.push_back(memory::bytes_of(parts.back()).data());
   }
   const at::Tensor sum = at::empty({count}, type);
-  std::byte* const output = detail::bytes_of(sum).data();
-  fabric::reduce(detail::dtype_of(sum, "test"), op, {&output, 1}, inputs,
+  std::byte* const output = memory::bytes_of(sum).data();
+  fabric::reduce(memory::dtype_of(sum, "test"), op, {&output, 1}, inputs,
                  static_cast<size_t>(count));
   return sum;
 }

@@ -227,7 +227,7 @@ TEST(Strategy, AnOperationGoesOnThoughNobodyHasItsHandleOrItsGroup) {
         Case{"gloo", CommStrategy::all_reduce}}) {
     run_threads(3,
                 [&](const Group& world) {
-                  launch::Store& store = *world.impl().membership().world->store;
+                  launch::Store& store = *detail::impl_of(world).membership().world->store;
                   const at::Tensor first = at::ones({300'000}), second = at::ones({10});
                   Group group = world.split(0, world.rank());
                   if (world.rank() != 0) {
@@ -271,28 +271,31 @@ TEST(Strategy, RanksThatDisagreeAreNamed) {
 
 TEST(Strategy, ARankThatDoesNotComeIsATimeoutWithItsName) {
   for (const std::string backend : {"thread", "gloo"}) {
-    run_threads(
-        3,
-        [&](const Group& group) {
-          const at::Tensor data = at::ones({1'000'000});
-          if (group.rank() == 2) {
-            // Stays until the others have given up.
-            group.impl().membership().world->store->get("over/0", Deadline(milliseconds{60'000}));
-            group.impl().membership().world->store->get("over/1", Deadline(milliseconds{60'000}));
-            return;
-          }
-          try {
-            all_reduce(data, group, {.timeout = milliseconds{700}, .tag = "sums"}).wait();
-            ADD_FAILURE() << "nothing was thrown";
-          } catch (const TimeoutError& error) {
-            EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[1000000], sum, tag 'sums')"));
-            EXPECT_THAT(error.what(), HasSubstr("rank 2"));
-          }
-          // The group is of no further use.
-          EXPECT_THROW(all_reduce(data, group).wait(), CommError);
-          group.impl().membership().world->store->set("over/" + std::to_string(group.rank()), "");
-        },
-        {.backend = backend, .strategy = CommStrategy::tree});
+    run_threads(3,
+                [&](const Group& group) {
+                  const at::Tensor data = at::ones({1'000'000});
+                  if (group.rank() == 2) {
+                    // Stays until the others have given up.
+                    detail::impl_of(group).membership().world->store->get(
+                        "over/0", Deadline(milliseconds{60'000}));
+                    detail::impl_of(group).membership().world->store->get(
+                        "over/1", Deadline(milliseconds{60'000}));
+                    return;
+                  }
+                  try {
+                    all_reduce(data, group, {.timeout = milliseconds{700}, .tag = "sums"}).wait();
+                    ADD_FAILURE() << "nothing was thrown";
+                  } catch (const TimeoutError& error) {
+                    EXPECT_THAT(error.what(),
+                                HasSubstr("all_reduce(float32[1000000], sum, tag 'sums')"));
+                    EXPECT_THAT(error.what(), HasSubstr("rank 2"));
+                  }
+                  // The group is of no further use.
+                  EXPECT_THROW(all_reduce(data, group).wait(), CommError);
+                  detail::impl_of(group).membership().world->store->set(
+                      "over/" + std::to_string(group.rank()), "");
+                },
+                {.backend = backend, .strategy = CommStrategy::tree});
   }
 }
 
@@ -301,7 +304,7 @@ TEST(Strategy, ARankThatDoesNotComeIsATimeoutWithItsName) {
 TEST(Hierarchical, ATimeoutBetweenPiecesIsOneForAll) {
   run_threads(4,
               [&](const Group& group) {
-                launch::Store& store = *group.impl().membership().world->store;
+                launch::Store& store = *detail::impl_of(group).membership().world->store;
                 if (group.rank() == 3) {
                   for (const char* other : {"over/0", "over/1", "over/2"})
                     store.get(other, Deadline(milliseconds{60'000}));

@@ -43,10 +43,11 @@ void expect_same_bits(const PackedFormat& format, int64_t elements, int64_t shif
     const Array grads(format.grad, values);
     const at::Tensor grad = to_device(on_cpu(grads.data(), grad_bytes));
     packed_adamw(format, {cpu.param, grads.data(), cpu.state, elements}, factors_of_step(step));
-    cuda::launch_packed_adamw(format,
-                              {device_param.data_ptr(), grad.data_ptr(),
-                               static_cast<std::byte*>(device_state.data_ptr()), elements},
-                              factors_of_step(step), c10::cuda::getCurrentCUDAStream().stream());
+    optim::cuda::launch_packed_adamw(format,
+                                     {device_param.data_ptr(), grad.data_ptr(),
+                                      static_cast<std::byte*>(device_state.data_ptr()), elements},
+                                     factors_of_step(step),
+                                     c10::cuda::getCurrentCUDAStream().stream());
     ASSERT_TRUE(at::equal(device_param.cpu(), param)) << step;
     ASSERT_TRUE(at::equal(device_state.cpu(), state)) << step;
   }
@@ -95,10 +96,10 @@ TEST(PackedAdamWCuda, MastersSurviveAStep) {
     AdamWFactors factors = factors_of_step(1);
     factors.decay = 1;
     for (int i = 0; i < 2; ++i) {
-      cuda::launch_packed_adamw(format,
-                                {device_param.data_ptr(), grad.data_ptr(),
-                                 static_cast<std::byte*>(device_state.data_ptr()), elements},
-                                factors, c10::cuda::getCurrentCUDAStream().stream());
+      optim::cuda::launch_packed_adamw(format,
+                                       {device_param.data_ptr(), grad.data_ptr(),
+                                        static_cast<std::byte*>(device_state.data_ptr()), elements},
+                                       factors, c10::cuda::getCurrentCUDAStream().stream());
     }
     param.copy_(device_param);
     state.copy_(device_state);

@@ -37,18 +37,20 @@ using testing::Pair;
 class CountingImpl : public comm::detail::GroupImpl {
  public:
   explicit CountingImpl(const comm::Group& inner)
-      : GroupImpl(inner.impl().membership(), inner.impl().backend()), inner_(inner) {}
+      : GroupImpl(comm::detail::impl_of(inner).membership(),
+                  comm::detail::impl_of(inner).backend()),
+        inner_(inner) {}
 
   std::shared_ptr<comm::detail::Pending> submit(fabric::Operation operation,
                                                 std::shared_ptr<const void> memory) override {
     ++counts[operation.kind];
-    return inner_.impl().submit(operation, std::move(memory));
+    return comm::detail::impl_of(inner_).submit(operation, std::move(memory));
   }
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
-    return inner_.impl().allocate(bytes);
+    return comm::detail::impl_of(inner_).allocate(bytes);
   }
   bool reaches(const void* data, size_t bytes) const override {
-    return inner_.impl().reaches(data, bytes);
+    return comm::detail::impl_of(inner_).reaches(data, bytes);
   }
 
   std::map<OpKind, int> counts;

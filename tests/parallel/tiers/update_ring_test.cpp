@@ -26,7 +26,7 @@ using layout::Tier;
 using layout::UpdateSite;
 
 constexpr int64_t kSlice = 1024;
-const optim::detail::AdamWFactors kFactors{
+const optim::AdamWFactors kFactors{
     .decay = 0.99, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .step_size = 1e-2, .root_scale = 1};
 
 // A tensor of the model, whose state and values rest on the host, and the same one in place.
@@ -39,17 +39,17 @@ struct Trained {
     state = std::make_unique<OffloadedState>(format("tensor of {}", count), plan, values,
                                              Tier::host, tiers);
     for (const StateSlice& slice : plan.slices)
-      plain_state.emplace_back(optim::detail::packed_layout(plan.format, slice.count).total);
+      plain_state.emplace_back(optim::packed_layout(plan.format, slice.count).total);
   }
   void update_in_place() {
     for (size_t i = 0; i < plain_state.size(); ++i) {
       const StateSlice& slice = state->plan().slices[i];
-      optim::detail::packed_adamw(state->plan().format,
-                                  {.param = plain.data_ptr<float>() + slice.begin,
-                                   .grad = gradient.data_ptr<float>() + slice.begin,
-                                   .state = plain_state[i].data(),
-                                   .elements = slice.count},
-                                  kFactors);
+      optim::packed_adamw(state->plan().format,
+                          {.param = plain.data_ptr<float>() + slice.begin,
+                           .grad = gradient.data_ptr<float>() + slice.begin,
+                           .state = plain_state[i].data(),
+                           .elements = slice.count},
+                          kFactors);
     }
   }
 

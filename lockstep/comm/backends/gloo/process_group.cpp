@@ -15,11 +15,11 @@
 #include "lockstep/comm/control/call_consistency.h"
 #include "lockstep/comm/control/watched_operation.h"
 #include "lockstep/comm/reduction_lowering.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/agreement.h"
 #include "lockstep/fabric/reduce.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::gloo {
 namespace {
@@ -39,7 +39,7 @@ at::Tensor bytes_tensor(std::span<const std::byte> bytes) {
 
 at::Tensor typed_tensor(std::span<std::byte> bytes, DType dtype) {
   return at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size() / size_of(dtype))},
-                       at::TensorOptions().dtype(detail::to_scalar_type(dtype)));
+                       at::TensorOptions().dtype(memory::to_scalar_type(dtype)));
 }
 
 c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {

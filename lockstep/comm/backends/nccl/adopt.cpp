@@ -9,7 +9,7 @@ namespace lockstep::comm::nccl {
 
 Group adopt(ncclComm* comm, const Group& host) {
   (void)detail::find_backend("nccl");
-  return Group(adopt({library().api, cuda_runtime()}, comm, host.shared_impl()));
+  return Group(adopt({library().api, cuda_runtime()}, comm, detail::shared_impl_of(host)));
 }
 
 }  // namespace lockstep::comm::nccl

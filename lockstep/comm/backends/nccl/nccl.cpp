@@ -14,7 +14,6 @@
 #include "lockstep/comm/backends/nccl/nccl_stream.h"
 #include "lockstep/comm/control/call_consistency.h"
 #include "lockstep/comm/reduction_lowering.h"
-#include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/agreement.h"

@@ -12,7 +12,7 @@ namespace lockstep::comm::nccl {
 namespace {
 
 // Errors stay with the thread until they are asked for, and torch would take them for its own.
-void require(cudaError_t result, const char* what) {
+void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();
   throw CommError(format("[nccl] {}: {}", what, cudaGetErrorString(result)));
@@ -27,7 +27,7 @@ std::vector<std::string> devices() {
   std::vector<std::string> identities;
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties{};
-    require(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    check_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
     std::string text;
     for (const char byte : properties.uuid.bytes)
       text += format("{:02x}", static_cast<unsigned char>(byte));
@@ -58,9 +58,10 @@ int exchange_device(int device) {
 cudaStream_t make_stream() {
   int least = 0, greatest = 0;
   cudaStream_t stream = nullptr;
-  require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
-          "cudaStreamCreateWithPriority");
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+             "cudaDeviceGetStreamPriorityRange");
+  check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+             "cudaStreamCreateWithPriority");
   return stream;
 }
 
@@ -77,7 +78,7 @@ cudaStream_t current_stream(int device) {
 }
 
 void copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
-  require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
 
 void give(cudaStream_t stream, int device, const std::function<void()>& body) {
@@ -88,17 +89,17 @@ void give(cudaStream_t stream, int device, const std::function<void()>& body) {
 
 cudaEvent_t make_event(bool timed) {
   cudaEvent_t event = nullptr;
-  require(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
-          "cudaEventCreateWithFlags");
+  check_cuda(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
+             "cudaEventCreateWithFlags");
   return event;
 }
 
 void record(cudaEvent_t event, cudaStream_t stream) {
-  require(cudaEventRecord(event, stream), "cudaEventRecord");
+  check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
 }
 
 void wait(cudaStream_t stream, cudaEvent_t event) {
-  require(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+  check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }
 
 bool passed(cudaEvent_t event) {
@@ -107,17 +108,17 @@ bool passed(cudaEvent_t event) {
     cudaGetLastError();
     return false;
   }
-  require(result, "cudaEventQuery");
+  check_cuda(result, "cudaEventQuery");
   return true;
 }
 
 void synchronize(cudaEvent_t event) {
-  require(cudaEventSynchronize(event), "cudaEventSynchronize");
+  check_cuda(cudaEventSynchronize(event), "cudaEventSynchronize");
 }
 
 double milliseconds_between(cudaEvent_t from, cudaEvent_t to) {
   float milliseconds = 0;
-  require(cudaEventElapsedTime(&milliseconds, from, to), "cudaEventElapsedTime");
+  check_cuda(cudaEventElapsedTime(&milliseconds, from, to), "cudaEventElapsedTime");
   return milliseconds;
 }
 

@@ -139,7 +139,8 @@ TEST_F(Nccl, ALostRankEndsWhatWaitsForIt) {
     all_reduce(at::ones({4}), group).wait();
     barrier(group).wait();
     if (group.rank() == 1) {
-      group.impl().membership().world->store->set(launch::lost_key(1), "killed by signal 9");
+      detail::impl_of(group).membership().world->store->set(launch::lost_key(1),
+                                                            "killed by signal 9");
       return;
     }
     for (const bool again : {false, true}) {
@@ -197,8 +198,9 @@ TEST_F(Nccl, AnotherDeviceIsRefused) {
   run(2, [](const Group& group) {
     at::Tensor data = at::ones({4});
     all_reduce(data, group).wait();
-    EXPECT_THROW(group.impl().submit({.kind = fabric::OpKind::all_reduce, .device = 1}, nullptr),
-                 ConfigError);
+    EXPECT_THROW(
+        detail::impl_of(group).submit({.kind = fabric::OpKind::all_reduce, .device = 1}, nullptr),
+        ConfigError);
   });
 }
 
@@ -208,7 +210,7 @@ TEST_F(Nccl, MemoryLivesUntilTheOperationIsOver) {
     const auto submit = [&](const std::shared_ptr<int>& memory, at::Tensor& data) {
       const auto written_last = std::make_shared<int>();
       in_finish = written_last;
-      return group.impl().submit(
+      return detail::impl_of(group).submit(
           {.kind = fabric::OpKind::all_reduce,
            .dtype = DType::float32,
            .input = {static_cast<std::byte*>(data.data_ptr()), data.nbytes()},
@@ -304,13 +306,13 @@ TEST_F(Nccl, AdoptsACommunicator) {
     engine.api->comm_init_rank_config(&comm, 2, id, host.rank(), &config);
     barrier(host).wait();
     {
-      const Group group(nccl::adopt(engine, comm, host.shared_impl()));
+      const Group group(nccl::adopt(engine, comm, detail::shared_impl_of(host)));
       EXPECT_EQ(group.backend(), "nccl");
       const at::Tensor data = at::ones({4});
       all_reduce(data, group).wait();
       EXPECT_EQ(data[0].item<float>(), 2);
     }
-    EXPECT_THROW(nccl::adopt(engine, comm, Group().shared_impl()), ConfigError);
+    EXPECT_THROW(nccl::adopt(engine, comm, detail::shared_impl_of(Group())), ConfigError);
     barrier(host).wait();
     engine.api->comm_destroy(comm);
   });
@@ -324,33 +326,33 @@ TEST_F(Nccl, OnlyAnAdoptedCommunicatorThatBlocksHasToBeWaitedFor) {
   const nccl::Engine engine = fake::engine();
   nccl::UniqueId id{};
   engine.api->get_unique_id(&id);
-  run_threads(
-      2,
-      [&](const Group& host) {
-        ncclComm* comm = nullptr;
-        nccl::Config config;
-        engine.api->comm_init_rank_config(&comm, 2, id, host.rank(), &config);
-        barrier(host).wait();
-        if (host.rank() == 0) fake::hold_calls_of("all_reduce");
-        const Group group(nccl::adopt(engine, comm, host.split(0, host.rank()).shared_impl()));
-        std::vector<std::jthread> threads;
-        if (host.rank() == 0) {
-          threads.emplace_back(
-              [&] { EXPECT_THROW(all_reduce(at::ones({4}), group).wait(), CommError); });
-          fake::wait_for_held_call();
-          threads.emplace_back([&] { group.impl().abort("enough"); });
-        } else {
-          try {
-            barrier(group).wait();
-            ADD_FAILURE() << "nothing was thrown";
-          } catch (const CommError& error) {
-            EXPECT_THAT(error.what(), HasSubstr("enough"));
-          }
-        }
-        barrier(host).wait();
-        fake::hold_calls_of("");
-      },
-      {.backend = "thread", .check = false});  // ranks call different things
+  run_threads(2,
+              [&](const Group& host) {
+                ncclComm* comm = nullptr;
+                nccl::Config config;
+                engine.api->comm_init_rank_config(&comm, 2, id, host.rank(), &config);
+                barrier(host).wait();
+                if (host.rank() == 0) fake::hold_calls_of("all_reduce");
+                const Group group(
+                    nccl::adopt(engine, comm, detail::shared_impl_of(host.split(0, host.rank()))));
+                std::vector<std::jthread> threads;
+                if (host.rank() == 0) {
+                  threads.emplace_back(
+                      [&] { EXPECT_THROW(all_reduce(at::ones({4}), group).wait(), CommError); });
+                  fake::wait_for_held_call();
+                  threads.emplace_back([&] { detail::impl_of(group).abort("enough"); });
+                } else {
+                  try {
+                    barrier(group).wait();
+                    ADD_FAILURE() << "nothing was thrown";
+                  } catch (const CommError& error) {
+                    EXPECT_THAT(error.what(), HasSubstr("enough"));
+                  }
+                }
+                barrier(host).wait();
+                fake::hold_calls_of("");
+              },
+              {.backend = "thread", .check = false});  // ranks call different things
 }
 
 TEST_F(Nccl, TheWatchingThreadDoesNotFreeMemory) {
@@ -370,13 +372,13 @@ TEST_F(Nccl, TheWatchingThreadDoesNotFreeMemory) {
     const at::Tensor data = at::ones({4});
     const std::span<std::byte> bytes(static_cast<std::byte*>(data.data_ptr()), data.nbytes());
     const auto submit = [&](std::shared_ptr<void> memory) {
-      return group.impl().submit({.kind = fabric::OpKind::all_reduce,
-                                  .dtype = DType::float32,
-                                  .input = bytes,
-                                  .output = bytes,
-                                  .count = data.numel(),
-                                  .device = 0},
-                                 std::move(memory));
+      return detail::impl_of(group).submit({.kind = fabric::OpKind::all_reduce,
+                                            .dtype = DType::float32,
+                                            .input = bytes,
+                                            .output = bytes,
+                                            .count = data.numel(),
+                                            .device = 0},
+                                           std::move(memory));
     };
     if (group.rank() == 1) {
       submit(nullptr)->wait();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between torch's tensors and the byte spans that operations are made of.
+// Between torch's tensors and our dtypes and byte spans, which files and messages are made of.
+// Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +11,14 @@
 
 #include "lockstep/core/dtype.h"
 
-namespace lockstep::comm::detail {
+namespace lockstep::memory {
 
-// Throws ConfigError naming `operation` for a dtype that does not travel.
+// Throws ConfigError that names `operation` for a dtype that neither messages nor files can hold.
 DType dtype_of(const at::Tensor& tensor, std::string_view operation);
+// Every DType has one.
 at::ScalarType to_scalar_type(DType dtype);
 
 // The bytes of a contiguous tensor.
 std::span<std::byte> bytes_of(const at::Tensor& tensor);
 
-}  // namespace lockstep::comm::detail
+}  // namespace lockstep::memory

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/comm/tensor.h"
+#include "lockstep/memory/tensor_bytes.h"
 
 #include <c10/core/ScalarType.h>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
-namespace lockstep::comm::detail {
+namespace lockstep::memory {
 namespace {
 
 constexpr std::pair<at::ScalarType, DType> kTypes[] = {
@@ -38,4 +38,4 @@ std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
-}  // namespace lockstep::comm::detail
+}  // namespace lockstep::memory
