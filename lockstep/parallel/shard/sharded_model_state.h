@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/mesh/mesh.h"
 #include "lockstep/parallel/shard/engine.h"
 #include "lockstep/parallel/shard/options.h"
 
