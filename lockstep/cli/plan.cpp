@@ -43,7 +43,7 @@ config::ModelSpec model_of(const TrainConfig& config) {
 std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {
   std::string text = format("{} on {} rank{}: {}", model.describe(), world, world > 1 ? "s" : "",
                             config.dims(world).describe());
-  if (config.parallel.shard != config::Shard::none)
+  if (config.parallel.shard != layout::ShardingStrategy::no_shard)
     text += format(", shard {}", name_of(config.parallel.shard));
   if (config::is_pipelined(config.parallel)) {
     text += format(", {}", layout::name_of(config::schedule_options(config, world).kind));

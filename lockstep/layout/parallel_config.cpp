@@ -21,6 +21,7 @@ constexpr std::array<Name, 12> kSchedule = {"round-robin", "sequential", "gpipe"
                                             "interleaved", "looped-bfs", "zb-h1",      "zb-h2",
                                             "zb-1p",       "zb-v",       "dualpipe-v", "file"};
 constexpr std::array<Name, 3> kRecompute = {"none", "selective", "full"};
+constexpr std::array<Name, 5> kSharding = {"none", "full", "grad_op", "optimizer", "hybrid"};
 
 constexpr Requirement require_config("parallel_config");
 
@@ -54,6 +55,7 @@ Name name_of(MemoryStrategy strategy) { return detail::enum_name(kMemory, strate
 Name name_of(CommStrategy strategy) { return detail::enum_name(kComm, strategy); }
 Name name_of(PipelineSchedule schedule) { return detail::enum_name(kSchedule, schedule); }
 Name name_of(Recompute recompute) { return detail::enum_name(kRecompute, recompute); }
+Name name_of(ShardingStrategy strategy) { return detail::enum_name(kSharding, strategy); }
 
 MemoryStrategy parse_memory_strategy(Name name) {
   return detail::parse_enum<MemoryStrategy>("memory strategy", kMemory, name);
@@ -66,6 +68,9 @@ PipelineSchedule parse_pipeline_schedule(Name name) {
 }
 Recompute parse_recompute(Name name) {
   return detail::parse_enum<Recompute>("recompute", kRecompute, name);
+}
+ShardingStrategy parse_sharding_strategy(Name name) {
+  return detail::parse_enum<ShardingStrategy>("sharding strategy", kSharding, name);
 }
 
 Recompute ParallelConfig::recompute() const {

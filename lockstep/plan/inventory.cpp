@@ -177,7 +177,7 @@ std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const Mode
   const layout::RankMap map(config.dims(world));
   const Stages stages(config, model, world);
   const int shares = shares_of(config, world), tp = config.parallel.tp;
-  const bool whole = config.parallel.shard == config::Shard::none;
+  const bool whole = config.parallel.shard == layout::ShardingStrategy::no_shard;
   std::map<std::string, std::vector<size_t>> units;
   for (size_t i = 0; i < tensors.size(); ++i) units[unit_of(tensors[i].name)].push_back(i);
   std::vector<std::vector<size_t>> owners(tensors.size());

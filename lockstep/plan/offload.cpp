@@ -29,7 +29,7 @@ class Flats {
   Flats(const TrainConfig& config, int world)
       : dtype_(config.train.dtype == config::Precision::bfloat16 ? DType::bfloat16
                                                                  : DType::float32),
-        whole_(config.parallel.shard == config::Shard::none),
+        whole_(config.parallel.shard == layout::ShardingStrategy::no_shard),
         of_shares_(static_cast<size_t>(shares_of(config, world))) {}
 
   struct Kind {

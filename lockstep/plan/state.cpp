@@ -13,9 +13,9 @@
 namespace lockstep::plan {
 namespace {
 
-using config::Shard;
 using config::TrainConfig;
 using layout::Shape;
+using layout::ShardingStrategy;
 
 constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
 constexpr int64_t kGradientBlocks = 2;     // parallel/flat/buffers.cpp
@@ -129,7 +129,7 @@ class Accounts {
       if (!large.shapes.empty()) lines.push_back(add_shards(large));
     }
     if (!small.shapes.empty()) add_whole(small);
-    if (config_.parallel.shard != Shard::optimizer && !config_.offload.any())
+    if (config_.parallel.shard != ShardingStrategy::optimizer && !config_.offload.any())
       add_buffers(lines, ends_as_it_begins);
     return std::move(states_);
   }
@@ -147,7 +147,7 @@ class Accounts {
   Line add_shards(const Unit& unit) {
     const layout::FlatLayout line = lay_out(unit, shares());
     const Line bytes{line.size * element_, unit.count, unit.used_in_backward};
-    const bool resident = config_.parallel.shard == Shard::optimizer;
+    const bool resident = config_.parallel.shard == ShardingStrategy::optimizer;
     for (int rank = 0; rank < ranks_; ++rank) {
       State& state = states_[static_cast<size_t>(rank)];
       const auto part = static_cast<size_t>(rank % shares());
@@ -200,7 +200,8 @@ class Accounts {
       largest = std::max(largest, line.bytes);
     }
     // A pipeline gathers a stage at a time; else the one that is used and the next.
-    const bool gathers_all = pipelined_ || config_.parallel.shard == Shard::grad_op;
+    const bool gathers_all =
+        pipelined_ || config_.parallel.shard == ShardingStrategy::shard_grad_op;
     const int64_t gathered = gathers_all ? all : gathered_bytes(uses_of(lines, ends_as_it_begins));
     // Unreduced gradients of micro-batches wait for the last one.
     const bool waits = micro_batches_ > 1 && !config_.train.reproducible;
@@ -254,10 +255,10 @@ std::vector<Stage> stages_of(const TrainConfig& config, const config::ModelSpec&
 }
 
 int shares_of(const TrainConfig& config, int world) {
-  const Shard shard = config.parallel.shard;
+  const ShardingStrategy shard = config.parallel.shard;
   const int size = config.parallel.shard_size;
-  if (shard == Shard::none) return 1;
-  return shard == Shard::hybrid && size > 0 ? size : config.dp(world);
+  if (shard == ShardingStrategy::no_shard) return 1;
+  return shard == ShardingStrategy::hybrid_shard && size > 0 ? size : config.dp(world);
 }
 
 std::vector<State> states_of(const TrainConfig& config, const config::ModelSpec& model,

@@ -76,7 +76,7 @@ TEST(Inventory, ANameWithoutADotIsAKind) {
               ElementsAre("scale", "biases", "norms", "", "blocks"));
 }
 
-config::TrainConfig config_of(config::Shard shard) {
+config::TrainConfig config_of(layout::ShardingStrategy shard) {
   config::TrainConfig config;
   config.data.path = "any";
   config.model = {.layers = 2, .hidden = 64, .heads = 4, .vocab = 100};
@@ -99,9 +99,9 @@ std::vector<size_t> owners(const config::TrainConfig& config, int world, const s
 }
 
 TEST(Inventory, OwnersAreThoseThatHaveRows) {
-  config::TrainConfig config = config_of(config::Shard::none);
+  config::TrainConfig config = config_of(layout::ShardingStrategy::no_shard);
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
-  config = config_of(config::Shard::full);
+  config = config_of(layout::ShardingStrategy::full_shard);
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
   EXPECT_THAT(owners(config, 4, "norm.weight"), ElementsAre(0, 1, 2, 3));  // too small to share
   // A block's matrices are 12288, 4096, 16384 and 16384 elements: a fourth of the line is 12288.
@@ -109,25 +109,25 @@ TEST(Inventory, OwnersAreThoseThatHaveRows) {
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.out.weight"), ElementsAre(1));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 2));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.down.weight"), ElementsAre(2, 3));
-  config.parallel.shard = config::Shard::hybrid;
+  config.parallel.shard = layout::ShardingStrategy::hybrid_shard;
   config.parallel.shard_size = 2;
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 2));
 }
 
 TEST(Inventory, OwnersOfStagesAndMatrices) {
-  config::TrainConfig config = config_of(config::Shard::none);
+  config::TrainConfig config = config_of(layout::ShardingStrategy::no_shard);
   config.parallel.pp = 2;
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 2));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 3));
   config.parallel.pp = 1;
   config.parallel.tp = 2;
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1, 2, 3));
-  config.parallel.shard = config::Shard::full;
+  config.parallel.shard = layout::ShardingStrategy::full_shard;
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 1));
 }
 
 TEST(Inventory, ListHasTheOwners) {
-  const config::TrainConfig config = config_of(config::Shard::full);
+  const config::TrainConfig config = config_of(layout::ShardingStrategy::full_shard);
   const std::string list = tensor_list(config, config.model.resolved(16, 100), 4);
   EXPECT_THAT(list, testing::StartsWith("tensor "));
   EXPECT_THAT(list, testing::HasSubstr("  owners\n"));

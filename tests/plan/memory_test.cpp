@@ -13,10 +13,10 @@ namespace {
 
 using config::ModelKind;
 using config::ModelSpec;
-using config::Shard;
 using config::TrainConfig;
 using layout::PipelineSchedule;
 using layout::Recompute;
+using layout::ShardingStrategy;
 using testing::AllOf;
 using testing::Each;
 using testing::HasSubstr;
@@ -119,13 +119,14 @@ TEST(Memory, BucketsAreAligned) {
 TEST(Memory, SharesAreFractions) {
   TrainConfig config = large();
   const Memory whole = plan_for(config, 4)[0];
-  const auto share = [&](Shard shard, int size = 0) {
+  const auto share = [&](ShardingStrategy shard, int size = 0) {
     config.parallel.shard = shard;
     config.parallel.shard_size = size;
     return plan_for(config, 4)[0];
   };
   const auto near = [](int64_t a, int64_t b) { EXPECT_NEAR(1.0 * a / b, 1, 0.02); };
-  const Memory full = share(Shard::full), grad_op = share(Shard::grad_op);
+  const Memory full = share(ShardingStrategy::full_shard),
+               grad_op = share(ShardingStrategy::shard_grad_op);
   near(4 * full.parameters, whole.parameters);
   near(4 * full.gradients, whole.gradients);
   near(4 * full.optimizer, whole.optimizer);
@@ -133,7 +134,8 @@ TEST(Memory, SharesAreFractions) {
   EXPECT_GT(grad_op.buffers, full.buffers + whole.parameters / 2);
   EXPECT_EQ(grad_op.activations, full.activations);
 
-  const Memory optimizer = share(Shard::optimizer), hybrid = share(Shard::hybrid, 2);
+  const Memory optimizer = share(ShardingStrategy::optimizer),
+               hybrid = share(ShardingStrategy::hybrid_shard, 2);
   near(optimizer.parameters, whole.parameters);
   near(4 * optimizer.optimizer, whole.optimizer);
   near(2 * hybrid.parameters, whole.parameters);
@@ -143,9 +145,9 @@ TEST(Memory, SharesAreFractions) {
 TEST(Memory, AShareOfOneIsTheWhole) {
   TrainConfig config = large();
   const Memory alone = plan_for(config, 1)[0], copies = plan_for(config, 2)[0];
-  config.parallel.shard = Shard::full;
+  config.parallel.shard = ShardingStrategy::full_shard;
   EXPECT_EQ(plan_for(config, 1)[0], alone);
-  config.parallel.shard = Shard::hybrid;
+  config.parallel.shard = ShardingStrategy::hybrid_shard;
   config.parallel.shard_size = 1;
   EXPECT_EQ(plan_for(config, 2)[0], copies);
 }
@@ -171,7 +173,7 @@ TEST(Memory, SharesOfAllRanksAddUpToTheWhole) {
   config.model.hidden = 520;  // does not divide
   config.model.heads = 4;
   int64_t whole = plan_for(config, 1)[0].optimizer, sum = 0;
-  config.parallel.shard = Shard::full;
+  config.parallel.shard = ShardingStrategy::full_shard;
   for (const Memory& rank : plan_for(config, 3)) sum += rank.optimizer;
   // What is smaller than 1000 elements every rank has: four of 520 in a block, and two.
   EXPECT_EQ(sum - whole, 2 * 8 * ((8 * 6 + 2) * 520));
@@ -299,7 +301,7 @@ TEST(Report, RefusesStateThatDoesNotFit) {
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("memory.max_per_device is "),
                                                HasSubstr("rank 0 needs " + size_text(state)),
                                                HasSubstr("optimizer state"))));
-  config.parallel.shard = Shard::full;
+  config.parallel.shard = ShardingStrategy::full_shard;
   EXPECT_NO_THROW(require_state_fits(config, model, 2));
 }
 

@@ -15,9 +15,9 @@ namespace {
 
 using codec::Codec;
 using config::ModelSpec;
-using config::Shard;
 using config::TrainConfig;
 using layout::OffloadPlan;
+using layout::ShardingStrategy;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::Ge;
@@ -123,7 +123,7 @@ TEST(OffloadPlan, SlicesAreBounded) {
 
 TEST(OffloadPlan, RanksShareLargeTensors) {
   TrainConfig config = large_offloaded();
-  config.parallel.shard = Shard::full;
+  config.parallel.shard = ShardingStrategy::full_shard;
   int64_t params = 0, states = 0, small = 0;
   for (int rank = 0; rank < 4; ++rank) {
     const OffloadPlan plan = only_plan(config, 4, rank);

@@ -26,11 +26,11 @@ namespace lockstep::train {
 namespace {
 
 using config::ModelKind;
-using config::Shard;
 using config::TrainConfig;
 using layout::MemoryStrategy;
 using layout::PipelineSchedule;
 using layout::Recompute;
+using layout::ShardingStrategy;
 
 const comm::Group& world() {
   static const comm::Group group = [] {
@@ -122,18 +122,18 @@ const std::vector<Layout>& layouts() {
        }},
       {"ddp", 2, [](auto&) {}},
       {"ddp_micro_batches", 2, [](auto& c) { c.train.global_batch = 16; }},
-      {"shard_full", 2, [](auto& c) { c.parallel.shard = Shard::full; }},
+      {"shard_full", 2, [](auto& c) { c.parallel.shard = ShardingStrategy::full_shard; }},
       {"shard_full_micro_batches", 2,
        [](auto& c) {
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"shard_grad_op_llama", 2,
        [](auto& c) {
          llama(c);
-         c.parallel.shard = Shard::grad_op;
+         c.parallel.shard = ShardingStrategy::shard_grad_op;
        }},
-      {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = Shard::optimizer; }},
+      {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = ShardingStrategy::optimizer; }},
       {"gpipe", 2, [](auto& c) { pipeline(c, PipelineSchedule::gpipe); }},
       {"1f1b", 2, [](auto& c) { pipeline(c, PipelineSchedule::one_f_one_b); }},
       {"1f1b_llama_full", 2,
@@ -225,13 +225,13 @@ const std::vector<Layout>& layouts() {
       {"offload_shards", 2,
        [](auto& c) {
          offload(c);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
        }},
       {"offload_shards_optimizer", 2,
        [](auto& c) {
          offload(c);
          c.offload.params = c.offload.grads = false;
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
        }},
       {"offload_interleaved", 2,
        [](auto& c) {
@@ -246,18 +246,18 @@ const std::vector<Layout>& layouts() {
       {"tp_shards", 4,
        [](auto& c) {
          tensor(c);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"shard_hybrid", 4,
        [](auto& c) {
-         c.parallel.shard = Shard::hybrid;
+         c.parallel.shard = ShardingStrategy::hybrid_shard;
          c.parallel.shard_size = 2;
        }},
       {"pipeline_of_shards", 4,
        [](auto& c) {
          pipeline(c, PipelineSchedule::one_f_one_b);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"pipeline_of_ddp", 4,

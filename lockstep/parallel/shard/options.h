@@ -14,19 +14,12 @@
 
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/offload.h"
+#include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::parallel {
 
-enum class ShardingStrategy {
-  full_shard,     // parameters, gradients and optimizer state; gathered for each use (ZeRO-3)
-  shard_grad_op,  // the same, but parameters stay gathered from forward to backward (ZeRO-2)
-  optimizer,      // optimizer state only: parameters and gradients are whole (ZeRO-1)
-  no_shard,       // nothing: every rank has all, gradients are averaged (DDP)
-  hybrid_shard    // full_shard inside the second axis of a mesh, copies along the first
-};
-// "full", "grad_op", "optimizer", "none", "hybrid"; a ConfigError lists them.
-ShardingStrategy parse_strategy(std::string_view name);
-std::string_view name_of(ShardingStrategy strategy);
+// hybrid_shard over a mesh of two axes shards along the second and copies along the first.
+using ShardingStrategy = layout::ShardingStrategy;
 
 // Which modules become units, whose parameters are gathered and reduced together. What is in no
 // unit of its own belongs to the nearest one above, at last to the model. A parameter that several
