@@ -58,6 +58,12 @@ PipelineSchedule parse_pipeline_schedule(std::string_view name);
 Recompute parse_recompute(std::string_view name);
 ShardingStrategy parse_sharding_strategy(std::string_view name);
 
+// Layers of each stage, first to last: `split` or, where it is empty, equal shares. Nothing unless
+// every stage has at least one layer and they have `layers` together; what to say then is the
+// caller's business.
+std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
+                                                 const std::vector<int>& split);
+
 struct ParallelConfig {
   ParallelDims dims = {};
   int num_layers = 24;

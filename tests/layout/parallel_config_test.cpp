@@ -4,7 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "tests/support/refused.h"
@@ -89,6 +91,16 @@ TEST(ParallelConfig, ExplicitSplitOfLayers) {
   expect_refused(with_split({0, 5, 5}), 3,
                  "[parallel_config] layer split (0, 5, 5): every stage must have at least 1 "
                  "layer");
+}
+
+TEST(LayersPerStage, EqualSharesOrTheSplitOrNothing) {
+  EXPECT_EQ(layers_per_stage(6, 3, {}), std::vector({2, 2, 2}));
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 1, 2}), std::vector({3, 1, 2}));
+  EXPECT_EQ(layers_per_stage(7, 3, {}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(0, 3, {}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 3}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {0, 3, 3}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 3, 3}), std::nullopt);
 }
 
 TEST(ParallelConfig, PositiveNumbers) {
