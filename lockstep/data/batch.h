@@ -6,11 +6,9 @@
 #include <vector>
 
 #include "lockstep/data/corpus.h"
+#include "lockstep/data/ignored_target.h"
 
 namespace lockstep::data {
-
-// Targets of padding; cross entropy in libtorch leaves them out by default.
-inline constexpr int64_t kIgnoredTarget = -100;
 
 // `count` inputs from `begin` on and their targets, padded to seq_len.
 struct Row {
