@@ -44,6 +44,10 @@ enum class ShardingStrategy {
   hybrid_shard    // full_shard inside each part of the ranks, copies across the parts
 };
 
+// Tensors with fewer elements stay whole on every rank, unless FullyShardOptions::min_num_params
+// says otherwise.
+inline constexpr int64_t kMinShardedElements = 1000;
+
 // The names are those of the values with "-" for "_"; one_f_one_b is "1f1b". Sharding strategies
 // are "none", "full", "grad_op", "optimizer" and "hybrid".
 // Parsing throws ConfigError with the list of names.

@@ -80,13 +80,13 @@ std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes,
   std::vector<layout::Shape> large;
   std::vector<size_t> index;
   for (size_t i = 0; i < shapes.size(); ++i) {
-    if (whole || layout::numel_of(shapes[i]) < kSmallestShared) continue;
+    if (whole || layout::numel_of(shapes[i]) < layout::kMinShardedElements) continue;
     large.push_back(shapes[i]);
     index.push_back(i);
     parts[i].clear();
   }
   if (large.empty()) return parts;
-  const auto line = layout::lay_out(large, shares, kLineAlignment / element_bytes);
+  const auto line = layout::lay_out(large, shares, layout::kFlatAlignment / element_bytes);
   for (int part = 0; part < shares; ++part) {
     for (const layout::RowShard& rows : line.rows[static_cast<size_t>(part)])
       parts[index[static_cast<size_t>(rows.tensor)]].push_back(part);

@@ -39,7 +39,8 @@ class Flats {
   void add(const std::string& name, const std::vector<Shape>& shapes, Kind kind) {
     std::vector<Shape> large;
     for (const Shape& shape : shapes)
-      (whole_ || layout::numel_of(shape) >= kSmallestShared ? large : small_).push_back(shape);
+      (whole_ || layout::numel_of(shape) >= layout::kMinShardedElements ? large : small_)
+          .push_back(shape);
     add_flat(name, large, kind, static_cast<int>(of_shares_.size()));
   }
 
@@ -55,7 +56,7 @@ class Flats {
   void add_flat(const std::string& name, const std::vector<Shape>& shapes, Kind kind, int parts) {
     if (shapes.empty()) return;
     const auto element = static_cast<int64_t>(size_of(dtype_));
-    const auto line = layout::lay_out(shapes, parts, kLineAlignment / element);
+    const auto line = layout::lay_out(shapes, parts, layout::kFlatAlignment / element);
     for (size_t share = 0; share < of_shares_.size(); ++share) {
       const size_t part = parts == 1 ? 0 : share;
       of_shares_[share].push_back(

@@ -8,6 +8,7 @@
 #include "lockstep/config/pipeline.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/layout/flat_layout.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/plan/gather_arena.h"
 
 namespace lockstep::plan {
@@ -16,9 +17,6 @@ namespace {
 using config::TrainConfig;
 using layout::Shape;
 using layout::ShardingStrategy;
-
-constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
-constexpr int64_t kGradientBlocks = 2;     // parallel/flat/buffers.cpp
 
 int64_t aligned(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -100,7 +98,7 @@ class Accounts {
       for (const Shape& shape : unit.shapes) {
         const int64_t bytes = unit.count * layout::numel_of(shape) * element_;
         const int64_t gradient =
-            buckets ? unit.count * aligned(bytes / unit.count, kBucketAlignment) : bytes;
+            buckets ? unit.count * aligned(bytes / unit.count, layout::kBucketAlignment) : bytes;
         state.parameters += bytes;
         state.gradients += gradient;
         state.buffers += leaf_copies_ * gradient + (waits ? bytes : 0);
@@ -120,7 +118,7 @@ class Accounts {
       Unit large = unit;
       large.shapes.clear();
       for (const Shape& shape : unit.shapes) {
-        if (layout::numel_of(shape) >= kSmallestShared) {
+        if (layout::numel_of(shape) >= layout::kMinShardedElements) {
           large.shapes.push_back(shape);
         } else {
           small.shapes.insert(small.shapes.end(), static_cast<size_t>(unit.count), shape);
@@ -141,7 +139,7 @@ class Accounts {
   };
 
   layout::FlatLayout lay_out(const Unit& unit, int parts) const {
-    return layout::lay_out(unit.shapes, parts, kLineAlignment / element_);
+    return layout::lay_out(unit.shapes, parts, layout::kFlatAlignment / element_);
   }
 
   Line add_shards(const Unit& unit) {
@@ -205,7 +203,8 @@ class Accounts {
     const int64_t gathered = gathers_all ? all : gathered_bytes(uses_of(lines, ends_as_it_begins));
     // Unreduced gradients of micro-batches wait for the last one.
     const bool waits = micro_batches_ > 1 && !config_.train.reproducible;
-    const int64_t reduced = waits ? all : std::min(all, kGradientBlocks * largest);
+    const int64_t reduced =
+        waits ? all : std::min(all, layout::num_gradient_blocks(false, false) * largest);
     for (State& state : states_) state.buffers += gathered + reduced;
   }
 

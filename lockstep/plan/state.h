@@ -11,8 +11,6 @@
 
 namespace lockstep::plan {
 
-inline constexpr int64_t kLineAlignment = 64;     // bytes; parallel/shard/flat.cpp
-inline constexpr int64_t kSmallestShared = 1000;  // FullyShardOptions::min_num_params
 int64_t element_bytes_of(const config::TrainConfig& config);
 
 // Tensors of one tensor-parallel rank, by layer.

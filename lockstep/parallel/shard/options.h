@@ -58,7 +58,8 @@ enum class NoSyncGradients {
 struct FullyShardOptions {
   ShardingStrategy strategy = ShardingStrategy::full_shard;
   UnitPolicy units = BySize{};
-  int64_t min_num_params = 1000;  // smaller tensors stay whole; at least 1
+  // Smaller tensors stay whole; at least 1.
+  int64_t min_num_params = layout::kMinShardedElements;
   // hybrid_shard over a group that is no mesh of two axes: neighbouring ranks that share parameters
   // out among them. Divides the group's size.
   int hybrid_group_size = 0;
