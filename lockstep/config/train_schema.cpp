@@ -8,7 +8,7 @@
 namespace lockstep::config {
 namespace {
 
-// Names of all values of an enum of layout/parallel_config.h.
+// Names of all values of an enum of layout/.
 template <class Enum>
 std::vector<std::string> names_up_to(Enum last) {
   std::vector<std::string> names;
@@ -246,16 +246,15 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
              "device.");
   schema.add("overlap", offload.overlap, "Transfers and updates run beside the computation.");
   schema.add_option("codec", codec_option(offload.codec));
-  schema.add_choice("strategy", offload.strategy,
-                    {"conservative", "balanced", "aggressive", "extreme"},
+  schema.add_choice("strategy", offload.strategy, names_up_to(layout::OffloadStrategy::extreme),
                     "How early what may leave does, and how much of it: beyond 0.9, 0.75, 0.6, 0.4 "
                     "of device_limit a fifth, half, four fifths, all of that is freed.");
   schema.add("disk", offload.disk,
              "Folder for optimizer state that the host budget does not hold; empty: none.");
-  schema.add_choice("update_site", offload.update_site, {"auto", "cpu", "device"},
+  schema.add_choice("update_site", offload.update_site, names_up_to(layout::UpdateSite::device),
                     "Where the optimizer computes. auto: where a short measurement finds it "
                     "faster.");
-  schema.add_choice("clip_mode", offload.clip_mode, {"exact", "none"},
+  schema.add_choice("clip_mode", offload.clip_mode, names_up_to(layout::ClipMode::none),
                     "exact: gradients are clipped by the norm of all of them. none: not at all, "
                     "and each parameter is updated as soon as it has its gradient (optim.clip 0).");
 }
