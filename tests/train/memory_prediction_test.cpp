@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
@@ -351,8 +352,8 @@ TEST_P(MemoryPrediction, IsWithinTenPercent) {
   GetParam().set(config);
   config.model = config.model.resolved(config.train.seq_len, config.model.vocab);
   config.validate(world().size());
-  const plan::Memory predicted = plan::memory_per_rank(
-      config, config.model, world().size())[static_cast<size_t>(world().rank())];
+  const plan::Memory predicted = plan::memory_per_rank(config::planned_run(
+      config, config.model, world().size()))[static_cast<size_t>(world().rank())];
   const Measured measured = measure(config);
   const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   const auto compare = [&](int64_t said, int64_t found) {
