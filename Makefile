@@ -133,7 +133,7 @@ check-wide: tests
 	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*:OffloadWrites*'
 	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
 	$(BUILD)/bin/train_tests
-	@$(ctest) $(BUILD) -R '^(cluster_train|package_consumer)$$'
+	@$(ctest) $(BUILD) -R '^(cluster_train|package_consumer|package_negative_compile)$$'
 	for ranks in 1 2 4; do $(BUILD)/bin/lockstep run -n $$ranks $(BUILD)/bin/process_tests --gtest_filter='*MemoryPrediction*' || exit 1; done
 	if command -v mpirun >/dev/null; then LOCKSTEP_TEST_BACKEND=mpi mpirun -n 4 --oversubscribe --allow-run-as-root --bind-to none \
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi

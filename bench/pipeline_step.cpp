@@ -22,6 +22,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/pipeline/timeline.h"
 #include "lockstep/schedule/simulate.h"
 
 using namespace lockstep;

@@ -95,8 +95,8 @@ int main(int argc, char** argv) {
   const comm::Group world = comm::init();
   spec = spec.resolved(length, 256);
   Blocks whole(spec, length), shared(spec, length), parts(spec, length);
-  parallel::tensor(*shared, world, plan_of(spec));
-  parallel::tensor(*parts, world, plan_of(spec), {.sequence_parallel = true});
+  parallel::tensor_parallel(*shared, world, plan_of(spec));
+  parallel::tensor_parallel(*parts, world, plan_of(spec), {.sequence_parallel = true});
   const at::Tensor input = at::randn({batch, length, spec.hidden});
   const int64_t share = length / world.size();
   const at::Tensor part = input.narrow(1, share * world.rank(), share).contiguous();

@@ -8,7 +8,14 @@ add_library(lockstep::lockstep ALIAS lockstep_all)
 set_target_properties(lockstep_all PROPERTIES EXPORT_NAME lockstep)
 list(TRANSFORM layers PREPEND lockstep:: OUTPUT_VARIABLE targets)
 target_link_libraries(lockstep_all INTERFACE ${targets})
-install(TARGETS lockstep_all EXPORT LockstepTargets)
+# It installs lockstep.h, which includes what the layers install. Installed, that header finds out by itself whether there is torch;
+# in the tree, where all headers are, it must be told.
+target_sources(lockstep_all INTERFACE FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${PROJECT_SOURCE_DIR}/lockstep/lockstep.h)
+if(NOT LOCKSTEP_TORCH)
+  target_compile_definitions(lockstep_all INTERFACE $<BUILD_INTERFACE:LOCKSTEP_WITHOUT_TORCH>)
+endif()
+set_target_properties(lockstep_all PROPERTIES VERIFY_INTERFACE_HEADER_SETS ON)
+install(TARGETS lockstep_all EXPORT LockstepTargets FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 
 # ---- find_package(Lockstep) ----
 

@@ -14,8 +14,7 @@
 
 #include <iostream>
 
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;
@@ -23,7 +22,7 @@ int main() {
   torch::manual_seed(group.rank());  // each rank draws its own data; all train rank 0's weights
   torch::nn::Sequential model(torch::nn::Linear(2, 32), torch::nn::Tanh(),
                               torch::nn::Linear(32, 1));
-  auto ddp = parallel::ddp(model, group);
+  auto ddp = parallel::ddp(*model, group);
   optim::AdamW optimizer(*model, {.lr = 1e-2});
   double loss_value = 1;
   for (int step = 0; step < 400; ++step) {

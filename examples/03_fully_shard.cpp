@@ -17,7 +17,7 @@
 #include <cmath>
 #include <iostream>
 
-#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/lockstep.h"
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width)
@@ -50,7 +50,7 @@ int main() {
     const at::Tensor largest = x.amax(1, /*keepdim=*/true);
     const at::Tensor loss = torch::mse_loss(model->forward(x), largest);
     loss.backward();  // parameters come and go, gradients end in the shards
-    sharded.clip_grad_norm(1.0);
+    sharded.clip_grad_norm_(1.0);
     optimizer.step();
     optimizer.zero_grad();
     loss_value = loss.item<double>();

@@ -14,13 +14,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/nn/init_model.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/optim/clip.h"
-#include "lockstep/optim/lr_schedule.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 struct SpiralsImpl : torch::nn::Module {
   torch::nn::Linear first{register_module("first", torch::nn::Linear(2, 64))};
@@ -47,15 +41,13 @@ int main(int argc, char** argv) {
   const int64_t steps = argc > 1 ? std::stoll(argv[1]) : 600;
   Spirals model;
   nn::initialize(*model, /*seed=*/1);
-  auto ddp = parallel::ddp(model, group);
+  auto ddp = parallel::ddp(*model, group);
   optim::AdamW optimizer(*model);
   const optim::LrSchedule schedule(optim::ScheduleKind::cosine, {.lr = 1e-2, .total_steps = 600});
 
   int64_t step = 0;
-  const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(optimizer);
-  if (const auto newest = formats::newest("spirals")) {
-    step = checkpoint::load(newest->path, slices, group).step;
-  }
+  const auto state = checkpoint::state(*model, optimizer);
+  if (const auto loaded = checkpoint::load_newest("spirals", state, group)) step = loaded->step;
   if (group.rank() == 0) std::cout << "begins at step " << step << "\n";
 
   const auto [x, y] = points(512);
@@ -63,12 +55,12 @@ int main(int argc, char** argv) {
   for (; step < steps; ++step) {
     const at::Tensor output = ddp.forward(x.narrow(0, first, share));
     torch::binary_cross_entropy_with_logits(output, y.narrow(0, first, share)).backward();
-    optim::clip_grad_norm(model->parameters(), 1.0);
+    optim::clip_grad_norm_(*model, 1.0);
     optimizer.set_lr(schedule.lr(step));
     optimizer.step();
     optimizer.zero_grad();
   }
-  checkpoint::save("spirals", {.step = step, .slices = slices}, group);
+  checkpoint::save("spirals", {.step = step, .slices = state}, group);
   const bool right = (model->forward(x).gt(0) == y.gt(0.5)).all().item<bool>();
   if (group.rank() == 0) {
     std::cout << "step " << step << ": it tells the spirals apart: " << (right ? "yes" : "no")

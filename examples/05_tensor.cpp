@@ -15,10 +15,7 @@
 
 #include <cstdio>
 
-#include "lockstep/nn/init_model.h"
-#include "lockstep/nn/linear.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/tensor/tensor.h"
+#include "lockstep/lockstep.h"
 
 using namespace lockstep;
 
@@ -37,8 +34,8 @@ TORCH_MODULE(Net);
 
 // Outputs of `up` are shared out, and are the inputs of `down`: one sum over ranks for both. `in`
 // and `out` are small, and whole on every rank.
-const layout::TensorPlan kPlan{{"up", layout::TensorStyle::column},
-                               {"down", layout::TensorStyle::row}};
+const parallel::TensorPlan kPlan{{"up", parallel::TensorStyle::column},
+                                 {"down", parallel::TensorStyle::row}};
 
 int64_t count(const Net& net) {
   int64_t weights = 0;
@@ -51,7 +48,7 @@ int main() {
   Net net;
   nn::initialize(*net, /*seed=*/1);
   const int64_t all = count(net);
-  const auto shared = parallel::tensor(*net, group, kPlan);
+  const auto shared = parallel::tensor_parallel(*net, group, kPlan);
   optim::AdamW optimizer(*net, {.lr = 3e-3});
 
   torch::manual_seed(1);  // ranks that share a network see the same data
@@ -61,7 +58,7 @@ int main() {
     const at::Tensor y = torch::stack({x.prod(1), (3 * x).sin().sum(1)}, 1);
     const at::Tensor error = torch::mse_loss(net(x), y);
     error.backward();
-    shared.clip_grad_norm(1);
+    shared.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
     loss = error.item<double>();

@@ -12,8 +12,7 @@
 
 #include <iostream>
 
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/lockstep.h"
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl(int64_t in, int64_t out)
@@ -34,7 +33,8 @@ int main() {
       parallel::layer("hidden.1", [] { return Block(32, 32); }),
       parallel::layer("out", [] { return torch::nn::Linear(32, 1); })};
   parallel::Pipeline pipeline(
-      layers, group, {.schedule = layout::PipelineSchedule::zb_h1, .microbatches = kMicroBatches});
+      layers, group,
+      {.schedule = parallel::PipelineSchedule::zb_h1, .microbatches = kMicroBatches});
   optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 5e-3});
 
   torch::manual_seed(1);  // every rank draws the same data: the first needs x, the last the product
@@ -47,7 +47,7 @@ int main() {
              [&](int i, const parallel::Tensors& out) {
                return torch::mse_loss(out[0], x[i].prod(1, /*keepdim=*/true)) / kMicroBatches;
              }});
-    pipeline.clip_grad_norm(1);
+    pipeline.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
     loss = losses.sum().item<double>();

@@ -15,11 +15,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "lockstep/comm/collectives.h"
-#include "lockstep/nn/init.h"
-#include "lockstep/nn/linear.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/lockstep.h"
 
 using namespace lockstep;
 
@@ -30,6 +26,12 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
+// Initial values by name, the same on any number of ranks.
+bool initial(const at::Tensor& weight, const nn::init::Source& source) {
+  nn::init::normal_(weight, source, {.std = weight.dim() > 1 ? 0.1 : 0});
+  return true;
+}
+
 // From the network to what a rank has of it: see parallel/pipeline/stage.cpp for the order.
 parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
   std::vector<parallel::Layer> layers{parallel::layer("in", [] { return nn::Linear(2, 64); })};
@@ -38,16 +40,12 @@ parallel::Pipeline parallelize(const mesh::Mesh& mesh, int microbatches) {
   layers.push_back(parallel::layer("out", [] { return nn::Linear(64, 2); }));
   return {layers,
           mesh,
-          {.schedule = layout::PipelineSchedule::one_f_one_b,
+          {.schedule = parallel::PipelineSchedule::one_f_one_b,
            .microbatches = microbatches,
-           .plan = {{"blocks.*.up", layout::TensorStyle::column},
-                    {"blocks.*.down", layout::TensorStyle::row}},
+           .plan = {{"blocks.*.up", parallel::TensorStyle::column},
+                    {"blocks.*.down", parallel::TensorStyle::row}},
            .data = parallel::FullyShardOptions{.use_orig_params = true},
-           .initializer = parallel::MaterializeOptions{
-               .seed = 1, .rule = [](const at::Tensor& weight, const nn::init::Source& source) {
-                 nn::init::normal_(weight, source, {.std = weight.dim() > 1 ? 0.1 : 0});
-                 return true;
-               }}}};
+           .advanced = {.initializer = parallel::MaterializeOptions{.seed = 1, .rule = initial}}}};
 }
 
 int main(int argc, char** argv) {
@@ -71,7 +69,7 @@ int main(int argc, char** argv) {
                             return torch::mse_loss(out[0], y[first + i]) / mine;
                           }})
                .sum();
-    pipeline.clip_grad_norm(1);
+    pipeline.clip_grad_norm_(1);
     optimizer.step();
     optimizer.zero_grad();
   }

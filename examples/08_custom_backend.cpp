@@ -8,19 +8,35 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <torch/nn/modules/linear.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <iostream>
 #include <set>
+#include <utility>
 
-#include "lockstep/comm/conformance/conformance.h"
-#include "lockstep/comm/custom_backend.h"
-#include "lockstep/core/error.h"
-#include "lockstep/core/fd.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 using namespace lockstep;
+
+// A descriptor that closes itself.
+class Socket {
+ public:
+  explicit Socket(int fd = -1) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
 
 class Sockets final : public comm::Transport {
  public:
@@ -31,7 +47,7 @@ class Sockets final : public comm::Transport {
     const Deadline deadline(site.timeout);
     const auto key = [&](int rank) { return site.name + "/" + std::to_string(rank); };
 
-    const Fd listener = make_socket();
+    const Socket listener = make_socket();
     sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
     socklen_t length = sizeof(address.sun_family);  // no name: choose one
     check("bind", bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length));
@@ -43,21 +59,21 @@ class Sockets final : public comm::Transport {
 
     for (int peer = 0; peer < site.rank; ++peer) {
       const std::string there = site.store->get(key(peer), deadline);
-      Fd& socket = peers_[static_cast<size_t>(peer)] = make_socket();
-      check("connect", connect(socket.get(), reinterpret_cast<const sockaddr*>(there.data()),
+      peers_[static_cast<size_t>(peer)] = make_socket();
+      check("connect", connect(socket_of(peer), reinterpret_cast<const sockaddr*>(there.data()),
                                static_cast<socklen_t>(there.size())));
-      write_full(socket, std::as_bytes(std::span(&site.rank, 1)), deadline);  // who I am
+      send(peer, std::as_bytes(std::span(&site.rank, 1)));  // who I am
     }
-    const timeval patience{.tv_sec = site.timeout.count() / 1000 + 1, .tv_usec = 0};
-    check("setsockopt",
-          setsockopt(listener.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)));
+    limit_waits(listener, site.timeout);
     for (int peer = site.rank + 1; peer < site.size; ++peer) {
-      Fd socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      Socket socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       check("accept", socket.get());
+      limit_waits(socket, site.timeout);
       int who = -1;
-      if (!read_full(socket, std::as_writable_bytes(std::span(&who, 1)), deadline) ||
-          who <= site.rank || who >= site.size || peers_[static_cast<size_t>(who)].valid())
-        throw CommError("backend sockets: a stranger has called");
+      if (::recv(socket.get(), &who, sizeof(who), MSG_WAITALL) != sizeof(who) || who <= site.rank ||
+          who >= site.size || socket_of(who) >= 0)
+        throw CommError("backend sockets: an unknown process has connected");
+      limit_waits(socket, milliseconds{0});  // from here on abort() ends a wait
       peers_[static_cast<size_t>(who)] = std::move(socket);
     }
   }
@@ -83,21 +99,27 @@ class Sockets final : public comm::Transport {
   }
 
   void abort() noexcept override {
-    for (const Fd& peer : peers_) shutdown(peer.get(), SHUT_RDWR);
+    for (const Socket& peer : peers_) shutdown(peer.get(), SHUT_RDWR);
   }
 
  private:
-  static Fd make_socket() {
-    Fd made(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  static Socket make_socket() {
+    Socket made(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     check("socket", made.get());
     return made;
   }
   static void check(const char* call, ssize_t result) {
     if (result < 0) throw SystemError(std::string("backend sockets: ") + call, errno);
   }
+  // 0: no limit.
+  static void limit_waits(const Socket& socket, milliseconds timeout) {
+    const auto seconds = (timeout.count() + 999) / 1000;
+    const timeval limit{.tv_sec = seconds, .tv_usec = 0};
+    check("setsockopt", setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)));
+  }
   int socket_of(int peer) const { return peers_[static_cast<size_t>(peer)].get(); }
 
-  std::vector<Fd> peers_;  // by rank; none for this one
+  std::vector<Socket> peers_;  // by rank; none for this one
 };
 
 int main() {
@@ -122,7 +144,7 @@ int main() {
 
   // The gradient of rank r is r + 1.
   torch::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
-  auto ddp = parallel::ddp(model, world);
+  auto ddp = parallel::ddp(*model, world);
   ddp.forward(torch::full({1, 1}, world.rank() + 1.0)).sum().backward();
   if (speaks)
     std::cout << "ddp over " << world.backend()

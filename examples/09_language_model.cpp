@@ -9,12 +9,7 @@
 #include <iostream>
 #include <string>
 
-#include "lockstep/data/batch_reader.h"
-#include "lockstep/model/generate.h"
-#include "lockstep/model/language_model.h"
-#include "lockstep/nn/loss.h"
-#include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/data/ddp.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;
@@ -33,7 +28,7 @@ int main() {
           .resolved(/*seq_len=*/64, tokenizer.vocab_size());
   model::LanguageModel model(spec);
   model::initialize(*model, /*seed=*/1);
-  auto ddp = parallel::ddp(model, group);
+  auto ddp = parallel::ddp(*model, group);
   optim::AdamW optimizer(*model, {.lr = 3e-3});
 
   data::BatchReader reader(corpus, {.seq_len = 64,

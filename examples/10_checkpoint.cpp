@@ -19,8 +19,7 @@
 
 #include <iostream>
 
-#include "lockstep/checkpoint/saver.h"
-#include "lockstep/parallel/shard/fully_shard.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;
@@ -31,10 +30,10 @@ int main() {
   auto sharded = parallel::fully_shard(*model, group);
   torch::optim::AdamW optimizer(sharded.parameters(), torch::optim::AdamWOptions(1e-3));
 
-  const auto slices = checkpoint::slices_of(sharded) + checkpoint::slices_of(sharded, optimizer);
+  const auto state = checkpoint::state(sharded, optimizer);
   int64_t step = 0;
   if (const auto path = checkpoint::newest("checkpoints", group))
-    step = checkpoint::load(*path, slices, group).step;
+    step = checkpoint::load(*path, state, group).step;
 
   checkpoint::Saver saver("checkpoints", group);
   const int64_t first = step, last = step + 100;
@@ -45,7 +44,7 @@ int main() {
     loss.backward();
     optimizer.step();
     optimizer.zero_grad();
-    if (++step % 50 == 0) saver.save({.step = step, .slices = slices, .keep = 2});
+    if (++step % 50 == 0) saver.save({.step = step, .slices = state, .keep = 2});
   }
   saver.wait();
   if (group.rank() == 0) {

@@ -15,7 +15,7 @@
 
 #include <iostream>
 
-#include "lockstep/parallel/offload/offload.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;
@@ -40,7 +40,7 @@ int main() {
   for (int step = 0; step < 20; ++step) {
     const at::Tensor loss = torch::mse_loss(model->forward(x), x.relu());
     loss.backward();  // layer by layer, parameters come and gradients go
-    sharded.clip_grad_norm(1.0);
+    sharded.clip_grad_norm_(1.0);
     optimizer.step();  // returns at once: whoever uses a parameter waits for its update
     optimizer.zero_grad();
     last = loss.item<double>();

@@ -4,7 +4,7 @@
 
 #include <iostream>
 
-#include "lockstep/comm/collectives.h"
+#include "lockstep/lockstep.h"
 
 int main() {
   using namespace lockstep;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Saving and loading what the ranks of a job hold, by global name and slice: docs/checkpoints.md.
 //
-//   const auto slices = checkpoint::slices_of(*model) + checkpoint::slices_of(*model, optimizer);
-//   if (const auto resumed = checkpoint::load_newest("checkpoints", slices, group))
-//     step = resumed->manifest.step;
-//   checkpoint::save("checkpoints", {.step = step, .slices = slices}, group);
+//   const auto state = checkpoint::state(*model, optimizer);
+//   if (const auto loaded = checkpoint::load_newest("checkpoints", state, group))
+//     step = loaded->step;
+//   checkpoint::save("checkpoints", {.step = step, .slices = state}, group);
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,6 @@
 
 #include "lockstep/checkpoint/slices.h"
 #include "lockstep/comm/group.h"
-#include "lockstep/formats/manifest.h"
 
 namespace lockstep::checkpoint {
 
@@ -34,7 +33,8 @@ struct SaveRequest {
 // does the same beside the training.
 std::string save(const std::string& dir, const SaveRequest& request, const comm::Group& group = {});
 
-// Collective: the path of the newest complete checkpoint in DIR; none where there is none.
+// Collective: the path of the newest checkpoint in DIR whose manifest is sound and whose files have
+// the right sizes; none where there is none. Pass it to load().
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group = {});
 
 struct LoadOptions {
@@ -46,23 +46,26 @@ struct LoadOptions {
   bool partial = false;
 };
 
-// Collective. Fills the slices from a checkpoint of any layout, converting where the dtype differs,
-// and returns its manifest. CheckpointError lists the tensors that are missing, too many or of
+// What a checkpoint says beside its tensors.
+struct Loaded {
+  std::string path = {};
+  int64_t step = 0;
+  std::map<std::string, std::string> state = {};  // as Contents has them
+  std::string config = {};
+};
+
+// Collective. Fills the slices from a checkpoint of any layout, converting where the dtype differs.
+// CheckpointError lists the tensors that are missing, too many or of
 // another shape; then nothing has been written. Each rank reads what it needs, through a buffer of
 // a few MiB; all throw where one fails.
-formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
-                       const comm::Group& group = {}, const LoadOptions& options = {});
-
-struct Resumed {
-  std::string path;
-  formats::Manifest manifest;
-};
+Loaded load(const std::string& path, const std::vector<NamedSlice>& slices,
+            const comm::Group& group = {}, const LoadOptions& options = {});
 
 // Collective: load() of the newest checkpoint in DIR that is sound. Of each that is damaged there
 // is a warning that names the damage. None where DIR has no checkpoint; ConfigError where it has,
 // but none is sound.
-std::optional<Resumed> load_newest(const std::string& dir, const std::vector<NamedSlice>& slices,
-                                   const comm::Group& group = {}, const LoadOptions& options = {});
+std::optional<Loaded> load_newest(const std::string& dir, const std::vector<NamedSlice>& slices,
+                                  const comm::Group& group = {}, const LoadOptions& options = {});
 
 // Collective: what is damaged in a checkpoint, empty where nothing is. Each rank reads some of its
 // files, every byte of them.

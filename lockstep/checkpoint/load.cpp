@@ -163,8 +163,8 @@ void open_for_writing(const std::vector<NamedSlice>& slices) {
 
 }  // namespace
 
-formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& slices,
-                       const comm::Group& group, const LoadOptions& options) {
+Loaded load(const std::string& path, const std::vector<NamedSlice>& slices,
+            const comm::Group& group, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   std::unique_ptr<formats::CheckpointReader> reader;
   const auto wanted = wanted_by_all(slices, group);
@@ -191,7 +191,8 @@ formats::Manifest load(const std::string& path, const std::vector<NamedSlice>& s
   for (const NamedSlice& slice : slices) {
     if (slice.loaded && differences.fits(slice.placement.name)) slice.loaded();
   }
-  return reader->manifest();
+  const formats::Manifest& manifest = reader->manifest();
+  return {path, manifest.step, manifest.state, manifest.config};
 }
 
 }  // namespace lockstep::checkpoint

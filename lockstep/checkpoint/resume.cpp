@@ -22,7 +22,7 @@ struct Found {
 Found look(const std::string& dir, int64_t before, const comm::Group& group) {
   const auto texts = detail::run_on_all_ranks("resume", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
-    const auto newest = formats::newest(dir, before);
+    const auto newest = formats::newest_complete(dir, before);
     return format("{} {} {}", formats::list_complete(dir).size(), newest ? newest->step : 0,
                   newest ? newest->path : "");
   });
@@ -46,8 +46,8 @@ std::string damage_in(const std::string& path, const comm::Group& group) {
   return "";
 }
 
-std::optional<Resumed> load_newest(const std::string& dir, const std::vector<NamedSlice>& slices,
-                                   const comm::Group& group, const LoadOptions& options) {
+std::optional<Loaded> load_newest(const std::string& dir, const std::vector<NamedSlice>& slices,
+                                  const comm::Group& group, const LoadOptions& options) {
   std::string first_damage;
   const auto skip = [&](const std::string& path, const std::string& damage) {
     if (group.rank() == 0) log::warn(format("checkpoint {} is skipped: {}", path, damage));
@@ -72,8 +72,7 @@ std::optional<Resumed> load_newest(const std::string& dir, const std::vector<Nam
       }
     }
     try {
-      auto manifest = load(found.path, slices, group, options);
-      return Resumed{found.path, std::move(manifest)};
+      return load(found.path, slices, group, options);
     } catch (const CommError&) {
       throw;
     } catch (const std::exception&) {

@@ -159,7 +159,7 @@ std::string save(const std::string& dir, const SaveRequest& request, const comm:
 std::optional<std::string> newest(const std::string& dir, const comm::Group& group) {
   const auto paths = detail::run_on_all_ranks("newest", group, [&]() -> std::string {
     if (group.rank() != 0) return "";
-    const auto found = formats::newest(dir);
+    const auto found = formats::newest_complete(dir);
     return found ? found->path : "";
   });
   return paths[0].empty() ? std::nullopt : std::optional(paths[0]);

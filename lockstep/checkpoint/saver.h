@@ -2,7 +2,7 @@
 // Saving beside the training.
 //
 //   checkpoint::Saver saver("checkpoints", group);
-//   saver.save({.step = step, .slices = slices});  // returns when the slices are copied
+//   saver.save({.step = step, .slices = state});   // returns when the state is copied
 //   saver.wait();                                  // at the end
 #pragma once
 

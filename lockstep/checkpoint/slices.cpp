@@ -4,10 +4,12 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "lockstep/checkpoint/slice_parts.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
@@ -75,6 +77,12 @@ std::vector<NamedSlice> pipelined_state(const parallel::Pipeline& pipeline,
   for (const StateTensor& entry : state)
     add_parts(sharded[stage_of.at(entry.name.substr(0, entry.name.rfind('.')))], entry, slices);
   return of_whole_model(slices, pipeline.tensor());
+}
+
+// The slices of a model and of its optimizer.
+std::vector<NamedSlice> joined(std::vector<NamedSlice> model, std::vector<NamedSlice> optimizer) {
+  std::move(optimizer.begin(), optimizer.end(), std::back_inserter(model));
+  return model;
 }
 
 }  // namespace
@@ -174,9 +182,30 @@ std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
   return all;
 }
 
-std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
+std::vector<NamedSlice> state(const torch::nn::Module& model, optim::Optimizer& optimizer) {
+  return joined(slices_of(model), slices_of(optimizer));
+}
+
+std::vector<NamedSlice> state(const torch::nn::Module& model, torch::optim::Optimizer& optimizer) {
+  return joined(slices_of(model), slices_of(model, optimizer));
+}
+
+std::vector<NamedSlice> state(const parallel::ShardedModel& model, optim::Optimizer& optimizer) {
+  return joined(slices_of(model), slices_of(model, optimizer));
+}
+
+std::vector<NamedSlice> state(const parallel::ShardedModel& model,
+                              torch::optim::Optimizer& optimizer) {
+  return joined(slices_of(model), slices_of(model, optimizer));
+}
+
+std::vector<NamedSlice> state(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer) {
+  return joined(slices_of(pipeline), slices_of(pipeline, optimizer));
+}
+
+std::vector<NamedSlice> state(const parallel::Pipeline& pipeline,
+                              torch::optim::Optimizer& optimizer) {
+  return joined(slices_of(pipeline), slices_of(pipeline, optimizer));
 }
 
 }  // namespace lockstep::checkpoint

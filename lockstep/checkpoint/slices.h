@@ -62,7 +62,19 @@ std::vector<NamedSlice> slices_of(const parallel::Pipeline& pipeline,
 std::vector<NamedSlice> of_whole_model(const std::vector<NamedSlice>& slices,
                                        const parallel::TensorParallel& tensor);
 
-// One list after the other.
-std::vector<NamedSlice> operator+(std::vector<NamedSlice> a, const std::vector<NamedSlice>& b);
+// Model and optimizer together: what a checkpoint of a training run holds. `model` is a module
+// (*model), its holder, a ShardedModel or a Pipeline; `optimizer` is Lockstep's or torch's.
+std::vector<NamedSlice> state(const torch::nn::Module& model, optim::Optimizer& optimizer);
+std::vector<NamedSlice> state(const torch::nn::Module& model, torch::optim::Optimizer& optimizer);
+std::vector<NamedSlice> state(const parallel::ShardedModel& model, optim::Optimizer& optimizer);
+std::vector<NamedSlice> state(const parallel::ShardedModel& model,
+                              torch::optim::Optimizer& optimizer);
+std::vector<NamedSlice> state(const parallel::Pipeline& pipeline, optim::Optimizer& optimizer);
+std::vector<NamedSlice> state(const parallel::Pipeline& pipeline,
+                              torch::optim::Optimizer& optimizer);
+template <class T, class Optimizer>
+std::vector<NamedSlice> state(const torch::nn::ModuleHolder<T>& model, Optimizer& optimizer) {
+  return state(*model.ptr(), optimizer);
+}
 
 }  // namespace lockstep::checkpoint

@@ -92,4 +92,14 @@ struct AllToAllOptions {
                         CollectiveOptions options = {});
 [[nodiscard]] Work barrier(const Group& group, CollectiveOptions options = {});
 
+// Sums whose bits do not depend on the backend: the fixed binary tree over ranks that thread and
+// shm always use. Other backends only move the blocks, and the arithmetic happens in wait(), so all
+// ranks wait for several of these in the same order. 16-bit floats travel as such, and are summed
+// in float32 and rounded once.
+[[nodiscard]] Work all_reduce_ordered(const at::Tensor& tensor, const Group& group,
+                                      ReduceOptions options = {});
+// As with reduce_scatter, `output` may be this rank's block of `input`.
+[[nodiscard]] Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input,
+                                          const Group& group, ReduceScatterOptions options = {});
+
 }  // namespace lockstep::comm

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/group.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/fabric/operation.h"
 #include "lockstep/launch/rendezvous/store.h"
@@ -59,5 +60,18 @@ using TransportFactory = std::function<std::unique_ptr<Transport>(const Transpor
 // A name can be registered once. This table is process-wide state because names are: register
 // before the first init(), from one place.
 void register_backend(const std::string& name, TransportFactory create);
+
+// What every backend must do, as checks that any program can run.
+struct ConformanceCheck {
+  std::string name;
+  // Runs on all ranks of the group together, against plain tensor arithmetic. Throws what does not
+  // hold.
+  std::function<void(const Group&)> run;
+};
+
+// All of them, with tensors on `device` ("cpu", "cuda:0"). With `large`, also one of more than 2^31
+// elements (about 7 GB for two ranks).
+std::vector<ConformanceCheck> conformance_checks(bool large = false,
+                                                 const std::string& device = "cpu");
 
 }  // namespace lockstep::comm

@@ -58,12 +58,14 @@ class Group {
 // Whether this build, or a call of register_backend, has a backend of this name.
 bool has_backend(const std::string& name);
 
+using layout::CommStrategy;
+
 struct InitOptions {
   // "auto": nccl when every rank has a GPU of its own; else, and beside it for host memory, shm
   // when all ranks are on one host, else mpi under an MPI launcher, else gloo.
   std::string backend = "auto";
   // How collectives are formed: docs/collectives.md. Groups split from the world inherit it.
-  layout::CommStrategy strategy = layout::CommStrategy::all_reduce;
+  CommStrategy strategy = CommStrategy::all_reduce;
   // Deadline of every wait that gives no other. LOCKSTEP_TIMEOUT (seconds) sets the default.
   milliseconds timeout = milliseconds{0};
   // Compare the operations of all ranks before they run. Without it (LOCKSTEP_CHECK=0) ranks that

@@ -253,7 +253,7 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
 
 std::string checkpoint_at(const std::string& path) {
   if (fs::exists(path + "/manifest.json")) return path;
-  const auto newest = formats::newest(path);
+  const auto newest = formats::newest_complete(path);
   if (!newest) throw ConfigError(format("there is no complete checkpoint in {}", path));
   return newest->path;
 }
@@ -261,7 +261,7 @@ std::string checkpoint_at(const std::string& path) {
 std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
   if (config.resume == "none") return std::nullopt;
   if (config.resume != "auto") return checkpoint_at(config.resume);
-  const auto newest = formats::newest(config.dir);
+  const auto newest = formats::newest_complete(config.dir);
   if (newest) return newest->path;
   if (const auto damaged = formats::list_complete(config.dir); !damaged.empty()) {
     throw ConfigError(format(

@@ -2,6 +2,7 @@
 // Every failure that Lockstep reports is one of these, classed by what the caller can do about it.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -60,6 +61,25 @@ class SystemError : public Error {
 
  private:
   int error_number_;
+};
+
+// An allocation would exceed the memory limit of this rank: use less. docs/memory.md.
+class OutOfMemory : public Error {
+ public:
+  // Bytes that were asked for, that were allocated already, and that are allowed.
+  OutOfMemory(int64_t asked, int64_t held, int64_t limit);
+  int64_t asked() const { return asked_; }
+  int64_t held() const { return held_; }
+  int64_t limit() const { return limit_; }
+
+ private:
+  int64_t asked_, held_, limit_;
+};
+
+// A budget of offload has no room for an allocation: raise the budget. docs/offload.md.
+class OverBudget : public Error {
+ public:
+  using Error::Error;
 };
 
 // For rules that only a bug in Lockstep can break; user input gets a ConfigError.

@@ -11,7 +11,9 @@ struct Device;
 }
 namespace torch::nn {
 class Module;
-}
+template <typename Contained>
+class ModuleHolder;
+}  // namespace torch::nn
 namespace torch::optim {
 class Optimizer;
 }

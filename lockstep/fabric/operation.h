@@ -42,13 +42,16 @@ struct Operation {
   DType dtype = DType::uint8;
   int root = -1;  // root of a rooted collective, peer of a send or recv
   // What each kind reads and writes, in elements (n ranks, block r belongs to rank r):
-  //   all_reduce      output (in place)            reduce          output (in place at the root,
-  //   read elsewhere) broadcast       output (read at the root)    all_gather      input -> n
-  //   blocks of output (recv_counts) reduce_scatter  n blocks of input (send_counts) -> output
+  //   all_reduce      output (in place)
+  //   reduce          output (in place at the root, read elsewhere)
+  //   broadcast       output (read at the root)
+  //   all_gather      input -> n blocks of output (recv_counts)
+  //   reduce_scatter  n blocks of input (send_counts) -> output
   //   all_to_all      n blocks of input (send_counts) -> n blocks of output (recv_counts)
   //   gather          input -> n equal blocks of output at the root
   //   scatter         n equal blocks of input at the root -> output
-  //   send            input                        recv            output
+  //   send            input
+  //   recv            output
   std::span<const std::byte> input = {};
   std::span<std::byte> output = {};
   std::vector<int64_t> send_counts = {}, recv_counts = {};

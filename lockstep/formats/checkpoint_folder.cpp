@@ -200,7 +200,7 @@ std::vector<Checkpoint> list_complete(const std::string& dir) {
   return checkpoints;
 }
 
-std::optional<Checkpoint> newest(const std::string& dir, int64_t before) {
+std::optional<Checkpoint> newest_complete(const std::string& dir, int64_t before) {
   auto checkpoints = list_complete(dir);
   std::erase_if(checkpoints, [&](const auto& checkpoint) { return checkpoint.step >= before; });
   const auto found = std::find_if(checkpoints.rbegin(), checkpoints.rend(), is_sound);

@@ -49,8 +49,8 @@ void abandon_checkpoint(const std::string& dir, int64_t step);
 std::vector<Checkpoint> list_complete(const std::string& dir);
 // The newest of steps below `before` whose manifest is sound and whose files have the right sizes;
 // others are skipped with a warning.
-std::optional<Checkpoint> newest(const std::string& dir,
-                                 int64_t before = std::numeric_limits<int64_t>::max());
+std::optional<Checkpoint> newest_complete(const std::string& dir,
+                                          int64_t before = std::numeric_limits<int64_t>::max());
 
 // The manifest of a checkpoint, its files' sizes compared: CheckpointError, or SystemError where it
 // cannot be read.

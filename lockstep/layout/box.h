@@ -30,6 +30,10 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
+// Part `index` of `total` things in chunks of ceil(total / parts): 10 over 4 is 3, 3, 3, 1. Late
+// parts may be empty.
+Range ceiling_chunk(int64_t total, int64_t parts, int64_t index);
+
 // One range per dimension. A 0-d tensor counts as one row: its box has one range, [0, 1) or, where
 // nothing of it is meant, [0, 0).
 struct Box {

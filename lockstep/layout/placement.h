@@ -11,6 +11,14 @@
 
 namespace lockstep::layout {
 
+// Where the values of a parameter are that ranks share out.
+enum class ParameterState {
+  sharded,    // every rank has its shard, and nobody the whole
+  gathering,  // the whole is on its way to this rank
+  gathered,   // the whole is in this rank's memory
+  resharding  // the whole is being dropped
+};
+
 // A value. Ranks that differ only on replicating axes hold the same slice; over the sharding axes
 // the slices tile the tensor. Axes of the mesh that are named in neither list do not hold the
 // tensor at all (another pipeline stage).

@@ -11,10 +11,6 @@
 
 namespace lockstep::layout {
 
-// Part `index` of `total` things in chunks of ceil(total / parts): 10 over 4 is 3, 3, 3, 1. Late
-// parts may be empty.
-Range ceiling_chunk(int64_t total, int64_t parts, int64_t index);
-
 // Part `index` of `total` things in nearly equal ranges, the first ones taking the remainder: 10
 // over 4 is 3, 3, 2, 2.
 Range balanced_range(int64_t total, int64_t parts, int64_t index);

@@ -12,12 +12,6 @@
 
 namespace lockstep::memory {
 
-// What was asked for does not fit.
-class OverBudget : public Error {
- public:
-  using Error::Error;
-};
-
 // A handle: copies share the books. Thread safe.
 class Budget {
  public:

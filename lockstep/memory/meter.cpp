@@ -55,13 +55,6 @@ struct CountingAllocator final : c10::Allocator {
 
 }  // namespace
 
-OutOfMemory::OutOfMemory(int64_t asked, int64_t held, int64_t limit)
-    : Error(format("out of memory: {} bytes asked for, {} held, the limit is {}", asked, held,
-                   limit)),
-      asked_(asked),
-      held_(held),
-      limit_(limit) {}
-
 void Meter::install() {
   static std::once_flag once;
   std::call_once(once, [] {

@@ -9,18 +9,6 @@
 
 namespace lockstep::memory {
 
-// The limit of the meter, or memory itself, is reached: use less on this rank.
-class OutOfMemory : public Error {
- public:
-  OutOfMemory(int64_t asked, int64_t held, int64_t limit);
-  int64_t asked() const { return asked_; }
-  int64_t held() const { return held_; }
-  int64_t limit() const { return limit_; }
-
- private:
-  int64_t asked_, held_, limit_;
-};
-
 // There is one in a process, as there is one allocator. Thread safe.
 // Ranks that are threads share it, and its limit.
 class Meter {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/model/hugging_face.h"
+#include "lockstep/model/language_model.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "lockstep/core/error.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/init.h"
 
 namespace lockstep::model {

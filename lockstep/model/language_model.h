@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPT-2 and Llama, as config::ModelSpec describes them.
+// GPT-2 and Llama, as config::ModelSpec describes them: the model, its weights, and text from it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,15 +7,30 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/config/model/model_spec.h"
-#include "lockstep/model/layers.h"
+#include "lockstep/layout/parallel_config.h"
 #include "lockstep/nn/init_model.h"
 #include "lockstep/nn/random/random_context.h"
+#include "lockstep/parallel/pipeline/layer.h"
+#include "lockstep/parallel/recompute/activation_store.h"
 
 namespace lockstep::model {
+
+using layout::Recompute;
+
+struct LanguageModelOptions {
+  at::TensorOptions tensors = {};  // dtype and device of the parameters
+  // selective: each block's MLP is computed again in backward; full: the whole block is.
+  Recompute recompute = Recompute::none;
+  // Where the inputs of what is computed again are kept; none: in memory.
+  std::shared_ptr<parallel::ActivationStore> store = {};
+};
 
 // Parameters are those of spec.tensors(), by the same names, and begin without values:
 // initialize() or load_hugging_face() gives them.
@@ -48,5 +63,25 @@ class LanguageModel : public torch::nn::ModuleHolder<LanguageModelImpl> {
 void initialize(LanguageModelImpl& model, uint64_t seed);
 // The same for one parameter at a time, by the source's seed and name.
 nn::InitializeRule initial_values(const config::ModelSpec& spec);
+
+// Fills the model's parameters from a folder with model.safetensors, or an index and several files,
+// converting to the parameters' dtype. CheckpointError for tensors that are missing or of another
+// shape. The spec is that of the folder's config.json: config::model_spec_from_hf.
+void load_hugging_face(LanguageModelImpl& model, const std::string& folder);
+// The same for one parameter at a time: a rule that fills the parameter of the source's name.
+nn::InitializeRule hugging_face_values(const config::ModelSpec& spec, const std::string& folder);
+
+struct GenerateOptions {
+  int64_t tokens = 400;
+  double temperature = 0.8;  // 0: always the most likely one
+  int64_t top_k = 40;        // only the k most likely are drawn from; 0: all
+  uint64_t seed = 1;
+  int64_t vocab = 0;  // only tokens below this; 0: all that the model has
+};
+
+// Calls `emit` with each new token, until it returns false. The model sees the last
+// spec().positions tokens, and is in eval mode. The prompt must not be empty.
+void generate(LanguageModelImpl& model, std::vector<int64_t> prompt, const GenerateOptions& options,
+              const std::function<bool(int64_t token)>& emit);
 
 }  // namespace lockstep::model

@@ -7,20 +7,11 @@
 #include <vector>
 
 #include "lockstep/config/model/model_spec.h"
-#include "lockstep/layout/parallel_config.h"
+#include "lockstep/model/language_model.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/parallel/pipeline/layer.h"
-#include "lockstep/parallel/recompute/activation_store.h"
 
 namespace lockstep::model {
-
-struct LanguageModelOptions {
-  at::TensorOptions tensors = {};  // dtype and device of the parameters
-  // selective: each block's MLP is computed again in backward; full: the whole block is.
-  layout::Recompute recompute = layout::Recompute::none;
-  // Where the inputs of what is computed again are kept; none: in memory.
-  std::shared_ptr<parallel::ActivationStore> store = {};
-};
 
 // Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V), of which
 // tensor-parallel ranks have their columns. Together

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <cmath>
 #include <utility>
@@ -34,12 +35,16 @@ double grad_norm(std::span<const at::Tensor> parameters, NormOptions options) {
   return norm;
 }
 
-double clip_grad_norm(std::span<const at::Tensor> parameters, double max_norm,
-                      NormOptions options) {
-  require_limit("clip_grad_norm", "max_norm", max_norm);
+double clip_grad_norm_(std::span<const at::Tensor> parameters, double max_norm,
+                       NormOptions options) {
+  require_limit("clip_grad_norm_", "max_norm", max_norm);
   const double norm = grad_norm(parameters, std::move(options));
   clip_grad_with_norm(parameters, max_norm, norm);
   return norm;
+}
+
+double clip_grad_norm_(torch::nn::Module& model, double max_norm, NormOptions options) {
+  return clip_grad_norm_(model.parameters(), max_norm, std::move(options));
 }
 
 void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm) {
@@ -49,8 +54,8 @@ void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm
   detail::scale(detail::gradients_of(parameters), factor);
 }
 
-void clip_grad_value(std::span<const at::Tensor> parameters, double max_value) {
-  require_limit("clip_grad_value", "max_value", max_value);
+void clip_grad_value_(std::span<const at::Tensor> parameters, double max_value) {
+  require_limit("clip_grad_value_", "max_value", max_value);
   const at::NoGradGuard no_grad;
   for (const at::Tensor& gradient : detail::gradients_of(parameters)) {
     gradient.clamp_(-max_value, max_value);

@@ -11,8 +11,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <span>
+#include <utility>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/core/torch_fwd.h"
 
 namespace lockstep::optim {
 
@@ -36,12 +38,19 @@ double grad_norm(std::span<const at::Tensor> parameters, NormOptions options = {
 // Scales gradients, in place, so that their norm is at most `max_norm`, and returns the norm
 // before. As torch does, a norm that is infinite makes finite gradients 0, and one that is NaN
 // makes all NaN; step_guard.h skips such steps.
-double clip_grad_norm(std::span<const at::Tensor> parameters, double max_norm,
-                      NormOptions options = {});
+double clip_grad_norm_(std::span<const at::Tensor> parameters, double max_norm,
+                       NormOptions options = {});
+// The same for the parameters of a module, given as *model or as its holder.
+double clip_grad_norm_(torch::nn::Module& model, double max_norm, NormOptions options = {});
+template <class T>
+double clip_grad_norm_(const torch::nn::ModuleHolder<T>& model, double max_norm,
+                       NormOptions options = {}) {
+  return clip_grad_norm_(*model.ptr(), max_norm, std::move(options));
+}
 // The same with a norm that is known: that of all shards of a model.
 void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm);
 
 // Limits every element to [-max_value, max_value], in place.
-void clip_grad_value(std::span<const at::Tensor> parameters, double max_value);
+void clip_grad_value_(std::span<const at::Tensor> parameters, double max_value);
 
 }  // namespace lockstep::optim

@@ -27,7 +27,7 @@ struct GradScalerOptions {
 //
 //   scaler.scale(loss).backward();
 //   scaler.unscale(optimizer);                        // only where gradients are looked at, as
-//   clip_grad_norm(optimizer.parameters(), max_norm); // for clipping
+//   clip_grad_norm_(optimizer.parameters(), max_norm); // for clipping
 //   scaler.step(optimizer);
 //   scaler.update();
 class GradScaler {

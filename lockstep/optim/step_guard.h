@@ -17,7 +17,7 @@ class StepGuard {
   // Collective, one small all-reduce. Steps if the gradients are finite on all ranks; returns
   // whether it did. Reads the gradients once.
   bool step(Optimizer& optimizer);
-  // With a norm of the gradients that is known, as from clip_grad_norm: no further pass.
+  // With a norm of the gradients that is known, as from clip_grad_norm_: no further pass.
   bool step(Optimizer& optimizer, double grad_norm);
 
   int64_t skipped_steps() const { return skipped_steps_; }

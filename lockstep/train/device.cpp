@@ -1,26 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/device.h"
 
-#include <ATen/ATen.h>
-
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/kernels/can_multiply.h"
 #include "lockstep/parallel/data/ddp.h"
 
 namespace lockstep::train {
-namespace {
-
-// Some builds promise bfloat16 and throw from matrices of 17 rows on.
-bool multiplies(at::ScalarType type, c10::Device device) {
-  try {
-    const at::Tensor a = at::ones({64, 64}, at::TensorOptions().dtype(type).device(device));
-    return at::mm(a, a).to(at::kFloat).eq(64).all().item<bool>();
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-}  // namespace
 
 c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group) {
   const auto wanted = config.train.device;
@@ -32,7 +18,8 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "train.device cpu, or auto, takes the CPU");
   }
   make_current(found);
-  if (config.train.dtype == config::Precision::bfloat16 && !multiplies(at::kBFloat16, found)) {
+  if (config.train.dtype == config::Precision::bfloat16 &&
+      !nn::can_multiply(at::kBFloat16, found)) {
     throw ConfigError(format(
         "train.dtype is bfloat16, but this libtorch cannot multiply bfloat16 matrices on {}; "
         "use train.dtype float32",

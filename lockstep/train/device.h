@@ -23,6 +23,6 @@ int64_t peak_cuda_bytes(c10::Device device);
 void make_current(c10::Device device);
 void limit_cuda_memory(int64_t bytes, c10::Device device);
 // What CUDA's allocator refused last, if a limit was set and it has refused something.
-std::optional<memory::OutOfMemory> cuda_refusal();
+std::optional<OutOfMemory> cuda_refusal();
 
 }  // namespace lockstep::train

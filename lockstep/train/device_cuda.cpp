@@ -50,9 +50,9 @@ void limit_cuda_memory(int64_t bytes, c10::Device device) {
   c10::cuda::CUDACachingAllocator::setMemoryFraction(share, c10::cuda::current_device());
 }
 
-std::optional<memory::OutOfMemory> cuda_refusal() {
+std::optional<OutOfMemory> cuda_refusal() {
   if (limit == 0 || refused == 0) return std::nullopt;
-  return memory::OutOfMemory(refused, held, limit);
+  return OutOfMemory(refused, held, limit);
 }
 
 }  // namespace lockstep::train

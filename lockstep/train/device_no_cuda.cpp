@@ -6,6 +6,6 @@ namespace lockstep::train {
 int64_t peak_cuda_bytes(c10::Device) { return 0; }
 void make_current(c10::Device) {}
 void limit_cuda_memory(int64_t, c10::Device) {}
-std::optional<memory::OutOfMemory> cuda_refusal() { return std::nullopt; }
+std::optional<OutOfMemory> cuda_refusal() { return std::nullopt; }
 
 }  // namespace lockstep::train

@@ -4,7 +4,7 @@
 #include "lockstep/config/inputs.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
-#include "lockstep/model/hugging_face.h"
+#include "lockstep/model/language_model.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/progress.h"
 

@@ -25,15 +25,15 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
       .schedule = schedule.kind,
       .microbatches = schedule.microbatches,
       .chunks = schedule.chunks,
-      .group = schedule.group,
-      .schedule_file = schedule.file,
       .split = config::layers_per_stage(config.parallel, config.model.layers),
       .tied = model::tied_parameters(config.model),
       .plan = config::tensor_plan(config.model),
-      .sequence_parallel = config.parallel.sequence_parallel,
-      .initializer = initializer(config, device),
-      .device = device};
-  if (config.offload.params) options.max_unsharded = 0;  // stages do not stay whole
+      .device = device,
+      .advanced = {.sequence_parallel = config.parallel.sequence_parallel,
+                   .initializer = initializer(config, device),
+                   .group = schedule.group,
+                   .schedule_file = schedule.file}};
+  if (config.offload.params) options.advanced.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression)};
@@ -115,10 +115,10 @@ std::unique_ptr<optim::Optimizer> TrainedModel::offloaded_adamw(
                                                     options);
 }
 
-double TrainedModel::clip_grad_norm(double max_norm) {
+double TrainedModel::clip_grad_norm_(double max_norm) {
   if (updates_in_backward_) return pipeline_.sharded()[0].grad_norm();
   const optim::NormOptions options{.exact = exact_norm_};
-  return max_norm > 0 ? pipeline_.clip_grad_norm(max_norm, options) : pipeline_.grad_norm(options);
+  return max_norm > 0 ? pipeline_.clip_grad_norm_(max_norm, options) : pipeline_.grad_norm(options);
 }
 
 std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {
@@ -126,7 +126,7 @@ std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {
 }
 
 std::vector<checkpoint::NamedSlice> TrainedModel::slices(optim::Optimizer& optimizer) const {
-  return slices() + checkpoint::slices_of(pipeline_, optimizer);
+  return checkpoint::state(pipeline_, optimizer);
 }
 
 int64_t TrainedModel::arena_bytes() const { return arenas_of(pipeline_.sharded()); }

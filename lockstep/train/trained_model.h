@@ -50,7 +50,7 @@ class TrainedModel {
   std::unique_ptr<optim::Optimizer> offloaded_adamw(std::vector<optim::ParameterGroup> groups,
                                                     const optim::AdamWOptions& options) const;
   // The norm of all gradients before they are clipped; 0: they are not.
-  double clip_grad_norm(double max_norm);
+  double clip_grad_norm_(double max_norm);
   std::vector<checkpoint::NamedSlice> slices() const;
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
   // The stages of this rank, where they are sharded or offloaded.

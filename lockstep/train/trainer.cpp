@@ -196,17 +196,16 @@ Trainer::State::State(TrainConfig given, comm::Group group)
 
 // The checkpoint that the configuration names. A damaged one is refused, with those that could be
 // named instead.
-static checkpoint::Resumed load_named(const std::string& name,
-                                      const std::vector<checkpoint::NamedSlice>& slices,
-                                      const comm::Group& world,
-                                      const checkpoint::LoadOptions& options) {
+static checkpoint::Loaded load_named(const std::string& name,
+                                     const std::vector<checkpoint::NamedSlice>& slices,
+                                     const comm::Group& world,
+                                     const checkpoint::LoadOptions& options) {
   // One rank looks: a network disk may show others something older.
   const std::string path = checkpoint::detail::run_on_all_ranks(
       "resume", world,
       [&]() -> std::string { return world.rank() == 0 ? config::checkpoint_at(name) : ""; })[0];
   try {
-    auto manifest = checkpoint::load(path, slices, world, options);
-    return {path, std::move(manifest)};
+    return checkpoint::load(path, slices, world, options);
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
@@ -227,21 +226,21 @@ void Trainer::State::resume() {
   const checkpoint::LoadOptions options{
       .may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
       .partial = config.checkpoint.partial};
-  const auto resumed = name == "auto"
-                           ? checkpoint::load_newest(config.checkpoint.dir, slices, world, options)
-                           : std::optional(load_named(name, slices, world, options));
-  if (!resumed) return;
-  const auto& [found, manifest] = *resumed;
-  resumed_from = found;
+  const auto loaded = name == "auto"
+                          ? checkpoint::load_newest(config.checkpoint.dir, slices, world, options)
+                          : std::optional(load_named(name, slices, world, options));
+  if (!loaded) return;
+  resumed_from = loaded->path;
   if (!goes_on) return;
-  config::require_same_data(manifest, identities, config, found);
-  done = manifest.step;
-  const auto position = manifest.state.find("samples");
-  if (position == manifest.state.end()) {
+  config::require_same_data({.state = loaded->state, .config = loaded->config}, identities, config,
+                            loaded->path);
+  done = loaded->step;
+  const auto position = loaded->state.find("samples");
+  if (position == loaded->state.end()) {
     throw CheckpointError(
         format("{} was not written by lockstep train: it does not say how much of "
                "the data was seen",
-               found));
+               loaded->path));
   }
   samples = std::stoll(position->second);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
@@ -318,7 +317,7 @@ StepMetrics Trainer::State::step() {
                   .step = done,
                   .first_micro_batch = dp.rank() * accumulation,
                   .loss_scale = dp.size() / tokens});
-  const double norm = model.clip_grad_norm(config.optim.clip);
+  const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};

@@ -55,22 +55,23 @@ TEST(Checkpoint, AModelAndItsOptimizerComeBack) {
     optimizer.step();
   }
   const std::string path = save(folder.path(), {.step = 3,
-                                                .slices = slices_of(*model) + slices_of(optimizer),
+                                                .slices = state(*model, optimizer),
                                                 .state = {{"samples", "15"}},
                                                 .config = R"({"a": 1})"});
-  const auto manifest = load(path, slices_of(*other) + slices_of(second));
-  EXPECT_EQ(manifest.step, 3);
-  EXPECT_EQ(manifest.state.at("samples"), "15");
+  const Loaded loaded = load(path, state(other, second));
+  EXPECT_EQ(loaded.path, path);
+  EXPECT_EQ(loaded.step, 3);
+  EXPECT_EQ(loaded.state.at("samples"), "15");
   for (const auto& item : model->named_parameters()) {
     EXPECT_TRUE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
   }
   for (const auto& item : model->named_buffers()) {
     EXPECT_TRUE(at::equal(item.value(), other->named_buffers()[item.key()])) << item.key();
   }
-  const auto state = optimizer.state(), loaded = second.state();
-  ASSERT_EQ(state.size(), loaded.size());
-  for (size_t i = 0; i < state.size(); ++i) {
-    EXPECT_TRUE(at::equal(state[i].tensor, loaded[i].tensor)) << state[i].name;
+  const auto saved = optimizer.state(), filled = second.state();
+  ASSERT_EQ(saved.size(), filled.size());
+  for (size_t i = 0; i < saved.size(); ++i) {
+    EXPECT_TRUE(at::equal(saved[i].tensor, filled[i].tensor)) << saved[i].name;
   }
   // The model alone.
   auto third = make();
@@ -157,7 +158,8 @@ TEST(Checkpoint, KeepsTensorsWithoutElements) {
   const test::TempDir folder;
   const NamedSlice slice{layout::Placement::whole("cache", {0, 4}), at::empty({0, 4})};
   const std::string path = save(folder.path(), {.step = 1, .slices = {slice}});
-  EXPECT_EQ(load(path, {slice}).tensors.size(), 1U);
+  EXPECT_EQ(load(path, {slice}).step, 1);
+  EXPECT_EQ(formats::read_manifest(path).tensors.size(), 1U);
 }
 
 TEST(Checkpoint, ConvertsTypes) {

@@ -95,7 +95,7 @@ PipelineCase make(const Layout& layout, const Kind& kind) {
 
 std::vector<checkpoint::NamedSlice> all_of(const parallel::Pipeline& pipeline,
                                            optim::Optimizer& optimizer) {
-  return slices_of(pipeline) + slices_of(pipeline, optimizer);
+  return checkpoint::state(pipeline, optimizer);
 }
 
 // Checksums of all tensors, whole.

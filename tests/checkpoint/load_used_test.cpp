@@ -90,7 +90,7 @@ void load_in_turn(const Form& form) {
       optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(),
                                                  optim::AdamWOptions{.lr = 0.01});
     }
-    const auto slices = slices_of(sharded), all = slices + slices_of(sharded, *optimizer);
+    const auto slices = slices_of(sharded), all = checkpoint::state(sharded, *optimizer);
     std::mt19937 random(static_cast<unsigned>(7 + group.rank()));
     const auto pause = [&] {
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 4 * (random() % 500)));

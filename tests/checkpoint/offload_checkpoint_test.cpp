@@ -66,7 +66,7 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
     const at::Tensor loss = (model->forward(input) - at::cos(numbers)).square().mean();
     loss.backward();
     curve.losses.push_back(loss.item<double>());
-    curve.norms.push_back(sharded.clip_grad_norm(0.05));
+    curve.norms.push_back(sharded.clip_grad_norm_(0.05));
     optimizer->step();
     optimizer->zero_grad();
   };
@@ -74,7 +74,7 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
     for (int index = 0; index < 2; ++index) step(100 + index);
     curve = {};
   }
-  const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
+  const auto slices = checkpoint::state(sharded, *optimizer);
   if (!segment.load.empty()) {
     EXPECT_EQ(checkpoint::load(segment.load, slices, group).step, segment.begin);
   }
@@ -175,7 +175,7 @@ TEST(OffloadCheckpoint, AFlatParameterKeepsWhatTheCheckpointLacks) {
       body(sharded, optimizer);
     };
     const auto all_of = [](auto& sharded, auto& optimizer) {
-      return slices_of(sharded) + slices_of(sharded, optimizer);
+      return checkpoint::state(sharded, optimizer);
     };
     const auto values = [](const std::vector<checkpoint::NamedSlice>& slices) {
       std::map<std::string, at::Tensor> found;

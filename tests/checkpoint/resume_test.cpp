@@ -79,12 +79,12 @@ TEST(Resume, FallsBackFromAnyFlippedBit) {
     Model model({}, 0);
     const auto resumed = load_newest(folder.path(), model.slices);
     ASSERT_TRUE(resumed) << i;
-    ASSERT_EQ(resumed->manifest.step, both ? 1 : 2) << i;
+    ASSERT_EQ(resumed->step, both ? 1 : 2) << i;
     ASSERT_TRUE(model.has(both ? 1 : 2)) << i;
     for (const auto& [file, bytes] : before) test::write_file(file, bytes);
   }
   Model model({}, 0);
-  EXPECT_EQ(load_newest(folder.path(), model.slices)->manifest.step, 3);
+  EXPECT_EQ(load_newest(folder.path(), model.slices)->step, 3);
   EXPECT_TRUE(model.has(3));
 }
 
@@ -100,7 +100,7 @@ TEST(Resume, AllRanksTakeTheSame) {
   comm::run_threads(3, [&](const comm::Group& group) {
     Model model(group, 0);
     const auto resumed = load_newest(folder.path(), model.slices, group);
-    if (resumed->manifest.step == 1 && model.has(1)) ++right;
+    if (resumed->step == 1 && model.has(1)) ++right;
     if (damage_in(folder.path() + "/step-00000002", group).find(file) != std::string::npos) ++right;
   });
   EXPECT_EQ(right, 6);

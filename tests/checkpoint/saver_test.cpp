@@ -160,7 +160,7 @@ TEST(Saver, ACopyThatFailsOnOneRankFailsOnAll) {
     saver.wait();
   });
   EXPECT_EQ(failed, 2);
-  EXPECT_EQ(formats::newest(folder.path())->step, 2);
+  EXPECT_EQ(formats::newest_complete(folder.path())->step, 2);
 }
 
 // Ranks that save all the time, killed at a random instant: the newest checkpoint is whole.
@@ -208,7 +208,7 @@ TEST(Saver, SurvivesKills) {
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFSIGNALED(status)) << "it ended by itself";
-    const auto found = formats::newest(folder.path());
+    const auto found = formats::newest_complete(folder.path());
     ASSERT_GE(found ? found->step : 0, shared->complete);
     for (const auto& checkpoint : formats::list_complete(folder.path()))
       formats::verify(checkpoint.path);

@@ -72,12 +72,12 @@ TEST_P(TorchOptimizer, ResumesFromACheckpoint) {
   };
   auto model = make_model(), other = make_model();
   const auto optimizer = GetParam().make(model->parameters());
-  const auto slices = slices_of(*model) + slices_of(*model, *optimizer);  // once, for all saves
+  const auto slices = state(*model, *optimizer);  // once, for all saves
   train(model, *optimizer, 0, 5);
   const std::string path = save(folder.path(), {.step = 5, .slices = slices});
   train(model, *optimizer, 5, 10);
   const auto fresh = GetParam().make(other->parameters());
-  load(path, slices_of(*other) + slices_of(*other, *fresh));
+  load(path, state(*other, *fresh));
   train(other, *fresh, 5, 10);
   for (const auto& item : model->named_parameters())
     EXPECT_TRUE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
@@ -93,15 +93,14 @@ TEST_P(TorchOptimizer, ResumesInOtherShards) {
       auto sharded =
           parallel::fully_shard(*model, group, {.min_num_params = 1, .use_orig_params = original});
       const auto optimizer = GetParam().make(sharded.parameters());
-      const auto slices = slices_of(sharded) + slices_of(sharded, *optimizer);
+      const auto slices = state(sharded, *optimizer);
       if (!from.empty()) load(from, slices, group);
       for (int step = first; step < last; ++step) {
         optimizer->zero_grad();
         model->forward(batch(step)).square().mean().backward();
         optimizer->step();
       }
-      save(folder.path(),
-           {.step = last, .slices = slices_of(sharded) + slices_of(sharded, *optimizer)}, group);
+      save(folder.path(), {.step = last, .slices = state(sharded, *optimizer)}, group);
       const auto all = sharded.full_state_dict();
       if (group.rank() != 0) return;
       for (const auto& item : all) result.push_back(item.tensor);

@@ -66,7 +66,7 @@ void expect_sound(const std::string& dir, const Progress& progress) {
   for (const auto& checkpoint : list_complete(dir)) {
     ASSERT_NO_THROW(ASSERT_EQ(verify(checkpoint.path).step, checkpoint.step));
   }
-  const auto found = newest(dir);
+  const auto found = newest_complete(dir);
   ASSERT_TRUE(found || progress.committed == 0);
   ASSERT_GE(found ? found->step : 0, progress.newest);
 }
@@ -75,7 +75,7 @@ void expect_retry(const std::string& dir) {
   io::calls::arm(Fault::none, 0);
   for (int64_t step = 2; step <= 3; ++step) ASSERT_NO_THROW(save(dir, step, 3));
   ASSERT_NO_THROW(prune(dir, 1));
-  ASSERT_EQ(verify(newest(dir)->path).state.at("seed"), "3");
+  ASSERT_EQ(verify(newest_complete(dir)->path).state.at("seed"), "3");
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(dir)) names.push_back(entry.path().filename());
   ASSERT_THAT(names, ::testing::ElementsAre("step-00000003"));
@@ -228,13 +228,13 @@ TEST(KilledSave, AtAnyMomentLeavesSoundCheckpoints) {
       ASSERT_NO_THROW(ASSERT_EQ(verify(checkpoint.path).step, checkpoint.step));
       ASSERT_NO_FATAL_FAILURE(expect_values(checkpoint.path));
     }
-    const auto found = newest(dir);
+    const auto found = newest_complete(dir);
     ASSERT_GE(found ? found->step : 0, shared->committed);
     next = (found ? found->step : 0) + (round % 2);  // again, or the one after it
     if (round % 10 == 9) {
       save_by_processes(dir, next, 3, *shared);
       prune(dir, 1);
-      ASSERT_NO_FATAL_FAILURE(expect_values(newest(dir)->path));
+      ASSERT_NO_FATAL_FAILURE(expect_values(newest_complete(dir)->path));
       ASSERT_EQ(std::distance(fs::directory_iterator(dir), {}), 1);
     }
   }

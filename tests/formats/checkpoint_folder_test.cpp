@@ -44,7 +44,7 @@ class Folder : public ::testing::Test {
 };
 
 TEST_F(Folder, SavesAndFinds) {
-  EXPECT_EQ(newest(dir_), std::nullopt);
+  EXPECT_EQ(newest_complete(dir_), std::nullopt);
   EXPECT_TRUE(list_complete(dir_).empty());
   check_writable(dir_);
   EXPECT_TRUE(names().empty());
@@ -53,7 +53,7 @@ TEST_F(Folder, SavesAndFinds) {
   save(dir_, 123'456'789);
   EXPECT_THAT(names(), ElementsAre("step-00000009", "step-00000100", "step-123456789"));
   EXPECT_THAT(steps(), ElementsAre(9, 100, 123'456'789));
-  EXPECT_EQ(newest(dir_), (Checkpoint{123'456'789, dir_ + "/step-123456789"}));
+  EXPECT_EQ(newest_complete(dir_), (Checkpoint{123'456'789, dir_ + "/step-123456789"}));
   const auto manifest = verify(dir_ + "/step-00000100");
   EXPECT_EQ(manifest.step, 100);
   EXPECT_EQ(manifest.tensors.at("w").slices.size(), 2u);
@@ -66,7 +66,7 @@ TEST_F(Folder, OtherNamesAreNotCheckpoints) {
   }
   fs::create_directory(dir_ + "/step-00000004");
   EXPECT_THAT(steps(), ElementsAre(1));
-  EXPECT_EQ(newest(dir_)->step, 1);
+  EXPECT_EQ(newest_complete(dir_)->step, 1);
 }
 
 TEST_F(Folder, Metadata) {
@@ -96,10 +96,10 @@ TEST_F(Folder, Replaces) {
 TEST_F(Folder, FindsWhatWasSetAside) {
   save(dir_, 5, 1);
   fs::rename(dir_ + "/step-00000005", dir_ + "/step-00000005.old");
-  EXPECT_EQ(newest(dir_), (Checkpoint{5, dir_ + "/step-00000005.old"}));
-  verify(newest(dir_)->path);
+  EXPECT_EQ(newest_complete(dir_), (Checkpoint{5, dir_ + "/step-00000005.old"}));
+  verify(newest_complete(dir_)->path);
   begin_checkpoint(dir_, 5);  // puts it back, so that it is not lost if this is cut off too
-  EXPECT_EQ(newest(dir_)->path, dir_ + "/step-00000005");
+  EXPECT_EQ(newest_complete(dir_)->path, dir_ + "/step-00000005");
   save(dir_, 5, 2);
   EXPECT_THAT(names(), ElementsAre("step-00000005"));
 
@@ -107,7 +107,7 @@ TEST_F(Folder, FindsWhatWasSetAside) {
   prune(dir_, 1);
   EXPECT_THAT(names(), ElementsAre("step-00000005"));
   fs::copy(dir_ + "/step-00000005", dir_ + "/step-00000005.old");
-  EXPECT_EQ(newest(dir_)->path, dir_ + "/step-00000005");
+  EXPECT_EQ(newest_complete(dir_)->path, dir_ + "/step-00000005");
   prune(dir_, 1);
   EXPECT_THAT(names(), ElementsAre("step-00000005"));
 }
@@ -121,7 +121,7 @@ TEST_F(Folder, SkipsDamaged) {
   fs::resize_file(at(3) + shard_file_name(1), 10);
   fs::remove_all(at(2));
   fs::copy(at(1), at(2));  // a manifest of another step
-  EXPECT_EQ(newest(dir_)->step, 1);
+  EXPECT_EQ(newest_complete(dir_)->step, 1);
   EXPECT_EQ(steps().size(), 6u);
   // A damaged one neither counts nor goes.
   prune(dir_, 1);

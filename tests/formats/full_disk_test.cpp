@@ -46,10 +46,10 @@ std::string save_too_much(const std::string& dir, int expected) {
   }
   abandon_checkpoint(dir, 2);
   if (fs::exists(dir + "/step-00000002.tmp")) return "what was written is still there";
-  if (verify(newest(dir)->path).step != 1) return "the one before is gone";
+  if (verify(newest_complete(dir)->path).step != 1) return "the one before is gone";
   // There is room again.
   save_numbers(dir, 2, tensor_of(600));
-  if (verify(newest(dir)->path).step != 2) return "the next is not the newest";
+  if (verify(newest_complete(dir)->path).step != 2) return "the next is not the newest";
   return "";
 }
 
@@ -104,7 +104,7 @@ TEST(FullDisk, AFolderThatCannotBeWrittenIsNamed) {
                 const std::string text = failure.what();
                 if (text.find("checkpoint folder " + dir) == std::string::npos) return text;
               }
-              if (verify(newest(dir)->path).step != 1) return "the one before is gone";
+              if (verify(newest_complete(dir)->path).step != 1) return "the one before is gone";
               return "";
             }),
             "");

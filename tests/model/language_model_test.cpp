@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
-#include "lockstep/model/generate.h"
 #include "lockstep/nn/loss.h"
 #include "tests/support/subprocess.h"
 

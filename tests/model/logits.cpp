@@ -15,7 +15,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/mapped_file.h"
 #include "lockstep/formats/safetensors.h"
-#include "lockstep/model/hugging_face.h"
 #include "lockstep/model/language_model.h"
 
 namespace {

@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <cmath>
@@ -37,7 +38,7 @@ TEST(Clip, LikeTorch) {
     for (const auto type : {NormType::l2, NormType::max}) {
       at::manual_seed(1);
       const auto tensors = with_grads(at::kFloat), expected = copies_with_grads(tensors);
-      const double norm = clip_grad_norm(tensors, limit, {.type = type});
+      const double norm = clip_grad_norm_(tensors, limit, {.type = type});
       const double reference =
           torch::nn::utils::clip_grad_norm_(expected, limit, type == NormType::l2 ? 2 : kInfinity);
       EXPECT_NEAR(norm, reference, 1e-6 * reference);
@@ -62,7 +63,7 @@ TEST(Clip, EveryType) {
     }
     EXPECT_NEAR(grad_norm(tensors), std::sqrt(squares), 1e-12 * squares);
     EXPECT_EQ(grad_norm(tensors, {.type = NormType::max}), largest);
-    clip_grad_norm(tensors, 1);
+    clip_grad_norm_(tensors, 1);
     EXPECT_NEAR(grad_norm(tensors), 1, type == at::kBFloat16 ? 3e-3 : 1e-3);
   }
 }
@@ -94,7 +95,7 @@ TEST(Clip, BitsDoNotDependOnThreadsOrLayout) {
 TEST(Clip, ScalesAnyStrides) {
   const at::Tensor tensor = parameter({4, 6});
   tensor.mutable_grad() = at::ones({4, 12}).slice(1, 0, 12, 2);
-  EXPECT_EQ(clip_grad_norm(std::vector{tensor}, 1), std::sqrt(24.0));
+  EXPECT_EQ(clip_grad_norm_(std::vector{tensor}, 1), std::sqrt(24.0));
   expect_close(tensor.grad(), at::full({4, 6}, 1 / std::sqrt(24.0)));
 }
 
@@ -103,13 +104,13 @@ TEST(Clip, SparseGradientsCountOnceForEachElement) {
   const at::Tensor indices = at::tensor({1, 4, 1}, at::kLong).unsqueeze(0);
   tensor.mutable_grad() = at::sparse_coo_tensor(indices, at::ones({3, 2}), {5, 2});
   const double norm = std::sqrt(2 * 4 + 2 * 1);
-  EXPECT_DOUBLE_EQ(clip_grad_norm(std::vector{tensor}, 1), norm);
+  EXPECT_DOUBLE_EQ(clip_grad_norm_(std::vector{tensor}, 1), norm);
   ASSERT_TRUE(tensor.grad().is_sparse());
   const at::Tensor expected = at::zeros({5, 2});
   expected[1].fill_(2 / norm);
   expected[4].fill_(1 / norm);
   expect_close(tensor.grad().to_dense(), expected);
-  clip_grad_value(std::vector{tensor}, 0.4);
+  clip_grad_value_(std::vector{tensor}, 0.4);
   EXPECT_EQ(tensor.grad().to_dense().max().item<float>(), 0.4f);
 }
 
@@ -121,16 +122,26 @@ TEST(Clip, TiedParametersCountOnce) {
   const std::vector all{tied, other, tied};
   EXPECT_DOUBLE_EQ(grad_norm(all), 10);
   EXPECT_DOUBLE_EQ(grad_norm(all, {.exact = true}), 10);
-  EXPECT_DOUBLE_EQ(clip_grad_norm(all, 5), 10);
+  EXPECT_DOUBLE_EQ(clip_grad_norm_(all, 5), 10);
   expect_close(tied.grad(), at::full({4}, 1.5));
   expect_close(other.grad(), at::full({4}, 2.0));
+}
+
+TEST(Clip, TakesAModuleOrItsHolder) {
+  torch::nn::Linear model(4, 1);
+  model->weight.mutable_grad() = at::full({1, 4}, 1.5);
+  model->bias.mutable_grad() = at::full({1}, 4.0);
+  EXPECT_DOUBLE_EQ(clip_grad_norm_(*model, 2.5), 5);
+  expect_close(model->bias.grad(), at::full({1}, 2.0));
+  EXPECT_NEAR(clip_grad_norm_(model, 1.25), 2.5, 1e-5);
+  expect_close(model->bias.grad(), at::full({1}, 1.0));
 }
 
 TEST(Clip, SmallGradientsAreNotTouched) {
   const at::Tensor tensor = parameter({100});
   tensor.mutable_grad() = at::randn({100});
   const at::Tensor before = tensor.grad().clone();
-  clip_grad_norm(std::vector{tensor}, 1000);
+  clip_grad_norm_(std::vector{tensor}, 1000);
   EXPECT_TRUE(same_bits(tensor.grad(), before));
   EXPECT_EQ(grad_norm(std::vector<at::Tensor>{}), 0);
 }
@@ -153,10 +164,10 @@ TEST(Clip, NormThatIsNotFinite) {
         tensor.grad()[77].fill_(bad);
         const at::Tensor before = tensor.grad().clone();
         expect_error<Error>("[grad_norm] the norm of the gradients is", [&] {
-          clip_grad_norm(tensors, 1, {.type = type, .error_if_nonfinite = true});
+          clip_grad_norm_(tensors, 1, {.type = type, .error_if_nonfinite = true});
         });
         EXPECT_TRUE(tensor.grad()[0].eq(before[0]).item<bool>());
-        const double norm = clip_grad_norm(tensors, 1, {.type = type});
+        const double norm = clip_grad_norm_(tensors, 1, {.type = type});
         EXPECT_EQ(std::isnan(norm), std::isnan(bad));
         EXPECT_FALSE(std::isfinite(norm));
         const auto first = tensor.grad()[0].item<double>();  // as torch does
@@ -169,16 +180,16 @@ TEST(Clip, NormThatIsNotFinite) {
 TEST(Clip, ClipGradValueClampsElements) {
   const at::Tensor tensor = parameter({3});
   tensor.mutable_grad() = at::tensor({-2.0f, 0.5f, 3.0f});
-  clip_grad_value(std::vector{tensor}, 1);
+  clip_grad_value_(std::vector{tensor}, 1);
   EXPECT_TRUE(same_bits(tensor.grad(), at::tensor({-1.0f, 0.5f, 1.0f})));
 }
 
 TEST(Clip, BadInputIsNamed) {
   const std::vector<at::Tensor> tensors = {parameter({1})};
-  expect_error<ConfigError>("[clip_grad_norm] max_norm is -1, must be at least 0",
-                            [&] { clip_grad_norm(tensors, -1); });
-  expect_error<ConfigError>("[clip_grad_value] max_value is nan, must be at least 0",
-                            [&] { clip_grad_value(tensors, std::nan("")); });
+  expect_error<ConfigError>("[clip_grad_norm_] max_norm is -1, must be at least 0",
+                            [&] { clip_grad_norm_(tensors, -1); });
+  expect_error<ConfigError>("[clip_grad_value_] max_value is nan, must be at least 0",
+                            [&] { clip_grad_value_(tensors, std::nan("")); });
 }
 
 }  // namespace

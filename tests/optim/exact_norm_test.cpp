@@ -72,7 +72,7 @@ TEST_P(ExactNorm, BitsDoNotDependOnTheSplitIntoTensors) {
   const at::Tensor flat = many_magnitudes(150'000, GetParam());
   expect_norm({flat}, exact_square_sum(flat));
   const std::vector<at::Tensor> whole = {with_grad(flat.clone())};
-  const double norm = clip_grad_norm(whole, 1, {.exact = true});
+  const double norm = clip_grad_norm_(whole, 1, {.exact = true});
   for (int i = 0; i < 20; ++i) {
     const int ranks = 1 + i % 4;
     const auto parts = cut(flat, ranks, random);
@@ -82,7 +82,7 @@ TEST_P(ExactNorm, BitsDoNotDependOnTheSplitIntoTensors) {
       for (const at::Tensor& piece : parts[static_cast<size_t>(group.rank())]) {
         parameters.push_back(with_grad(piece.clone()));
       }
-      EXPECT_EQ(clip_grad_norm(parameters, 1, {.group = group, .exact = true}), norm);
+      EXPECT_EQ(clip_grad_norm_(parameters, 1, {.group = group, .exact = true}), norm);
       for (size_t k = 0; k < parameters.size(); ++k) {
         const at::Tensor& piece = parts[static_cast<size_t>(group.rank())][k];
         clipped.narrow(0, piece.storage_offset(), piece.numel()).copy_(parameters[k].grad());
@@ -211,14 +211,14 @@ TEST_P(GroupNorm, IsThatOfAllParts) {
     std::vector<at::Tensor> mine;  // rank 1 has none
     if (group.rank() == 0) mine = {with_grad(flat.narrow(0, 0, 1000))};
     if (group.rank() == 2) mine = {with_grad(flat.narrow(0, 1000, 2000).clone())};
-    const double norm = clip_grad_norm(mine, 1e9, {.group = group});
+    const double norm = clip_grad_norm_(mine, 1e9, {.group = group});
     EXPECT_NEAR(norm, l2, 1e-14 * l2);
     EXPECT_EQ(grad_norm(mine, {.group = group, .exact = true}), exact);
     for (const bool with_exact : {false, true}) {
       EXPECT_EQ(grad_norm(mine, {.type = NormType::max, .group = group, .exact = with_exact}),
                 largest);
     }
-    clip_grad_norm(mine, 1, {.group = group});
+    clip_grad_norm_(mine, 1, {.group = group});
     EXPECT_NEAR(grad_norm(mine, {.group = group}), 1, 1e-5);
     const std::lock_guard lock(mutex);
     seen.insert(norm);
@@ -242,7 +242,7 @@ TEST_P(GroupNorm, ThatIsNotFiniteIsSoOnAllRanks) {
             EXPECT_TRUE(std::isnan(bad) ? std::isnan(norm) : norm == kInfinity) << norm;
             options.error_if_nonfinite = true;
             expect_error<Error>("[grad_norm] the norm of the gradients is",
-                                [&] { clip_grad_norm(mine, 1, options); });
+                                [&] { clip_grad_norm_(mine, 1, options); });
           }
         }
       }

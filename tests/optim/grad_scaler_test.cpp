@@ -173,8 +173,9 @@ TEST(StepGuard, AllRanksSkipOrNone) {
       const bool bad = step % 2 == 0;
       if (bad && group.rank() == step / 2) tensor.grad()[19999].fill_(step == 0 ? NAN : kOverflow);
       const at::Tensor before = tensor.detach().clone();
-      const bool done = step < 2 ? guard.step(optimizer)
-                                 : guard.step(optimizer, clip_grad_norm(optimizer.parameters(), 1));
+      const bool done = step < 2
+                            ? guard.step(optimizer)
+                            : guard.step(optimizer, clip_grad_norm_(optimizer.parameters(), 1));
       if (done == bad || done == same_bits(tensor, before)) ++wrong;
     }
     if (guard.skipped_steps() != 2) ++wrong;

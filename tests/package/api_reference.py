@@ -14,7 +14,7 @@ import re
 import sys
 
 # Types and functions that have no comment today. Lower it when headers gain comments; a new declaration needs one.
-MAY_LACK_COMMENTS = 43
+MAY_LACK_COMMENTS = 28
 # Comments, texts and characters: what is in them is no code.
 OPAQUE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'', re.DOTALL)
 TYPE = re.compile(r"\s*(?:template\s*<.*?>\s*)*(?:requires[^;{]*?\s)?(enum|class|struct|union)\b")

@@ -14,6 +14,11 @@ WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "plan", "io", "formats",
 WITH_TORCH = ["comm", "mesh", "memory", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 
+# What programs include. Of the installed headers it includes all but those that need the headers of another library.
+UMBRELLA = "lockstep/lockstep.h"
+NEED_OTHERS = {"lockstep/comm/backends/" + name for name in ["gloo/adopt_c10d.h", "mpi/adopt_mpi.h", "nccl/adopt.h"]}
+MAX_INSTALLED = 70  # headers
+
 MAX_FILES = 30  # sources in a folder, without those in its rooms
 MAX_LINES = 500  # without the line of the license
 LICENSE = b"SPDX-License-Identifier: Apache-2.0"
@@ -32,9 +37,9 @@ def files(root, folders, suffixes):
 
 
 def installed_headers(root):
-    """The HEADERS lists of lockstep/CMakeLists.txt, as paths from the root."""
+    """The umbrella and the HEADERS lists of lockstep/CMakeLists.txt, as paths from the root."""
     text = re.sub(r"#.*", "", (root / "lockstep/CMakeLists.txt").read_text())
-    headers = set()
+    headers = {UMBRELLA}
     for layer in re.findall(r"lockstep_layer\(([^)]*)\)", text):
         listed = re.search(r"\bHEADERS\s+(.*?)(?:\b[A-Z]{5,}\b|$)", layer, re.DOTALL)
         if listed:
@@ -42,8 +47,35 @@ def installed_headers(root):
     return headers
 
 
+def reachable(root, start):
+    """All headers of ours that a header includes, itself among them."""
+    found, todo = set(), [start]
+    while todo:
+        name = todo.pop()
+        if name not in found and (root / name).is_file():
+            found.add(name)
+            todo += [included for mark, included in INCLUDE.findall((root / name).read_text()) if included.startswith("lockstep/")]
+    return found
+
+
+def surface_errors(root, installed):
+    """The installed headers are few, and are what the umbrella includes."""
+    if len(installed) > MAX_INSTALLED:
+        yield f"lockstep/CMakeLists.txt: installs {len(installed)} headers, at most {MAX_INSTALLED}; make others private first"
+    included = reachable(root, UMBRELLA)
+    for name in sorted(installed - included - NEED_OTHERS):
+        if not (root / name).is_file():
+            continue
+        yield f"{name}: is installed, but {UMBRELLA} does not include it; remove it from HEADERS, or include it there"
+    for mark, name in INCLUDE.findall((root / UMBRELLA).read_text()):  # what these include is include_errors' business
+        if name not in installed:
+            yield f"{UMBRELLA}: includes {name}, which is not installed (HEADERS in lockstep/CMakeLists.txt)"
+
+
 def include_errors(root, path, name, installed):
     """What is wrong with the includes of one file under lockstep/. `name` is its path from the root."""
+    if name == UMBRELLA:  # above all layers
+        return
     layer = name.split("/")[1]
     if layer not in LAYERS:
         yield f"{name}: folder {layer} is not in the list of layers (tests/package/layers_test.py)"
@@ -107,6 +139,7 @@ def errors(root):
             yield f"lockstep/CMakeLists.txt: installs {name}, which does not exist"
     for path in files(root, ["lockstep"], {".h", ".cpp", ".cu"}):
         yield from include_errors(root, path, path.relative_to(root).as_posix(), installed)
+    yield from surface_errors(root, installed)
     yield from room_errors(root)
     for path in files(root, ["lockstep", "tests", "examples", "bench"], SOURCE_SUFFIXES):
         lines = path.read_bytes().split(b"\n")
@@ -126,6 +159,7 @@ def self_test():
     cmake = "lockstep_layer(core HEADERS core/a.h SOURCES core/a.cpp)\nlockstep_layer(comm TORCH HEADERS comm/c.h DEPENDS x)\n"
     sound = {
         "lockstep/CMakeLists.txt": cmake,
+        "lockstep/lockstep.h": '#include "lockstep/core/a.h"\n#include "lockstep/comm/c.h"\n',
         "lockstep/core/a.h": "#include <string>\n",
         "lockstep/core/hidden.h": "",
         "lockstep/core/format.h": "",
@@ -133,9 +167,17 @@ def self_test():
         "lockstep/core/log.cpp": "#include <spdlog/spdlog.h>\n",
         "lockstep/comm/c.h": '#include <ATen/core/Tensor.h>\n#include "lockstep/core/a.h"\n',
     }
+    many = [f"core/room{n % 9}/n{n}.h" for n in range(MAX_INSTALLED - 2)]
     broken = {
         "may use only": {"lockstep/core/a.cpp": '#include "lockstep/comm/c.h"\n'},
         "which is not (HEADERS": {"lockstep/comm/c.h": '#include "lockstep/core/hidden.h"\n'},
+        "does not include it": {"lockstep/lockstep.h": '#include "lockstep/comm/c.h"\n', "lockstep/comm/c.h": ""},
+        "which is not installed": {"lockstep/lockstep.h": sound["lockstep/lockstep.h"] + '#include "lockstep/core/hidden.h"\n'},
+        "make others private": {
+            "lockstep/CMakeLists.txt": cmake.replace("a.h", " ".join(["a.h", *many])),
+            "lockstep/lockstep.h": sound["lockstep/lockstep.h"] + "".join(f'#include "lockstep/{name}"\n' for name in many),
+            **{f"lockstep/{name}": "" for name in many},
+        },
         "which does not exist": {"lockstep/core/a.cpp": '#include "lockstep/core/gone.h"\n'},
         "include each other": {
             "lockstep/core/a.cpp": '#include "lockstep/core/room/b.h"\n',

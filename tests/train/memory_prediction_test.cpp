@@ -16,6 +16,7 @@
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
+#include "lockstep/nn/kernels/can_multiply.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/offload/offload.h"
@@ -213,7 +214,7 @@ const std::vector<Layout>& layouts() {
       {"offload_balanced_codec", 1,
        [](auto& c) {
          offload(c);
-         c.train.dtype = config::Precision::bfloat16;
+         if (nn::can_multiply(at::kBFloat16, at::kCPU)) c.train.dtype = config::Precision::bfloat16;
          c.offload.device_limit = 48 << 20;
          c.offload.strategy = layout::OffloadStrategy::balanced;
          c.offload.codec = {codec::Codec::quantization, codec::Codec::quantization};
@@ -334,7 +335,7 @@ Measured measure(const TrainConfig& config) {
   for (int step = 0; step < 5; ++step) {
     memory::Meter::reset_peak();
     model.step({.next = next, .step = step, .loss_scale = 1e-3});
-    model.clip_grad_norm(1);
+    model.clip_grad_norm_(1);
     optimizer->step();
     optimizer->zero_grad();
     if (step < 2) continue;

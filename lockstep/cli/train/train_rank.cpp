@@ -14,7 +14,6 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/data/tokenizer/tokenizer.h"
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/model/generate.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/train/trainer.h"

@@ -9,7 +9,6 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/support.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

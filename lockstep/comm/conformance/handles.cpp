@@ -5,9 +5,9 @@
 #include <functional>
 #include <thread>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/support.h"
 #include "lockstep/comm/control/hosts.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

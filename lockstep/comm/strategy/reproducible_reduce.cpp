@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/comm/strategy/reproducible_reduce.h"
+#include "lockstep/comm/collectives.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -10,13 +10,8 @@
 
 namespace lockstep::config {
 
-// Reads a config.json of model_type gpt2 or llama, as transformers 4 and 5 write them. What our
-// models do not have is a ConfigError with key and value; `path` names the file in messages.
-// Dropout stays 0: it belongs to a training, not to the weights.
-ModelSpec model_spec_from_hf(const std::string& config_json, const std::string& path);
-
-// The other way. model_spec_from_hf gives the same model back, but for its dropout. The spec must
-// be resolved.
+// The other way of model_spec_from_hf, which gives the same model back, but for its dropout. The
+// spec must be resolved.
 std::string hf_config_json(const ModelSpec& spec);
 
 // Rows of one of our tensors are one of theirs; `rows` of all parts of a tensor tile it. Values go

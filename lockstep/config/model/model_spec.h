@@ -74,4 +74,9 @@ struct ModelSpec {
   bool operator==(const ModelSpec&) const = default;
 };
 
+// Reads a config.json of model_type gpt2 or llama, as transformers 4 and 5 write them. What our
+// models do not have is a ConfigError with key and value; `path` names the file in messages.
+// Dropout stays 0: it belongs to a training, not to the weights.
+ModelSpec model_spec_from_hf(const std::string& config_json, const std::string& path);
+
 }  // namespace lockstep::config

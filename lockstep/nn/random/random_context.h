@@ -18,8 +18,7 @@ namespace lockstep::nn {
 // are threads, replicas) have one each. Two ways to be independent of the number of ranks:
 //   - micro_batch counts over all ranks, and a micro-batch is always of the same rows; or
 //   - rows says which rows of the step's whole batch the tensors hold, and micro_batch stays 0.
-//   Rows
-//     must be outermost in memory, as in (B, T, C) or (B * T, C).
+// Rows must be outermost in memory, as in (B, T, C) or (B * T, C).
 struct RandomContext {
   uint64_t seed = 0;
   RunPosition position = {};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tensor-parallel ranks share of a layer. parallel::tensor() says so; models need not know.
+// What tensor-parallel ranks share of a layer. parallel::tensor_parallel() says so; models need not
+// know.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 #include <map>
 #include <memory>
 
-#include "lockstep/comm/strategy/reproducible_reduce.h"
+#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/tensor.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Data parallelism inside one process: several devices, one replica of the model on each.
 //
-//   auto parallel = parallel::data_parallel(model);        // on all devices that are found
+//   auto parallel = parallel::data_parallel(*model);       // on all devices that are found
 //   auto loss = torch::mse_loss(parallel.forward(batch), target);
 //   loss.backward();
 //   parallel.reduce_gradients();                           // the model has those of the batch
@@ -10,9 +10,10 @@
 // or, with replicas that run by themselves and a choice of how far they may drift apart:
 //
 //   parallel.set_mode(parallel::BoundedStaleness{2});
-//   parallel.run(steps, [&](NetImpl& net, size_t replica, int64_t step) { return loss of its batch;
-//   },
-//                [&] { optimizer.step(); });
+//   const auto loss_of = [&](NetImpl& net, size_t replica, int64_t step) {
+//     return torch::mse_loss(net.forward(input(replica, step)), target(replica, step));
+//   };
+//   parallel.run(steps, loss_of, [&] { optimizer.step(); });
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,9 +88,9 @@ class DataParallelHandle {
   std::shared_ptr<detail::DataParallel> replicas_;
 };
 
-// Model is a module holder (torch::nn::Sequential, your TORCH_MODULE) or a std::shared_ptr of a
-// module; for more than one device it is Cloneable. It is moved to the first device and is its
-// replica; the others are clones, each with a thread of its own. Parameters and buffers are the
+// Model is a std::shared_ptr to a module, or a module holder (torch::nn::Sequential, your
+// TORCH_MODULE); for more than one device it is Cloneable. It is moved to the first device and is
+// its replica; the others are clones, each with a thread of its own. Parameters and buffers are the
 // model's: whatever changes them, replicas get the values before they are used. Of what a forward
 // writes into buffers (batch norm), only replica 0's is kept.
 template <class Model>
@@ -143,7 +144,15 @@ class DataParallel : public DataParallelHandle {
   Model model_;
 };
 
+// Pass a module (*model), its holder, or a std::shared_ptr to it.
+template <std::derived_from<torch::nn::Module> Module>
+DataParallel<std::shared_ptr<Module>> data_parallel(Module& model,
+                                                    DataParallelOptions options = {}) {
+  return DataParallel<std::shared_ptr<Module>>({model.weak_from_this().lock(), &model},
+                                               std::move(options));
+}
 template <class Model>
+requires requires(Model model) { *model; }
 DataParallel<Model> data_parallel(Model model, DataParallelOptions options = {}) {
   return DataParallel<Model>(std::move(model), std::move(options));
 }

@@ -41,10 +41,10 @@ std::set<std::string> sparse_weights(torch::nn::Module& model) {
 }
 
 void check_options(const DdpOptions& options, const NamedTensors& parameters) {
-  if (options.bucket_bytes == 0 || options.first_bucket_bytes == 0) {
+  if (options.bucket_bytes == 0 || options.advanced.first_bucket_bytes == 0) {
     throw ConfigError(
         format("[ddp] bucket_bytes is {} and first_bucket_bytes is {}, both must be at least 1",
-               options.bucket_bytes, options.first_bucket_bytes));
+               options.bucket_bytes, options.advanced.first_bucket_bytes));
   }
   if (options.reproducible && options.hook) {
     throw ConfigError(

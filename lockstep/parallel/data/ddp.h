@@ -2,7 +2,7 @@
 // Data parallelism over the ranks of a group: every rank trains its own copy of the model on its
 // own data, and backward leaves the same averaged gradients everywhere.
 //
-//   auto ddp = parallel::ddp(model, group);
+//   auto ddp = parallel::ddp(*model, group);
 //   auto loss = torch::nn::functional::cross_entropy(ddp.forward(input), target);
 //   loss.backward();    // gradients are averaged while it runs
 //   optimizer.step();
@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -25,18 +26,21 @@
 
 namespace lockstep::parallel {
 
+struct DdpAdvancedOptions {
+  size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
+  bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
+  bool delay_all_reduce = false;        // begin to reduce when backward is done
+};
+
 struct DdpOptions {
   size_t bucket_bytes = size_t{25} << 20;
-  size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
   // Some parameters may get no gradient in a step. Where only some ranks have one, all get the
   // average, counting zeros; where no rank has one, an undefined gradient stays undefined.
   bool find_unused_parameters = false;
   // Every step uses the same parameters equally often. Learned in the first step; allows a
   // parameter to get its gradient in several parts (recomputed blocks that share it).
   bool static_graph = false;
-  bool broadcast_buffers = true;        // rank 0's, before each forward in training mode
-  bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
-  bool delay_all_reduce = false;        // begin to reduce when backward is done
+  bool broadcast_buffers = true;  // rank 0's, before each forward in training mode
   // Ranks may run out of data at different times: see join(). Costs one small all-reduce per
   // forward (with buffers) and backward.
   bool uneven_inputs = false;
@@ -48,6 +52,7 @@ struct DdpOptions {
   // with sparse(true), which are found. Only non-zero rows travel. Others are made dense.
   std::vector<std::string> sparse_parameters = {};
   GradientHook hook = {};  // empty: average in the parameter's dtype
+  DdpAdvancedOptions advanced = {};
 };
 
 struct BucketInfo {
@@ -70,6 +75,12 @@ void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
     for (const auto& item : value) collect_tensors(item, found);
   }
 }
+
+// A module holder, or a pointer to a module.
+template <class Model>
+concept LeadsToModule = requires(Model model) {
+  *model;
+};
 
 }  // namespace detail
 
@@ -122,8 +133,8 @@ class DdpHandle {
   std::shared_ptr<detail::Ddp> ddp_;
 };
 
-// Model is a module holder (torch::nn::Sequential, your TORCH_MODULE) or a std::shared_ptr of a
-// module.
+// Model is a std::shared_ptr to a module, or a module holder (torch::nn::Sequential, your
+// TORCH_MODULE).
 template <class Model>
 class DistributedDataParallel : public DdpHandle {
  public:
@@ -147,9 +158,15 @@ class DistributedDataParallel : public DdpHandle {
   Model model_;
 };
 
-// Makes all ranks' models equal to rank 0's, and returns the wrapper to train with. Collective.
-// Nothing is installed on a group of one, unless reproducible.
-template <class Model>
+// Makes all ranks' models equal to rank 0's, and returns the wrapper to train with. Pass a module
+// (*model), its holder, or a std::shared_ptr to it. Collective. Nothing is installed on a group of
+// one, unless reproducible.
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel<std::shared_ptr<Module>> ddp(Module& model, const comm::Group& group,
+                                                     DdpOptions options = {}) {
+  return {{model.weak_from_this().lock(), &model}, group, std::move(options)};
+}
+template <detail::LeadsToModule Model>
 DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOptions options = {}) {
   return {std::move(model), group, std::move(options)};
 }
@@ -158,7 +175,14 @@ DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOpt
 c10::Device detected_device(const comm::Group& group);
 
 // The same with the model moved to detected_device(group) first.
-template <class Model>
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel<std::shared_ptr<Module>> ddp_on_detected_device(Module& model,
+                                                                        const comm::Group& group,
+                                                                        DdpOptions options = {}) {
+  model.to(detected_device(group));
+  return ddp(model, group, std::move(options));
+}
+template <detail::LeadsToModule Model>
 DistributedDataParallel<Model> ddp_on_detected_device(Model model, const comm::Group& group,
                                                       DdpOptions options = {}) {
   model->to(detected_device(group));

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/comm/strategy/reproducible_reduce.h"
+#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -54,13 +54,13 @@ at::Tensor& Reducer::view(size_t index) {
 // Whether buckets go out before the end of backward. Not while it is being learned how often each
 // gradient arrives.
 bool Reducer::overlaps() const {
-  return !options_.delay_all_reduce && (learned_ || !options_.static_graph);
+  return !options_.advanced.delay_all_reduce && (learned_ || !options_.static_graph);
 }
 
 void Reducer::use_buckets(const std::vector<size_t>& order) {
   const c10::AutoGradMode no_grad(false);
   const auto plan =
-      plan_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_bytes);
+      plan_buckets(parameters_, order, options_.advanced.first_bucket_bytes, options_.bucket_bytes);
   std::vector<Bucket> buckets = make_buckets(parameters_, plan, group_);
   for (State& state : states_) state.in_bucket = false;
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -72,7 +72,7 @@ void Reducer::use_buckets(const std::vector<size_t>& order) {
       state.in_bucket = true;
       // Gradients move along, so that the old buckets can go.
       at::Tensor& gradient = parameters_[index].tensor.mutable_grad();
-      if (gradient.defined() && !buckets[b].sparse && options_.gradient_as_bucket_view) {
+      if (gradient.defined() && !buckets[b].sparse && options_.advanced.gradient_as_bucket_view) {
         buckets[b].gradients[place].copy_(gradient);
         gradient = buckets[b].gradients[place].detach();
       }
@@ -165,7 +165,7 @@ void Reducer::stage(size_t index) {
     target.zero_();
   } else if (!same_memory(gradient, target)) {
     target.copy_(gradient.is_sparse() ? gradient.to_dense() : gradient);
-    if (options_.gradient_as_bucket_view) gradient = target.detach();
+    if (options_.advanced.gradient_as_bucket_view) gradient = target.detach();
   }
 }
 
@@ -342,7 +342,7 @@ void Reducer::finalize_gradients(const at::Tensor& totals) {
     at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
     if (buckets_[state.bucket].sparse) {
       gradient = std::exchange(buckets_[state.bucket].flat, {});
-    } else if (options_.gradient_as_bucket_view) {
+    } else if (options_.advanced.gradient_as_bucket_view) {
       if (!gradient.defined() || !same_memory(gradient, view(i))) gradient = view(i).detach();
     } else if (gradient.defined() && !gradient.is_sparse()) {
       gradient.copy_(view(i));
@@ -375,7 +375,7 @@ void Reducer::learn(const at::Tensor& totals) {
       order.push_back(static_cast<size_t>(index));
   }
   const auto plan =
-      plan_buckets(parameters_, order, options_.first_bucket_bytes, options_.bucket_bytes);
+      plan_buckets(parameters_, order, options_.advanced.first_bucket_bytes, options_.bucket_bytes);
   const bool same =
       std::equal(plan.begin(), plan.end(), buckets_.begin(), buckets_.end(),
                  [](auto& members, auto& bucket) { return members == bucket.members; });

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 
 namespace lockstep::parallel::detail {
 

@@ -7,10 +7,11 @@
 
 #include "lockstep/parallel/flat/copy_thread.h"
 #include "lockstep/parallel/flat/flat_shard.h"
-#include "lockstep/parallel/flat/parameter_state.h"
 #include "lockstep/parallel/flat/step_memory.h"
 
 namespace lockstep::parallel::detail {
+
+using layout::ParameterState;
 
 struct ShardCounts {
   int64_t all_gathers = 0;

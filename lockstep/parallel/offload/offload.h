@@ -2,10 +2,11 @@
 // Training what does not fit on the device: parameters, gradients and optimizer state rest in host
 // memory or on disk and come when they are used (ZeRO-3 with offload). docs/offload.md.
 //
-//   auto sharded = parallel::fully_shard(*model, mesh["dp"], {.offload =
-//   parallel::OffloadOptions{}}); parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-4});
+//   const parallel::OffloadOptions offload;
+//   auto sharded = parallel::fully_shard(*model, mesh["dp"], {.offload = offload});
+//   parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-4});
 //   loss.backward();
-//   sharded.clip_grad_norm(1.0);
+//   sharded.clip_grad_norm_(1.0);
 //   optimizer.step();   // returns while the update goes on; whoever uses a parameter waits for it
 #pragma once
 

@@ -56,8 +56,8 @@ schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatch
 schedule::LowerOptions lower_options(const PipelineOptions& options,
                                      const schedule::Pipeline& layout) {
   return {.unshard = std::holds_alternative<FullyShardOptions>(options.data) &&
-                     options.max_unsharded > 0 && layout.stages() > 1,
-          .max_unsharded = std::max(1, options.max_unsharded),
+                     options.advanced.max_unsharded > 0 && layout.stages() > 1,
+          .max_unsharded = std::max(1, options.advanced.max_unsharded),
           .reduce = true};
 }
 
@@ -72,7 +72,8 @@ milliseconds longest_wait(const schedule::Program& program, milliseconds timeout
 PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
   auto* const shard = std::get_if<FullyShardOptions>(&options.data);
   if (shard == nullptr || !shard->offload) return options;
-  const c10::Device device = options.initializer ? options.initializer->device : options.device;
+  const c10::Device device =
+      options.advanced.initializer ? options.advanced.initializer->device : options.device;
   shard->offload = layout::divided(layout::resolved(*shard->offload, memory::device_bytes(device),
                                                     static_cast<int64_t>(available_memory())),
                                    chunks);
@@ -135,12 +136,12 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
                                    .ranks = axes.pipeline.size(),
                                    .microbatches = options.microbatches,
                                    .chunks = options.chunks,
-                                   .group = options.group,
-                                   .file = options.schedule_file})),
+                                   .group = options.advanced.group,
+                                   .file = options.advanced.schedule_file})),
       pipeline_(axes.pipeline.split(0, axes.pipeline.rank())),
       tensor_(axes.tensor, options.plan,
-              {.sequence_parallel = options.sequence_parallel,
-               .broadcast = !options.initializer.has_value()}),
+              {.sequence_parallel = options.advanced.sequence_parallel,
+               .broadcast = !options.advanced.initializer.has_value()}),
       data_rank_(axes.data.rank()),
       program_(schedule::lower(schedule, lower_options(options, schedule))),
       patience_(longest_wait(program_, axes.pipeline.timeout())),

@@ -12,6 +12,7 @@
 #include "lockstep/parallel/pipeline/progress.h"
 #include "lockstep/parallel/pipeline/stage.h"
 #include "lockstep/parallel/pipeline/tied.h"
+#include "lockstep/parallel/pipeline/timeline.h"
 
 namespace lockstep::parallel::detail {
 

@@ -49,7 +49,7 @@ std::vector<at::Tensor> Pipeline::parameters() const {
 double Pipeline::grad_norm(optim::NormOptions options) const {
   return engine_->grad_norm(std::move(options));
 }
-double Pipeline::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+double Pipeline::clip_grad_norm_(double max_norm, optim::NormOptions options) const {
   for (const ShardedModel& model : sharded()) detail::require_clipping(model);
   const double norm = grad_norm(std::move(options));
   optim::clip_grad_with_norm(parameters(), max_norm, norm);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pipeline parallelism: a model in stages on the ranks of a group, run by a schedule.
 //
-//   parallel::Pipeline pipeline(layers, mesh, {.schedule = layout::PipelineSchedule::zb_h1,
-//                                              .microbatches = 8});
+//   parallel::Pipeline pipeline(
+//       layers, mesh, {.schedule = parallel::PipelineSchedule::zb_h1, .microbatches = 8});
 //   optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 1e-3});
 //   const at::Tensor losses = pipeline.step(
 //       {.inputs = [&](int i) { return parallel::Tensors{tokens[i]}; },
 //        .loss = [&](int i, const parallel::Tensors& out) { return loss(out[0], targets[i]); }});
-//   pipeline.clip_grad_norm(1);
+//   pipeline.clip_grad_norm_(1);
 //   optimizer.step();
 #pragma once
 
@@ -33,35 +33,46 @@
 #include "lockstep/parallel/recompute/activation_store.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/tensor/tensor.h"
-#include "lockstep/schedule/lower.h"
+
+namespace lockstep::schedule {
+struct Schedule;
+struct Program;
+}  // namespace lockstep::schedule
 
 namespace lockstep::parallel {
 
-struct PipelineOptions {
-  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
-  int microbatches = 1;            // of a step, on each data-parallel rank
-  int chunks = 1;                  // stages of a rank
-  int group = 0;                   // interleaved: as schedule::ScheduleOptions
-  std::string schedule_file = {};  // of PipelineSchedule::file
-  std::vector<int> split = {};     // layers of each stage, first to last; empty: all equal
-  // Parameters that several stages have under the same name, and that are one: the first stage's,
-  // which the optimizer sees, is copied to the others before each step and gets their gradients.
-  std::vector<std::string> tied = {};
-  // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
-  layout::TensorPlan plan = {};
+struct PipelineAdvancedOptions {
+  // The tensor-parallel ranks share the sequence too, as TensorParallelOptions has it.
   bool sequence_parallel = false;
-  // How the ranks of the mesh's axis "dp" share each stage.
-  std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
   int max_unsharded = 3;
-  // Layers are built without memory, and get their initial values so.
+  // Layers are built without memory, and get their initial values by this.
   std::optional<MaterializeOptions> initializer = std::nullopt;
   // Each layer is computed again in backward; `random` is what its random layers share, and `store`
   // where its inputs are kept, in memory if there is none.
   bool recompute = false;
   std::shared_ptr<nn::RandomContext> random = {};
   std::shared_ptr<ActivationStore> store = {};
+  int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
+  std::string schedule_file = {};  // of PipelineSchedule::file
+};
+
+using layout::PipelineSchedule;
+
+struct PipelineOptions {
+  PipelineSchedule schedule = PipelineSchedule::one_f_one_b;
+  int microbatches = 1;         // of a step, on each data-parallel rank
+  int chunks = 1;               // stages of a rank
+  std::vector<int> split = {};  // layers of each stage, first to last; empty: all equal
+  // Parameters that several stages have under the same name, and that are one: the first stage's,
+  // which the optimizer sees, is copied to the others before each step and gets their gradients.
+  std::vector<std::string> tied = {};
+  // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
+  layout::TensorPlan plan = {};
+  // How the ranks of the mesh's axis "dp" share each stage.
+  std::variant<DdpOptions, FullyShardOptions> data = DdpOptions{};
   c10::Device device = c10::Device(c10::kCPU);  // where tensors from other devices arrive
+  PipelineAdvancedOptions advanced = {};
 };
 
 // What a step computes. Each function is called once for every micro-batch.
@@ -86,12 +97,7 @@ struct PipelineStats {
   int64_t peak_kept_bytes = 0;
 };
 
-struct TimedAction {
-  schedule::Action action;
-  // Of the computation: waiting for its input is not in it. On CUDA that of queueing it, unless
-  // there is a trace, for which every action is waited for.
-  Clock::time_point start, end;
-};
+struct TimedAction;
 
 namespace detail {
 class PipelineEngine;
@@ -119,7 +125,7 @@ class Pipeline {
   std::vector<at::Tensor> parameters() const;
   // Of the whole model, every parameter once, the same on all ranks. Collective.
   double grad_norm(optim::NormOptions options = {}) const;
-  double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
+  double clip_grad_norm_(double max_norm, optim::NormOptions options = {}) const;
 
   void train(bool on = true);
   void eval() { train(false); }
@@ -136,11 +142,12 @@ class Pipeline {
   // Names in modules() that another stage's parameter is copied to.
   std::vector<std::string> tied_copies(size_t stage) const;
 
-  const schedule::Schedule& schedule() const;
-  const schedule::Program& program() const;
   const PipelineOptions& options() const;
   PipelineStats stats() const;
-  // What this rank computed in the last step, in order.
+  // For programs in this tree, which have schedule/lower.h and pipeline/timeline.h: what the
+  // pipeline does, and what this rank computed in the last step, in order.
+  const schedule::Schedule& schedule() const;
+  const schedule::Program& program() const;
   std::span<const TimedAction> timeline() const;
 
  private:

@@ -27,10 +27,12 @@ std::shared_ptr<StageModule> build(std::span<const Layer> layers) {
 }
 
 void recompute_layers(StageModule& module, const PipelineOptions& options) {
-  if (!options.recompute) return;
+  if (!options.advanced.recompute) return;
   for (LayerForward& layer : module.layers) {
-    layer = [layer, again = RecomputeOptions{.random = options.random, .store = options.store}](
-                const Tensors& x) { return parallel::recompute(layer, x, again); };
+    layer = [layer, again = RecomputeOptions{.random = options.advanced.random,
+                                             .store = options.advanced.store}](const Tensors& x) {
+      return parallel::recompute(layer, x, again);
+    };
   }
 }
 
@@ -51,12 +53,12 @@ Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParal
     return module;
   };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
-  if (!options.initializer) {
+  if (!options.advanced.initializer) {
     module_ = make();
     if (shard != nullptr) sharded_ = fully_shard(*module_, data, *shard);
   } else {
     auto deferred = parallel::deferred(make);
-    MaterializeOptions values = *options.initializer;
+    MaterializeOptions values = *options.advanced.initializer;
     values.rule = tensor.for_parts(std::move(values.rule));
     if (shard != nullptr) {
       sharded_ = fully_shard(deferred, data, *shard, values);

@@ -16,7 +16,7 @@ void require_clipping(const ShardedModel& model) {
   const auto& engine = model.shared()->engine;
   if (engine && engine->tiers() && engine->tiers()->updates_in_backward()) {
     throw ConfigError(
-        "[clip_grad_norm] clip_mode none updates parameters in backward, before the norm of all "
+        "[clip_grad_norm_] clip_mode none updates parameters in backward, before the norm of all "
         "gradients is known: ask for grad_norm(), or choose clip_mode exact");
   }
 }

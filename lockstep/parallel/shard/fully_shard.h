@@ -28,11 +28,12 @@
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/parameters/parameters.h"
-#include "lockstep/parallel/flat/parameter_state.h"
 #include "lockstep/parallel/intercept/deferred.h"
 #include "lockstep/parallel/shard/options.h"
 
 namespace lockstep::parallel {
+
+using layout::ParameterState;
 
 // This rank's part of a parameter, in elements of it.
 struct ShardInfo {
@@ -115,7 +116,7 @@ class ShardedModel {
 
   // Of all shards; collective. Summed as NormOptions says, but exact if the model is reproducible.
   double grad_norm(optim::NormOptions options = {}) const;
-  double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
+  double clip_grad_norm_(double max_norm, optim::NormOptions options = {}) const;
 
   // What this rank adds to a norm over several models: every element of the model's gradients is
   // counted by one rank of each set of ranks that share it out.
@@ -171,6 +172,12 @@ ShardedModel fully_shard(torch::nn::Module& model, const comm::Group& group,
                          FullyShardOptions options = {});
 ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,
                          FullyShardOptions options = {});
+// The same for a module's holder. `ranks` is a group or a mesh.
+template <class T, class Ranks>
+ShardedModel fully_shard(const torch::nn::ModuleHolder<T>& model, const Ranks& ranks,
+                         FullyShardOptions options = {}) {
+  return fully_shard(*model.ptr(), ranks, std::move(options));
+}
 
 // The same for a model that was built without memory: tensors get their first values, as
 // materialize() would give them, and are shared out one after the other.

@@ -2,33 +2,15 @@
 #include "lockstep/parallel/shard/precision.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include <mutex>
 
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/nn/kernels/can_multiply.h"
 
 namespace lockstep::parallel::detail {
 namespace {
-
-// Small matrices take another way through the library than those that matter.
-bool multiplies(at::ScalarType dtype) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor matrix = at::ones({64, 64}, at::TensorOptions().dtype(dtype));
-  try {
-    return at::mm(matrix, matrix).to(at::kFloat).eq(64).all().item<bool>();
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-bool cpu_multiplies(at::ScalarType dtype) {
-  if (dtype != at::kBFloat16 && dtype != at::kHalf) return true;
-  static const bool bfloat16 = multiplies(at::kBFloat16);
-  static const bool half = multiplies(at::kHalf);
-  return dtype == at::kBFloat16 ? bfloat16 : half;
-}
 
 void say_once(at::ScalarType dtype) {
   static std::once_flag once;
@@ -48,7 +30,7 @@ void choose_types(FlatPlan& plan, const MixedPrecision& precision) {
   plan.gather_dtype = floating ? precision.param.value_or(plan.dtype) : plan.dtype;
   plan.compute_dtype = plan.gather_dtype;
   if (plan.gather_dtype != plan.dtype && plan.device.is_cpu() &&
-      !cpu_multiplies(plan.gather_dtype)) {
+      !nn::can_multiply(plan.gather_dtype, at::kCPU)) {
     say_once(plan.gather_dtype);
     plan.compute_dtype = at::kFloat;
   }

@@ -87,7 +87,7 @@ void ShardedModel::set_micro_batch(std::optional<int64_t> index) {
   if (sharded_->engine) sharded_->engine->gradients().set_micro_batch(index);
 }
 
-double ShardedModel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+double ShardedModel::clip_grad_norm_(double max_norm, optim::NormOptions options) const {
   detail::require_clipping(*this);
   const double norm = grad_norm(std::move(options));
   optim::clip_grad_with_norm(parameters(), max_norm, norm);

@@ -243,7 +243,7 @@ double TensorParallel::grad_norm(optim::NormOptions options) const {
   return optim::grad_norm(optim::tensors_of(counted(state_->parameters)), options);
 }
 
-double TensorParallel::clip_grad_norm(double max_norm, optim::NormOptions options) const {
+double TensorParallel::clip_grad_norm_(double max_norm, optim::NormOptions options) const {
   const double norm = grad_norm(std::move(options));
   optim::clip_grad_with_norm(optim::tensors_of(state_->parameters), max_norm, norm);
   return norm;
@@ -275,8 +275,8 @@ const comm::Group& TensorParallel::group() const { return state_->group; }
 
 const TensorParallelOptions& TensorParallel::options() const { return state_->options; }
 
-TensorParallel tensor(torch::nn::Module& model, const comm::Group& group,
-                      const layout::TensorPlan& plan, TensorParallelOptions options) {
+TensorParallel tensor_parallel(torch::nn::Module& model, const comm::Group& group,
+                               const layout::TensorPlan& plan, TensorParallelOptions options) {
   TensorParallel shared(group, plan, options);
   shared.apply(model);
   layout::require_all_used(plan, shared.used());

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism: ranks share the matrices of a model, each has some rows or columns of them.
 //
-//   const layout::TensorPlan plan{{"*.up", layout::TensorStyle::column},
-//                                 {"*.down", layout::TensorStyle::row}};
-//   auto shared = parallel::tensor(*model, mesh["tp"], plan);
+//   const parallel::TensorPlan plan{{"*.up", parallel::TensorStyle::column},
+//                                   {"*.down", parallel::TensorStyle::row}};
+//   auto shared = parallel::tensor_parallel(*model, mesh["tp"], plan);
 //   ...
 //   loss.backward();
 //   shared.reduce_gradients();      // with sequence parallelism
-//   shared.clip_grad_norm(1);
+//   shared.clip_grad_norm_(1);
 //
 // The model is built of lockstep::nn's Linear, Embedding and Dropout, and is called as before.
 #pragma once
@@ -30,6 +30,9 @@
 #include "lockstep/optim/parameters/parameters.h"
 
 namespace lockstep::parallel {
+
+using layout::TensorPlan;
+using layout::TensorStyle;
 
 struct TensorParallelOptions {
   // Between the matrices that ranks share, each has its part of the sequence, of the dimension
@@ -67,7 +70,7 @@ class TensorParallel {
 
   // Of all ranks' parameters, each element once. Collective.
   double grad_norm(optim::NormOptions options = {}) const;
-  double clip_grad_norm(double max_norm, optim::NormOptions options = {}) const;
+  double clip_grad_norm_(double max_norm, optim::NormOptions options = {}) const;
   // Those that this rank is to add to a norm: what all ranks have, rank 0 counts.
   std::vector<optim::NamedParameter> counted(std::vector<optim::NamedParameter> parameters) const;
 
@@ -84,8 +87,14 @@ class TensorParallel {
   std::shared_ptr<State> state_;
 };
 
-// Shares the model among the ranks of the group. ConfigError also for a rule that names no module.
-TensorParallel tensor(torch::nn::Module& model, const comm::Group& group,
-                      const layout::TensorPlan& plan, TensorParallelOptions options = {});
+// Shards the model, given as *model or as its holder, over the ranks of the group. Collective.
+// ConfigError also for a rule that names no module.
+TensorParallel tensor_parallel(torch::nn::Module& model, const comm::Group& group,
+                               const layout::TensorPlan& plan, TensorParallelOptions options = {});
+template <class T>
+TensorParallel tensor_parallel(const torch::nn::ModuleHolder<T>& model, const comm::Group& group,
+                               const layout::TensorPlan& plan, TensorParallelOptions options = {}) {
+  return tensor_parallel(*model.ptr(), group, plan, options);
+}
 
 }  // namespace lockstep::parallel

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The same bits on every backend, in the order of fabric/reduce.h.
-#include "lockstep/comm/strategy/reproducible_reduce.h"
+#include "lockstep/comm/collectives.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -2,8 +2,9 @@
 #include <iostream>
 
 #include "lockstep/core/version.h"
-#include "lockstep/launch/rendezvous/token.h"
+#include "lockstep/launch/rendezvous/store.h"
 
 int main() {
-  std::cout << LOCKSTEP_VERSION " token of " << lockstep::launch::make_token().size() << std::endl;
+  lockstep::launch::LocalStore store;
+  std::cout << LOCKSTEP_VERSION " count of " << store.add("count", 64) << std::endl;
 }

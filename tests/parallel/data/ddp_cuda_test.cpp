@@ -47,7 +47,7 @@ TYPED_TEST(DdpCuda, FollowsTheCpu) {
   };
   check({}, 1e-4);
   check({.bucket_bytes = 2048, .static_graph = true}, 1e-4);
-  check({.find_unused_parameters = true, .gradient_as_bucket_view = false}, 1e-4);
+  check({.find_unused_parameters = true, .advanced = {.gradient_as_bucket_view = false}}, 1e-4);
   check({.reproducible = true}, 1e-4);
   check({.hook = parallel::hooks::bf16()}, 2e-2);
   check({.hook = parallel::hooks::power_sgd({.rank = 64, .start_step = 2, .min_compression = 0})},

@@ -34,13 +34,16 @@ std::vector<Way> ways() {
   };
   return {
       {"default", [] { return DdpOptions{}; }},
-      {"many_buckets", [] { return DdpOptions{.bucket_bytes = 1024, .first_bucket_bytes = 256}; }},
+      {"many_buckets",
+       [] { return DdpOptions{.bucket_bytes = 1024, .advanced = {.first_bucket_bytes = 256}}; }},
       {"find_unused", [] { return DdpOptions{.find_unused_parameters = true}; }},
       {"static_graph", [] { return DdpOptions{.bucket_bytes = 1024, .static_graph = true}; }},
       {"no_broadcast_buffers", [] { return DdpOptions{.broadcast_buffers = false}; }},
       {"separate_gradients",
-       [] { return DdpOptions{.bucket_bytes = 1024, .gradient_as_bucket_view = false}; }},
-      {"delay_all_reduce", [] { return DdpOptions{.delay_all_reduce = true}; }},
+       [] {
+         return DdpOptions{.bucket_bytes = 1024, .advanced = {.gradient_as_bucket_view = false}};
+       }},
+      {"delay_all_reduce", [] { return DdpOptions{.advanced = {.delay_all_reduce = true}}; }},
       {"uneven_inputs", [] { return DdpOptions{.uneven_inputs = true}; }},
       {"reproducible", [] { return DdpOptions{.bucket_bytes = 1024, .reproducible = true}; }},
       {"own_hook", [=] { return DdpOptions{.hook = own_hook}; }},
@@ -124,7 +127,7 @@ TEST(DdpReproducible, TheWholeRecipeGivesTheSameBits) {
         if (i + 1 < mine) no_sync.emplace(ddp.no_sync());
         (MlpTask::loss(ddp.forward(batch.input), batch) / mine).backward();
       }
-      norms.push_back(optim::clip_grad_norm(optimizer.parameters(), 0.1));
+      norms.push_back(optim::clip_grad_norm_(optimizer.parameters(), 0.1));
       optimizer.step();
       optimizer.zero_grad();
     }

@@ -91,7 +91,8 @@ TEST(DdpInput, ParametersThatAreUnfrozenLater) {
 TEST(DdpInput, OptionsThatMakeNoSense) {
   const auto build = [](int) { return Sequential(Linear(2, 2)); };
   EXPECT_THAT(refusal(build, {.bucket_bytes = 0}), HasSubstr("bucket_bytes is 0"));
-  EXPECT_THAT(refusal(build, {.first_bucket_bytes = 0}), HasSubstr("first_bucket_bytes is 0"));
+  EXPECT_THAT(refusal(build, {.advanced = {.first_bucket_bytes = 0}}),
+              HasSubstr("first_bucket_bytes is 0"));
   EXPECT_THAT(refusal(build, {.reproducible = true, .hook = parallel::hooks::bf16()}),
               HasSubstr("hook"));
   EXPECT_THAT(refusal(build, {.find_unused_parameters = true, .static_graph = true}),
@@ -106,6 +107,27 @@ TEST(DdpInput, OptionsThatMakeNoSense) {
   EXPECT_THROW(parallel::hooks::power_sgd({.rank = 0}), ConfigError);
   auto ddp = parallel::ddp(Sequential(Linear(2, 2)), comm::Group());
   EXPECT_THROW(ddp.join(), ConfigError);
+}
+
+// A model is given as a module, as its holder, or as a pointer to it; each keeps it alive.
+TEST(Ddp, TakesAModuleAHolderOrAPointer) {
+  const at::Tensor input = at::ones({1, 2});
+  const auto check = [&](auto make) {
+    Sequential model(Linear(2, 2));
+    auto ddp = make(model);
+    const at::Tensor expected = model->forward(input);
+    model = Sequential();
+    EXPECT_TRUE(at::equal(ddp.forward(input), expected));
+    EXPECT_EQ(ddp.module()->parameters().size(), 2U);
+  };
+  check([](Sequential& model) { return parallel::ddp(*model, comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp(model, comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp(model.ptr(), comm::Group()); });
+  check([](Sequential& model) { return parallel::ddp_on_detected_device(*model, comm::Group()); });
+  // One that no pointer owns must outlive the wrapper.
+  torch::nn::LinearImpl local(2, 2);
+  auto ddp = parallel::ddp(local, comm::Group());
+  EXPECT_EQ(&*ddp.module(), &local);
 }
 
 // Rank r has r + 2 batches. Against one process that averages over those who have data.
@@ -131,9 +153,9 @@ void train_uneven(bool step_in_join) {
     alone_optimizer.step();
   }
   comm::run_threads(kRanks, [&](comm::Group group) {
-    auto ddp =
-        parallel::ddp(Task::make(7), group,
-                      {.bucket_bytes = 512, .first_bucket_bytes = 512, .uneven_inputs = true});
+    auto ddp = parallel::ddp(
+        Task::make(7), group,
+        {.bucket_bytes = 512, .uneven_inputs = true, .advanced = {.first_bucket_bytes = 512}});
     {
       // As the reference was made.
       const c10::AutoGradMode no_grad(false);

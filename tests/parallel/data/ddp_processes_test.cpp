@@ -24,9 +24,9 @@ TYPED_TEST(DdpProcesses, FollowOneProcess) {
   };
   check({.bucket_bytes = 4096}, 1e-5);
   check({.static_graph = true, .uneven_inputs = true}, 1e-5);
-  check(
-      {.find_unused_parameters = true, .gradient_as_bucket_view = false, .delay_all_reduce = true},
-      1e-5);
+  check({.find_unused_parameters = true,
+         .advanced = {.gradient_as_bucket_view = false, .delay_all_reduce = true}},
+        1e-5);
   check({.hook = parallel::hooks::fp16()}, 2e-3);
   check({.hook = parallel::hooks::power_sgd({.rank = 64, .start_step = 2, .min_compression = 0})},
         2e-4);

@@ -15,6 +15,8 @@
 namespace lockstep::test {
 namespace {
 
+constexpr parallel::DdpAdvancedOptions kEarly{.first_bucket_bytes = 1};
+
 using parallel::DdpOptions;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -76,7 +78,7 @@ TEST(Ddp, AveragesAndLeavesViewsOfBuckets) {
 
 TEST(Ddp, SeparateGradientsKeepTheirMemory) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Branches(), group, {.gradient_as_bucket_view = false});
+    auto ddp = parallel::ddp(Branches(), group, {.advanced = {.gradient_as_bucket_view = false}});
     ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
     const at::Tensor first = ddp.module()->weights[0].grad();
     EXPECT_EQ(first.storage().nbytes(), 4 * sizeof(float));
@@ -140,9 +142,8 @@ TEST(Ddp, UnusedParametersAreNamed) {
 
 TEST(Ddp, FindsUnusedParameters) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp =
-        parallel::ddp(Branches(), group,
-                      {.bucket_bytes = 1, .first_bucket_bytes = 1, .find_unused_parameters = true});
+    auto ddp = parallel::ddp(
+        Branches(), group, {.bucket_bytes = 1, .find_unused_parameters = true, .advanced = kEarly});
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
       ddp.forward(group.rank() == 0 ? std::vector<int>{0, 1} : std::vector<int>{0}, 2.0).backward();
@@ -160,7 +161,7 @@ TEST(Ddp, FindsUnusedParameters) {
 TEST(Ddp, StaticGraphLeavesOutWhatNoStepUses) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group,
-                             {.bucket_bytes = 1, .first_bucket_bytes = 1, .static_graph = true});
+                             {.bucket_bytes = 1, .static_graph = true, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets().size(), 3u);
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->weights) weight.mutable_grad().reset();
@@ -251,7 +252,7 @@ TORCH_MODULE(Recomputing);
 TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
   comm::run_threads(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Recomputing(), group,
-                             {.bucket_bytes = 1, .first_bucket_bytes = 1, .static_graph = true});
+                             {.bucket_bytes = 1, .static_graph = true, .advanced = kEarly});
     for (int step = 0; step < 3; ++step) {
       for (at::Tensor& weight : ddp.module()->parameters()) weight.mutable_grad().reset();
       ddp.forward(at::full({1}, group.rank() + 1.0)).backward();
@@ -261,7 +262,7 @@ TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
     }
   });
   const auto errors = errors_of(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Recomputing(), group, {.bucket_bytes = 1, .first_bucket_bytes = 1});
+    auto ddp = parallel::ddp(Recomputing(), group, {.bucket_bytes = 1, .advanced = kEarly});
     for (int step = 0; step < 2; ++step) ddp.forward(at::full({1}, 1.0)).backward();
   });
   for (const std::string& error : errors) {
@@ -275,8 +276,8 @@ TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
 
 TEST(Ddp, BucketsFollowTheOrderOfArrival) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp =
-        parallel::ddp(Branches(4, 64), group, {.bucket_bytes = 512, .first_bucket_bytes = 256});
+    auto ddp = parallel::ddp(Branches(4, 64), group,
+                             {.bucket_bytes = 512, .advanced = {.first_bucket_bytes = 256}});
     const auto names = [&] {
       std::vector<std::vector<std::string>> all;
       for (const auto& bucket : ddp.buckets()) all.push_back(bucket.parameters);
@@ -301,9 +302,10 @@ TEST(Ddp, ReductionBeginsBeforeBackwardEnds) {
         events.push_back("bucket " + std::to_string(bucket.index));
         return [work = comm::all_reduce(bucket.flat, g)]() mutable { work.wait(); };
       };
-      auto ddp = parallel::ddp(
-          Branches(2), group,
-          {.bucket_bytes = 1, .first_bucket_bytes = 1, .delay_all_reduce = delay, .hook = record});
+      auto ddp = parallel::ddp(Branches(2), group,
+                               {.bucket_bytes = 1,
+                                .hook = record,
+                                .advanced = {.first_bucket_bytes = 1, .delay_all_reduce = delay}});
       ddp.module()->weights[0].register_hook(
           [&](const at::Tensor&) { events.push_back("last gradient"); });
       ddp.forward(std::vector<int>{0, 1}, 1.0).backward();
@@ -367,7 +369,7 @@ TEST(Ddp, HooksGoWithTheWrapper) {
 
 TEST(Ddp, AnExceptionInBackwardDoesNotSpoilTheNext) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 1, .first_bucket_bytes = 1});
+    auto ddp = parallel::ddp(Branches(), group, {.bucket_bytes = 1, .advanced = kEarly});
     bool broken = true;
     ddp.module()->weights[0].register_hook([&](const at::Tensor&) {
       if (broken) throw std::runtime_error("user's own");
@@ -398,7 +400,7 @@ TORCH_MODULE(Tied);
 
 TEST(Ddp, TiedWeightsAreReducedOnce) {
   comm::run_threads(2, [](comm::Group group) {
-    auto ddp = parallel::ddp(Tied(), group, {.bucket_bytes = 1, .first_bucket_bytes = 1});
+    auto ddp = parallel::ddp(Tied(), group, {.bucket_bytes = 1, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets().size(), 1u);
     for (int step = 0; step < 3; ++step) {
       ddp.module()->first.mutable_grad().reset();
@@ -465,7 +467,7 @@ TEST(Ddp, HooksCountTheBucketsTheySee) {
     };
     auto ddp = parallel::ddp(
         Branches(), group,
-        {.bucket_bytes = 1, .first_bucket_bytes = 1, .sparse_parameters = {"w2"}, .hook = record});
+        {.bucket_bytes = 1, .sparse_parameters = {"w2"}, .hook = record, .advanced = kEarly});
     EXPECT_EQ(ddp.buckets()[0].bytes, 0u);  // the sparse one is first, and no hook's business
     ddp.forward(std::vector<int>{0, 1, 2}, group.rank() + 1.0).backward();
     EXPECT_THAT(seen, ElementsAre(0, 1));

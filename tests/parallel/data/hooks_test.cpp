@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/parallel/data/gradient_hook.h"
 #include "lockstep/parallel/gradients/sum_tree.h"
 

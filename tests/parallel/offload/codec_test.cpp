@@ -84,7 +84,7 @@ Learned learn(std::optional<OffloadOptions> offload) {
     const Batch batch = text_of(step);
     const at::Tensor loss = TransformerTask::loss(model->forward(batch.input), batch);
     loss.backward();
-    sharded.clip_grad_norm(1);
+    sharded.clip_grad_norm_(1);
     optimizer->step();
     optimizer->zero_grad();
     learned.losses.push_back(loss.item<double>());

@@ -108,7 +108,7 @@ inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& 
       (loss / run.accumulation).backward();
       sum += loss.item<double>();
     }
-    curve.norms.push_back(run.clip > 0   ? sharded.clip_grad_norm(run.clip)
+    curve.norms.push_back(run.clip > 0   ? sharded.clip_grad_norm_(run.clip)
                           : run.measures ? sharded.grad_norm()
                                          : 0);
     if (run.before) run.before(step, sharded, *optimizer);

@@ -151,9 +151,9 @@ TEST(OffloadWrites, ASecondBackwardBeforeStepIsRefusedWhereTheFirstHasUpdated) {
 TEST(OffloadWrites, ClippingWithoutKeptGradientsIsRefused) {
   Small small(everything(UpdateSite::device, ClipMode::none));
   small.backward();
-  EXPECT_THAT([&] { small.sharded.clip_grad_norm(1); },
+  EXPECT_THAT([&] { small.sharded.clip_grad_norm_(1); },
               ThrowsMessage<ConfigError>(
-                  AllOf(HasSubstr("[clip_grad_norm] clip_mode none"), HasSubstr("grad_norm()"))));
+                  AllOf(HasSubstr("[clip_grad_norm_] clip_mode none"), HasSubstr("grad_norm()"))));
   EXPECT_GT(small.sharded.grad_norm(), 0);
 }
 

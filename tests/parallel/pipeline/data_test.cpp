@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/schedule/lower.h"
 #include "tests/parallel/pipeline/training.h"
 #include "tests/support/subprocess.h"
 
@@ -146,9 +147,9 @@ parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
            .split = split_of(spec, c.stages()),
            .tied = model::tied_parameters(spec),
            .data = *c.shard,
-           .max_unsharded = c.max_unsharded,
-           .initializer =
-               parallel::MaterializeOptions{.seed = 3, .rule = model::initial_values(spec)}}};
+           .advanced = {.max_unsharded = c.max_unsharded,
+                        .initializer = parallel::MaterializeOptions{
+                            .seed = 3, .rule = model::initial_values(spec)}}}};
 }
 
 // Every rank takes the same tokens.

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 
+#include "lockstep/parallel/pipeline/timeline.h"
 #include "lockstep/schedule/render/render.h"
 #include "lockstep/schedule/simulate.h"
 #include "tests/parallel/pipeline/follow.h"
@@ -176,8 +177,10 @@ TEST(Pipeline, RunsAScheduleFromAFile) {
     const std::string path =
         testing::TempDir() + "schedule_" + std::string(layout::name_of(kind)) + ".csv";
     std::ofstream(path) << schedule::to_csv(wanted);
-    const PipelineOptions options{
-        .schedule = PipelineSchedule::file, .microbatches = 4, .chunks = 2, .schedule_file = path};
+    const PipelineOptions options{.schedule = PipelineSchedule::file,
+                                  .microbatches = 4,
+                                  .chunks = 2,
+                                  .advanced = {.schedule_file = path}};
     const PipelineJob job{.layers = blocks(4)};
     follow(job, 2, options);
     comm::run_threads(2, [&](const comm::Group& group) {

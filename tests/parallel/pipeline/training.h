@@ -17,11 +17,13 @@
 #include "lockstep/config/tensor.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/model/language_model.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/schedule/schedule.h"
 #include "tests/support/sampling.h"
 
 namespace lockstep::test {
@@ -143,7 +145,8 @@ inline PipelineCurve train_one_process(const PipelineCase& c) {
       sum += loss.item<double>();
     }
     curve.losses.push_back(sum);
-    curve.norms.push_back(optim::clip_grad_norm(model->parameters(), 1, {.exact = c.reproducible}));
+    curve.norms.push_back(
+        optim::clip_grad_norm_(model->parameters(), 1, {.exact = c.reproducible}));
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -177,12 +180,11 @@ inline PipelineTrained train_pipeline(
       .split = split_of(spec, c.stages()),
       .tied = model::tied_parameters(spec),
       .plan = config::tensor_plan(spec),
-      .sequence_parallel = c.sequence_parallel,
-      .max_unsharded = c.max_unsharded,
-      .initializer =
-          parallel::MaterializeOptions{
-              .seed = 3, .device = c.device, .rule = model::initial_values(spec)},
-      .device = c.device};
+      .device = c.device,
+      .advanced = {.sequence_parallel = c.sequence_parallel,
+                   .max_unsharded = c.max_unsharded,
+                   .initializer = parallel::MaterializeOptions{
+                       .seed = 3, .device = c.device, .rule = model::initial_values(spec)}}};
   if (c.stages() == 1) options.split = {static_cast<int>(spec.layers) + 2};
   if (c.shard) {
     options.data = *c.shard;
@@ -223,7 +225,7 @@ inline PipelineTrained train_pipeline(
     double sum = 0;
     for (int64_t i = 0; i < all.numel(); ++i) sum += all[i].item<double>();
     result.curve.losses.push_back(sum / c.dp);
-    result.curve.norms.push_back(pipeline.clip_grad_norm(1, {.exact = c.reproducible}));
+    result.curve.norms.push_back(pipeline.clip_grad_norm_(1, {.exact = c.reproducible}));
     optimizer.step();
     optimizer.zero_grad();
   }

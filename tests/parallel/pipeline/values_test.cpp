@@ -192,11 +192,12 @@ TEST(PipelineValues, Buffers) {
 TEST(PipelineValues, Recomputed) {
   const TempDir folder;
   for (PipelineOptions options : kinds()) {
-    options.recompute = true;
+    options.advanced.recompute = true;
     follow({.layers = blocks(4)}, 2, options);
-    options.store = std::make_shared<parallel::ActivationStore>(folder.path());
+    options.advanced.store = std::make_shared<parallel::ActivationStore>(folder.path());
     follow({.layers = blocks(4)}, 2, options);
-    EXPECT_GT(options.store->stats().ahead + options.store->stats().from_memory, 0U);
+    EXPECT_GT(options.advanced.store->stats().ahead + options.advanced.store->stats().from_memory,
+              0U);
   }
 }
 

@@ -41,7 +41,7 @@ TEST(Sharding, RejectsModelsThatDifferBetweenRanks) {
   EXPECT_THAT(errors_of(3,
                         [](const comm::Group& group) {
                           Layers model(group.rank() == 1 ? 3 : 4);
-                          fully_shard(*model, group);
+                          fully_shard(model, group);
                         }),
               Each(Not(IsEmpty())));
   EXPECT_THAT(errors_of(2,

@@ -179,7 +179,7 @@ TEST(OptimizerSteps, OverTheModelsParametersAreRefused) {
       [&](Layers m) { optim::AdamW(*m).step(); },
       [&](Layers m) { optim::SGD(*m).step(); },
       [&](Layers m) { torch::nn::utils::clip_grad_norm_(parameters(m), 1.0); },
-      [&](Layers m) { optim::clip_grad_norm(parameters(m), 1.0); }};
+      [&](Layers m) { optim::clip_grad_norm_(parameters(m), 1.0); }};
   for (size_t i = 0; i < steps.size(); ++i) {
     SCOPED_TRACE(i);
     for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op}) {
@@ -276,7 +276,7 @@ TEST(OptimizerSteps, OnUnreducedGradientsAfterBeginUpdateAreRefused) {
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                       const auto guard = sharded->no_sync();
                       loss_of(model).backward();
-                      sharded->clip_grad_norm(1);
+                      sharded->clip_grad_norm_(1);
                     }),
                 Each(HasSubstr("the gradient of the shard of parameter layer0.weight")));
   }

@@ -105,7 +105,7 @@ ShardCurve train_sharded(const mesh::Mesh& mesh, int micro_batches, Optimizer ki
       (loss / mine).backward();
       sum.add_(loss.template item<double>());
     }
-    curve.norms.push_back(sharded.clip_grad_norm(kClip));
+    curve.norms.push_back(sharded.clip_grad_norm_(kClip));
     optimizer->step();
     comm::all_reduce(sum, group).wait();
     curve.losses.push_back(sum.item<double>() / micro_batches);

@@ -23,7 +23,7 @@ TEST(TensorParallel, GradientsOfWholeParametersAddUpOverBackwards) {
       Net whole = made(), net = made();
       net->norm->weight.set_requires_grad(false);  // and back before it is used
       const TensorParallel shared =
-          parallel::tensor(*net, group, plan(), {.sequence_parallel = true});
+          parallel::tensor_parallel(*net, group, plan(), {.sequence_parallel = true});
       net->norm->weight.set_requires_grad(true);
       const auto backward = [&](int64_t rows) {
         const at::Tensor input = tokens(rows, 11), target = input.flatten().roll(1);
@@ -84,7 +84,8 @@ TEST(TensorParallel, GradientsOfWholeParametersAddUpUnderWrappers) {
       const comm::Group dp = world.split(world.rank() % 2, world.rank());
       Net whole = made(), net = made();
       for (Net* each : {&whole, &net}) (*each)->dropout->eval();  // ranks have other rows
-      const TensorParallel shared = parallel::tensor(*net, tp, plan(), {.sequence_parallel = true});
+      const TensorParallel shared =
+          parallel::tensor_parallel(*net, tp, plan(), {.sequence_parallel = true});
       std::optional<parallel::DistributedDataParallel<Net>> ddp;
       std::optional<parallel::ShardedModel> shards;
       if (sharded) {

@@ -27,8 +27,8 @@ TEST(TensorOverlap, GradientsTravelBesideTheWeightsProduct) {
       torch::nn::Sequential net;
       net->push_back("up", nn::Linear(1024, 2048));
       nn::initialize(*net, 1);
-      parallel::tensor(*net, group, {{"up", layout::TensorStyle::column}},
-                       {.sequence_parallel = sequence});
+      parallel::tensor_parallel(*net, group, {{"up", layout::TensorStyle::column}},
+                                {.sequence_parallel = sequence});
       const at::Tensor input = at::ones({1, sequence ? 512 : 1024, 1024}).requires_grad_();
       for (size_t i = 0; i < kTimes; ++i) net->forward(input).sum().backward();
     });

@@ -82,7 +82,7 @@ TEST_P(TensorParallelNet, ComputesWhatOneProcessComputes) {
   comm::run_threads(c.ranks, [&](const comm::Group& group) {
     Net net = group.rank() == 0 ? made(c.vocab) : Net(c.vocab);  // the others get rank 0's
     const TensorParallel shared =
-        parallel::tensor(*net, group, plan(), {.sequence_parallel = c.sequence_parallel});
+        parallel::tensor_parallel(net, group, plan(), {.sequence_parallel = c.sequence_parallel});
     const at::Tensor loss = nn::cross_entropy(net(input).flatten(0, 1), target,
                                               {.scale = 0.5, .group = group, .vocab = c.vocab});
     loss.backward();
@@ -111,8 +111,8 @@ Counted count_mlp(bool sequence_parallel) {
   comm::run_threads(2, [&](const comm::Group& group) {
     const auto counting = std::make_shared<CountingImpl>(group);
     Net net = made();
-    const TensorParallel shared = parallel::tensor(*net, comm::Group(counting), plan(),
-                                                   {.sequence_parallel = sequence_parallel});
+    const TensorParallel shared = parallel::tensor_parallel(
+        *net, comm::Group(counting), plan(), {.sequence_parallel = sequence_parallel});
     const at::Tensor input = at::ones({3, sequence_parallel ? 2 : 4, 8}).requires_grad_();
     counting->counts.clear();
     const at::Tensor output = net->mlp(input);
@@ -157,7 +157,7 @@ TEST(TensorParallel, AnInputWithoutGradientCostsNothingInBackward) {
   comm::run_threads(2, [&](const comm::Group& group) {
     const auto counting = std::make_shared<CountingImpl>(group);
     Net net = made();
-    parallel::tensor(*net, comm::Group(counting), plan());
+    parallel::tensor_parallel(*net, comm::Group(counting), plan());
     const at::Tensor output = net->mlp(at::ones({3, 4, 8}));
     counting->counts.clear();
     output.sum().backward();
@@ -188,7 +188,7 @@ TEST(TensorParallel, GradientsHaveTheTypesOfWhatTheyAreOf) {
   comm::run_threads(2, [&](const comm::Group& group) {
     for (const bool sequence : {false, true}) {
       Net net = made();
-      parallel::tensor(*net, group, plan(), {.sequence_parallel = sequence});
+      parallel::tensor_parallel(*net, group, plan(), {.sequence_parallel = sequence});
       const at::Tensor input = at::ones({3, sequence ? 2 : 4, 8}).requires_grad_();
       at::Tensor output;
       {
@@ -212,7 +212,7 @@ TEST(TensorParallel, SequencesNeedNoBatch) {
   const at::Tensor expected = whole->mlp(x);
   comm::run_threads(2, [&](const comm::Group& group) {
     Net net = made();
-    parallel::tensor(*net, group, plan(), {.sequence_parallel = true});
+    parallel::tensor_parallel(*net, group, plan(), {.sequence_parallel = true});
     EXPECT_TRUE(at::allclose(net->mlp(x.narrow(0, 2 * group.rank(), 2)),
                              expected.narrow(0, 2 * group.rank(), 2), 1e-5, 1e-6));
   });
@@ -248,7 +248,7 @@ std::string message_for(const TensorPlan& bad, int ranks = 2) {
   comm::run_threads(ranks, [&](const comm::Group& group) {
     Net net = made();
     messages[static_cast<size_t>(group.rank())] =
-        message_of([&] { parallel::tensor(*net, group, bad); });
+        message_of([&] { parallel::tensor_parallel(*net, group, bad); });
   });
   for (const std::string& message : messages) EXPECT_EQ(message, messages[0]);
   return messages[0];
@@ -286,7 +286,9 @@ TEST(TensorParallelInput, SequenceParallelismNeedsEveryParameterNamed) {
     TensorPlan incomplete = plan();
     std::erase_if(incomplete, [](const auto& rule) { return rule.pattern == "norm"; });
     EXPECT_EQ(
-        message_of([&] { parallel::tensor(*net, group, incomplete, {.sequence_parallel = true}); }),
+        message_of([&] {
+          parallel::tensor_parallel(*net, group, incomplete, {.sequence_parallel = true});
+        }),
         "[tensor] no rule names 'norm', which has parameter 'weight'; with sequence "
         "parallelism every module with parameters must be named, one that is whole with style "
         "sequence");
@@ -299,7 +301,7 @@ TEST(TensorParallelInput, AModuleWithTwoNamesHasOneRule) {
     net->register_module("again", net->embed);
     TensorPlan twice = plan();
     twice.push_back({"again", TensorStyle::vocab});
-    EXPECT_EQ(message_of([&] { parallel::tensor(*net, group, twice); }),
+    EXPECT_EQ(message_of([&] { parallel::tensor_parallel(*net, group, twice); }),
               "[tensor] 'embed.weight' and 'again.weight' are one parameter, must be named once");
   });
 }
@@ -307,7 +309,7 @@ TEST(TensorParallelInput, AModuleWithTwoNamesHasOneRule) {
 TEST(TensorParallelInput, TokensMustBeInTheVocabulary) {
   comm::run_threads(2, [&](const comm::Group& group) {
     Net net = made();
-    parallel::tensor(*net, group, plan());
+    parallel::tensor_parallel(*net, group, plan());
     EXPECT_EQ(message_of([&] {
                 net->embed(at::tensor({3, 11}, at::kLong));
               }),
@@ -318,7 +320,7 @@ TEST(TensorParallelInput, TokensMustBeInTheVocabulary) {
 TEST(TensorParallelInput, SequencesMustDivide) {
   comm::run_threads(2, [&](const comm::Group& group) {
     Net net = made();
-    parallel::tensor(*net, group, plan(), {.sequence_parallel = true});
+    parallel::tensor_parallel(*net, group, plan(), {.sequence_parallel = true});
     EXPECT_EQ(message_of([&] {
                 net(at::zeros({2, 3}, at::kLong));
               }),

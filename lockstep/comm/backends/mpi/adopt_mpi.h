@@ -5,9 +5,19 @@
 
 #include <mpi.h>
 
-#include "lockstep/comm/backends/mpi/adopt.h"
+#include <utility>
+
+#include "lockstep/comm/group.h"
 
 namespace lockstep::comm {
+
+namespace mpi {
+// Throws ConfigError where MPI does not run, or not for many threads: communicators mean nothing
+// then.
+void require_running();
+// `handle` is the communicator as Fortran knows it: an int in every MPI.
+Group adopt(int handle, InitOptions options);
+}  // namespace mpi
 
 // The ranks of `comm` as a group, over a duplicate: the program may go on using its own. Collective
 // over `comm`. MPI must have been started with MPI_THREAD_MULTIPLE, and must end after the last use

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "lockstep/comm/adopt.h"
-#include "lockstep/comm/backends/mpi/adopt.h"
+#include "lockstep/comm/backends/mpi/adopt_mpi.h"
 #include "lockstep/comm/backends/mpi/communicator.h"
 #include "lockstep/comm/backends/mpi/runtime.h"
 #include "lockstep/comm/backends/mpi/worker.h"

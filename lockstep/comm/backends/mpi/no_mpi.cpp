@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Takes the place of mpi.cpp in a build without MPI.
-#include "lockstep/comm/backends/mpi/adopt.h"
 #include "lockstep/comm/backends/mpi/bootstrap.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/group.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::comm::mpi {
@@ -14,6 +14,7 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership) {
   throw ConfigError("backend 'mpi' is not part of this build");
 }
 
+// Declared in adopt_mpi.h, which needs MPI's headers.
 void require_running() { throw ConfigError("[adopt] MPI is not part of this build of Lockstep"); }
 Group adopt(int, InitOptions) { return {}; }
 

@@ -14,7 +14,6 @@
 #include "lockstep/comm/backends/nccl/runtime.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/conformance.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/core/trace.h"
 #include "tests/support/subprocess.h"
 #include "tests/support/trace_spans.h"

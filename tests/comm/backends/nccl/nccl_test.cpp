@@ -15,7 +15,6 @@
 #include "lockstep/comm/backends/nccl/devices.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/conformance.h"
-#include "lockstep/comm/strategy/reproducible_reduce.h"
 #include "lockstep/core/error.h"
 #include "tests/comm/backends/nccl/fake_nccl.h"
 #include "tests/comm/unfinished_group.h"
