@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "lockstep/data/corpus.h"
-#include "lockstep/data/ignored_target.h"
 
 namespace lockstep::data {
+
+// The target of padding. Cross entropy, ours and libtorch's by default, leaves it out.
+inline constexpr int64_t kIgnoredTarget = -100;
 
 // `count` inputs from `begin` on and their targets, padded to seq_len.
 struct Row {

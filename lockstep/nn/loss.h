@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/data/ignored_target.h"
+#include "lockstep/data/batch.h"
 
 namespace lockstep::nn {
 
