@@ -62,7 +62,7 @@ class Training {
       if (mode_ == "ddp") ddp_.emplace(parallel::ddp(model_, group));
       parameters = optim::named_parameters(*model_);
     } else {
-      const auto strategy = parallel::parse_strategy(mode_);
+      const auto strategy = layout::parse_sharding_strategy(mode_);
       const bool is_hybrid = strategy == parallel::ShardingStrategy::hybrid_shard;
       sharded_.emplace(
           parallel::fully_shard(*model_, group,

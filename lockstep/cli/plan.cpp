@@ -7,12 +7,14 @@
 
 #include "lockstep/config/inputs.h"
 #include "lockstep/config/pipeline.h"
+#include "lockstep/config/plan/inventory.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
-#include "lockstep/plan/inventory.h"
+#include "lockstep/plan/memory.h"
 #include "lockstep/plan/offload.h"
 #include "lockstep/plan/report.h"
 
@@ -43,7 +45,7 @@ config::ModelSpec model_of(const TrainConfig& config) {
 std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {
   std::string text = format("{} on {} rank{}: {}", model.describe(), world, world > 1 ? "s" : "",
                             config.dims(world).describe());
-  if (config.parallel.shard != config::Shard::none)
+  if (config.parallel.shard != layout::ShardingStrategy::no_shard)
     text += format(", shard {}", name_of(config.parallel.shard));
   if (config::is_pipelined(config.parallel)) {
     text += format(", {}", layout::name_of(config::schedule_options(config, world).kind));
@@ -85,7 +87,8 @@ int plan_memory(const Words& arguments) {
   const auto request = read_request(arguments);
   if (!request) return 0;
   const auto& [config, model, world] = *request;
-  const std::vector<plan::Memory> ranks = plan::memory_per_rank(config, model, world);
+  const std::vector<plan::Memory> ranks =
+      plan::memory_per_rank(config::planned_run(config, model, world));
   std::cout << plan::to_table(ranks) << describe(config, model, world) << "\n";
   if (config.offload.any()) std::cout << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
@@ -106,12 +109,13 @@ int plan_inventory(Words arguments) {
   const auto request = read_request(arguments);
   if (!request) return 0;
   const auto& [config, model, world] = *request;
-  const int64_t element = config.train.dtype == config::Precision::bfloat16 ? 2 : 4;
+  const int64_t element = config::element_bytes_of(config);
   const auto tensors = model.tensors();
-  if (list) std::cout << plan::tensor_list(config, model, world);
-  std::cout << plan::inventory_table(tensors, element) << describe(config, model, world) << "\n";
+  if (list) std::cout << config::tensor_list(config, model, world);
+  std::cout << config::inventory_table(tensors, element) << describe(config, model, world) << "\n";
   if (config.offload.any())
-    std::cout << "rank 0:\n" << plan::to_text(plan::plan_offload(config, model, world, 0));
+    std::cout << "rank 0:\n"
+              << plan::to_text(plan::plan_offload(config::planned_run(config, model, world), 0));
   return 0;
 }
 

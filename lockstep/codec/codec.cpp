@@ -2,6 +2,7 @@
 #include "lockstep/codec/codec.h"
 
 #include <algorithm>
+#include <array>
 
 #include "lockstep/codec/dynamic_map.h"
 #include "lockstep/codec/kernels.h"
@@ -16,12 +17,6 @@ constexpr std::array<std::string_view, 6> kNames = {"none", "fp16",         "bf1
 
 constexpr DynamicMap kAny = make_dynamic_map(true);
 constexpr DynamicMap kNonNegative = make_dynamic_map(false);
-
-constexpr std::array<float, 256> values_of(const DynamicMap& map) {
-  std::array<float, 256> values{};
-  std::copy(std::begin(map.values), std::end(map.values), values.begin());
-  return values;
-}
 
 bool has_scales(Codec codec) { return codec == Codec::int8 || codec == Codec::quantization; }
 
@@ -91,11 +86,6 @@ size_t encoded_size(Codec codec, int64_t elements) {
   return code_bytes(codec, elements) + (has_scales(codec) ? blocks * sizeof(float) : 0);
 }
 
-double nominal_ratio(Codec codec) {
-  if (codec == Codec::lossless) return 1;
-  return static_cast<double>(encoded_size(codec, kBlock)) / (kBlock * sizeof(float));
-}
-
 void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, ElementRange range) {
   check_range(codec, range);
   const auto offset = static_cast<size_t>(range.begin) * code_size(codec);
@@ -110,11 +100,6 @@ void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, Ele
   detail::kernels().decode(codec, sign)(encoded + offset,
                                         scales_at<const float>(codec, encoded, range), values,
                                         range.end - range.begin, detail::map_of(sign));
-}
-
-const std::array<float, 256>& dynamic_map(Sign sign) {
-  static constexpr std::array<float, 256> any = values_of(kAny), rest = values_of(kNonNegative);
-  return sign == Sign::any ? any : rest;
 }
 
 }  // namespace lockstep::codec

@@ -2,7 +2,6 @@
 // Forms in which float32 state is kept while nobody computes with it.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -29,8 +28,6 @@ bool is_lossy(Codec codec);
 
 // Bytes for `elements` values, a multiple of 4; not for lossless.
 size_t encoded_size(Codec codec, int64_t elements);
-// Kept bytes / float32 bytes; 1 for lossless, which promises nothing.
-double nominal_ratio(Codec codec);
 
 // `encoded` has encoded_size() bytes, aligned to 4: the codes, padded to 4 bytes, then the scales.
 // The bits depend on the values alone, not on the processor. Values that are not finite stay so in
@@ -44,9 +41,6 @@ struct ElementRange {
 };
 void encode(Codec codec, Sign sign, const float* values, std::byte* encoded, ElementRange range);
 void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, ElementRange range);
-
-// The 256 values that quantization's codes stand for, ascending.
-const std::array<float, 256>& dynamic_map(Sign sign);
 
 // Any bytes of `width`-byte elements, and back, exactly. Bytes that do not become smaller are kept
 // as they are, with a few bytes more. Error where `packed` is damaged.

@@ -73,8 +73,10 @@ void validate_offload(const TrainConfig& config) {
   require_switch(!offload.disk.empty(), "disk", offload.optimizer, "optimizer",
                  "only optimizer state goes to the disk");
   validate_update(config);
-  const Shard shard = config.parallel.shard;
-  require(shard == Shard::none || shard == Shard::full || shard == Shard::hybrid,
+  const layout::ShardingStrategy shard = config.parallel.shard;
+  require(shard == layout::ShardingStrategy::no_shard ||
+              shard == layout::ShardingStrategy::full_shard ||
+              shard == layout::ShardingStrategy::hybrid_shard,
           format("parallel.shard is {}, must be one of none, full, hybrid where something is "
                  "offloaded: the others keep gathered parameters on the device",
                  name_of(shard)));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/pipeline.h"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -35,24 +34,24 @@ std::vector<int> layers_per_stage(const LayoutConfig& parallel, int64_t blocks) 
                                                        parallel.pp, parallel.chunks, stages)
                                               : format("parallel.pp {}", parallel.pp);
   if (parallel.split.empty()) {
-    require(blocks % stages == 0,
+    auto layers = layout::layers_per_stage(blocks, stages, {});
+    require(layers.has_value(),
             format("model.layers is {}, must be a multiple of the stages, {}; or give "
                    "parallel.split, the layers of each, in which embeddings and head count as one "
                    "each",
                    blocks, how));
-    std::vector<int> layers(static_cast<size_t>(stages), static_cast<int>(blocks / stages));
-    ++layers.front();
-    ++layers.back();
-    return layers;
+    ++layers->front();
+    ++layers->back();
+    return *layers;
   }
-  std::vector<int> layers;
-  for (const double count : parallel.split) layers.push_back(static_cast<int>(count));
-  const int64_t sum = std::accumulate(layers.begin(), layers.end(), int64_t{0});
-  require(static_cast<int64_t>(layers.size()) == stages && sum == blocks + 2,
+  const std::vector<int> split(parallel.split.begin(), parallel.split.end());
+  const auto layers = layout::layers_per_stage(blocks + 2, stages, split);
+  require(layers.has_value(),
           format("parallel.split is {}: {} stages with {} layers, must be {} stages ({}) with {} "
                  "layers: model.layers {}, embeddings and head",
-                 join(layers), layers.size(), sum, stages, how, blocks + 2, blocks));
-  return layers;
+                 join(split), split.size(), std::accumulate(split.begin(), split.end(), int64_t{0}),
+                 stages, how, blocks + 2, blocks));
+  return *layers;
 }
 
 void validate_pipeline(const TrainConfig& config, int world) {

@@ -16,8 +16,10 @@ struct Setting {
   int line = 0;  // 0: not known
 };
 
-// The part of TOML that option files need: comments, [sections], dotted keys, strings, numbers,
-// true and false, lists of numbers. Anything else is a ConfigError with the line.
+// The part of TOML that option files need: comments, [sections], dotted and quoted keys, strings on
+// one line, numbers, true and false, lists of numbers on one line. Anything else is a ConfigError
+// with the line. Debian's toml11 would do, but machines where nothing can be installed do not have
+// it, and a build there must read the same files.
 std::vector<Setting> read_toml(const std::string& text, const std::string& path);
 
 // Objects within objects, or keys with dots, or both.

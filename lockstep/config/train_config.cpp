@@ -31,7 +31,7 @@ void validate_layout(const TrainConfig& config, int world) {
                    parallel.dp, parallel.tp, parallel.pp, product, world));
   }
   if (parallel.shard_size > 0) {
-    require(parallel.shard == Shard::hybrid,
+    require(parallel.shard == layout::ShardingStrategy::hybrid_shard,
             format("parallel.shard_size is {}, but parallel.shard is {}: it is for hybrid",
                    parallel.shard_size, name_of(parallel.shard)));
     require(config.dp(world) % parallel.shard_size == 0,
@@ -104,7 +104,7 @@ void validate_compression(const TrainConfig& config) {
   const auto refuse = [&](const std::string& what) {
     throw ConfigError(format("comm.compression is {}, but {}", compression, what));
   };
-  if (config.parallel.shard != Shard::none)
+  if (config.parallel.shard != layout::ShardingStrategy::no_shard)
     refuse(format("parallel.shard is {}: it is for none", name_of(config.parallel.shard)));
   if (config.offload.any()) refuse("state is offloaded: it is for whole models on the device");
   if (config.train.reproducible)

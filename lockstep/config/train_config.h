@@ -21,11 +21,6 @@ namespace lockstep::config {
 enum class Precision { float32, bfloat16 };
 enum class DeviceKind { automatic, cpu, cuda };
 enum class OptimizerKind { adamw, sgd };
-// What each rank of the data-parallel group keeps of the model's state: all of it; its share of
-// everything; the same, with parameters gathered from forward to backward; of optimizer state;
-// shares within a part of the ranks, all of it on each part.
-enum class Shard { none, full, grad_op, optimizer, hybrid };
-std::string_view name_of(Shard shard);
 // Of a checkpoint that a run begins from.
 enum class LoadWhat { all, model };
 // A checkpoint is due while the one before is still being written.
@@ -76,7 +71,7 @@ struct LayoutConfig {
   int dp = 0;  // 0: what tp and pp leave
   int tp = 1, pp = 1;
   bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices
-  Shard shard = Shard::none;
+  layout::ShardingStrategy shard = layout::ShardingStrategy::no_shard;
   int shard_size = 0;  // hybrid: ranks that share; 0: those of a host
   // Not set: 1f1b, or interleaved where there are chunks.
   std::optional<layout::PipelineSchedule> schedule = std::nullopt;

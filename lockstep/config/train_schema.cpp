@@ -8,17 +8,12 @@
 namespace lockstep::config {
 namespace {
 
-const std::vector<std::string>& shard_names() {
-  static const std::vector<std::string> names = {"none", "full", "grad_op", "optimizer", "hybrid"};
-  return names;
-}
-
-std::vector<std::string> schedule_names() {
-  using Kind = layout::PipelineSchedule;
+// Names of all values of an enum of layout/.
+template <class Enum>
+std::vector<std::string> names_up_to(Enum last) {
   std::vector<std::string> names;
-  for (int kind = 0; kind <= static_cast<int>(Kind::file); ++kind) {
-    names.emplace_back(layout::name_of(static_cast<Kind>(kind)));
-  }
+  for (int value = 0; value <= static_cast<int>(last); ++value)
+    names.emplace_back(layout::name_of(static_cast<Enum>(value)));
   return names;
 }
 
@@ -156,14 +151,14 @@ void add_layout(Schema& schema, TrainConfig& config) {
              "tp ranks share the sequence where they do not share matrices: less memory for "
              "activations.");
   schema.add("pp", parallel.pp, "Ranks that the layers are cut over, as a pipeline.", kFromOne);
-  schema.add_choice("shard", parallel.shard, shard_names(),
+  schema.add_choice("shard", parallel.shard, names_up_to(layout::ShardingStrategy::hybrid_shard),
                     "What dp ranks share instead of holding it all: parameters, gradients and "
                     "optimizer state (full); the same, with parameters kept from forward to "
                     "backward (grad_op); optimizer state (optimizer); full within parts of the "
                     "ranks (hybrid).");
   schema.add("shard_size", parallel.shard_size,
              "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
-  schema.add_choice("schedule", parallel.schedule, schedule_names(),
+  schema.add_choice("schedule", parallel.schedule, names_up_to(layout::PipelineSchedule::file),
                     "Order of the pipeline's work (lockstep schedule draws it). auto: 1f1b, or "
                     "interleaved where there are chunks.");
   schema.add("chunks", parallel.chunks, "Stages of each pipeline rank.", kFromOne);
@@ -178,7 +173,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
 
   schema.section("memory", "Memory");
   schema.add_choice("strategy", config.memory.strategy,
-                    {"basic", "standard", "aggressive", "extreme"},
+                    names_up_to(layout::MemoryStrategy::extreme),
                     "basic: keep all activations, the fastest while there is room. standard: "
                     "selective recomputation. aggressive: full recomputation. extreme: and what "
                     "is still kept goes to disk.");
@@ -193,8 +188,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.section("comm", "Communication");
   schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo", "nccl"},
                     "What ranks communicate with. auto: the fastest that reaches all of them.");
-  schema.add_choice("strategy", config.comm.strategy,
-                    {"all-reduce", "hierarchical", "ring", "tree", "adaptive"},
+  schema.add_choice("strategy", config.comm.strategy, names_up_to(layout::CommStrategy::adaptive),
                     "How sums are formed: the backend's own, within each host first, in a ring, in "
                     "a tree, or by size from a measured table.");
   schema.add_choice(
@@ -255,15 +249,16 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
              "Transfers and updates run beside the computation.");
   schema.add_option("codec", codec_option(offload.codec));
   schema.add_choice("strategy", offload.advanced.strategy,
-                    {"conservative", "balanced", "aggressive", "extreme"},
+                    names_up_to(layout::OffloadStrategy::extreme),
                     "How early what may leave does, and how much of it: beyond 0.9, 0.75, 0.6, 0.4 "
                     "of device_limit a fifth, half, four fifths, all of that is freed.");
   schema.add("disk", offload.disk,
              "Folder for optimizer state that the host budget does not hold; empty: none.");
-  schema.add_choice("update_site", offload.advanced.update_site, {"auto", "cpu", "device"},
+  schema.add_choice("update_site", offload.advanced.update_site,
+                    names_up_to(layout::UpdateSite::device),
                     "Where the optimizer computes. auto: where a short measurement finds it "
                     "faster.");
-  schema.add_choice("clip_mode", offload.advanced.clip_mode, {"exact", "none"},
+  schema.add_choice("clip_mode", offload.advanced.clip_mode, names_up_to(layout::ClipMode::none),
                     "exact: gradients are clipped by the norm of all of them. none: not at all, "
                     "and each parameter is updated as soon as it has its gradient (optim.clip 0).");
 }
@@ -300,8 +295,6 @@ void add_output(Schema& schema, TrainConfig& config) {
 }
 
 }  // namespace
-
-std::string_view name_of(Shard shard) { return shard_names().at(static_cast<size_t>(shard)); }
 
 Schema train_schema(TrainConfig& config) {
   Schema schema;

@@ -42,9 +42,6 @@ void set_rank(int rank) { process_rank.store(rank, std::memory_order_relaxed); }
 
 void debug(std::string_view message) { write(spdlog::level::debug, message); }
 void info(std::string_view message) { write(spdlog::level::info, message); }
-void info_rank0(std::string_view message) {
-  if (process_rank.load(std::memory_order_relaxed) <= 0) info(message);
-}
 void warn(std::string_view message) { write(spdlog::level::warn, message); }
 void error(std::string_view message) { write(spdlog::level::err, message); }
 

@@ -13,7 +13,6 @@ void set_rank(int rank);
 
 void debug(std::string_view message);
 void info(std::string_view message);
-void info_rank0(std::string_view message);
 void warn(std::string_view message);
 void error(std::string_view message);
 

@@ -165,11 +165,6 @@ LOCKSTEP_HOST_DEVICE float to_uniform(uint32_t word) {
   return static_cast<float>(static_cast<int32_t>(word >> 8)) * 0x1p-24f;
 }
 
-// k / 2^24, k in [1, 2^24]: never 0.
-LOCKSTEP_HOST_DEVICE float to_uniform_above_zero(uint32_t word) {
-  return static_cast<float>(static_cast<int32_t>((word >> 8) + 1)) * 0x1p-24f;
-}
-
 LOCKSTEP_HOST_DEVICE Lanes<float> to_uniform(Lanes<uint32_t> words) {
   return {{to_uniform(words.lane[0]), to_uniform(words.lane[1]), to_uniform(words.lane[2]),
            to_uniform(words.lane[3])}};

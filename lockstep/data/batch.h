@@ -9,7 +9,7 @@
 
 namespace lockstep::data {
 
-// Targets of padding; cross entropy in libtorch leaves them out by default.
+// The target of padding. Cross entropy, ours and libtorch's by default, leaves it out.
 inline constexpr int64_t kIgnoredTarget = -100;
 
 // `count` inputs from `begin` on and their targets, padded to seq_len.

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace lockstep::io {
@@ -22,9 +21,5 @@ struct FileRecord {
 
   bool operator==(const FileRecord&) const = default;
 };
-
-// Reads the whole file. SystemError where it cannot; CheckpointError where it is a symbolic link,
-// or no file.
-FileRecord record_of(const std::string& path);
 
 }  // namespace lockstep::io

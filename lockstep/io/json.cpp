@@ -8,7 +8,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/input_file.h"
 
 namespace lockstep::io {
 namespace {
@@ -65,10 +64,6 @@ Json parse_json(std::string_view text, const std::string& origin) {
 OrderedJson parse_user_json(std::string_view text, const std::string& origin) {
   return parse<OrderedJson>(
       text, [&](const std::string& rule) { throw ConfigError(format("{}: {}", origin, rule)); });
-}
-
-OrderedJson read_user_json(const std::string& path) {
-  return parse_user_json(read_text(path, kMaxJsonBytes), path);
 }
 
 Json parse_json_line(std::string_view text) {

@@ -20,8 +20,6 @@ inline constexpr uint64_t kMaxJsonBytes = uint64_t{256} << 20;
 Json parse_json(std::string_view text, const std::string& origin);
 // The same for what a user writes: keys in their order, and ConfigError.
 OrderedJson parse_user_json(std::string_view text, const std::string& origin);
-// A file of at most kMaxJsonBytes. ConfigError, or SystemError where it cannot be read.
-OrderedJson read_user_json(const std::string& path);
 // A line of a file of lines; discarded() where it is not whole.
 Json parse_json_line(std::string_view text);
 

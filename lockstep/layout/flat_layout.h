@@ -10,6 +10,11 @@
 
 namespace lockstep::layout {
 
+// Bytes at which a tensor in a line of parameters begins: as torch would begin one of its own.
+inline constexpr int64_t kFlatAlignment = 64;
+// The same in a bucket of gradients: a cache line, and what CUDA kernels like to load.
+inline constexpr int64_t kBucketAlignment = 256;
+
 // In elements. Padding lies between tensors, so that each begins at a multiple of the alignment; a
 // part owns the padding that follows what it has. Blocks of parts without rows are empty.
 struct FlatLayout {

@@ -51,14 +51,6 @@ Name name_of(OffloadStrategy strategy) { return enum_name(kStrategies, strategy)
 Name name_of(UpdateSite site) { return enum_name(kSites, site); }
 Name name_of(ClipMode mode) { return enum_name(kClipModes, mode); }
 
-OffloadStrategy parse_offload_strategy(Name name) {
-  return parse_enum<OffloadStrategy>("offload strategy", kStrategies, name);
-}
-UpdateSite parse_update_site(Name name) {
-  return parse_enum<UpdateSite>("update site", kSites, name);
-}
-ClipMode parse_clip_mode(Name name) { return parse_enum<ClipMode>("clip mode", kClipModes, name); }
-
 double threshold(OffloadStrategy strategy) { return kThresholds.at(static_cast<size_t>(strategy)); }
 double aggressiveness(OffloadStrategy strategy) {
   return kAggressiveness.at(static_cast<size_t>(strategy));

@@ -15,7 +15,6 @@ namespace lockstep::layout {
 // threshold x (1 - aggressiveness) x device_limit is filled with what could go.
 enum class OffloadStrategy { conservative, balanced, aggressive, extreme };
 std::string_view name_of(OffloadStrategy strategy);
-OffloadStrategy parse_offload_strategy(std::string_view name);
 double threshold(OffloadStrategy strategy);       // 0.90 0.75 0.60 0.40
 double aggressiveness(OffloadStrategy strategy);  // 0.2 0.5 0.8 1.0
 
@@ -26,8 +25,6 @@ enum class UpdateSite { automatic, cpu, device };
 enum class ClipMode { exact, none };
 std::string_view name_of(UpdateSite site);
 std::string_view name_of(ClipMode mode);
-UpdateSite parse_update_site(std::string_view name);
-ClipMode parse_clip_mode(std::string_view name);
 
 // How each kind of optimizer state is kept. "quantization" means both moments, "fp16" and "int8"
 // the first, with bf16 and quantization for the second, whose small values they would make zero;

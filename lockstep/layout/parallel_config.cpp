@@ -21,6 +21,7 @@ constexpr std::array<Name, 12> kSchedule = {"round-robin", "sequential", "gpipe"
                                             "interleaved", "looped-bfs", "zb-h1",      "zb-h2",
                                             "zb-1p",       "zb-v",       "dualpipe-v", "file"};
 constexpr std::array<Name, 3> kRecompute = {"none", "selective", "full"};
+constexpr std::array<Name, 5> kSharding = {"none", "full", "grad_op", "optimizer", "hybrid"};
 
 constexpr Requirement require_config("parallel_config");
 
@@ -29,23 +30,20 @@ void validate_layers(const ParallelConfig& config) {
   const int pp = config.dims.pp;
   require_config(config.num_layers >= 1,
                  format("{} layers, must be at least 1", config.num_layers));
-  if (split.empty()) {
-    require_config(
-        config.num_layers % pp == 0,
-        format("{} layers must be divisible by pp {}, or a layer split must say which stage "
-               "has how many",
-               config.num_layers, pp));
-    return;
-  }
+  if (layers_per_stage(config.num_layers, pp, split)) return;
+  require_config(!split.empty(),
+                 format("{} layers must be divisible by pp {}, or a layer split must say which "
+                        "stage has how many",
+                        config.num_layers, pp));
   const auto text = format("layer split ({})", join(split));
   require_config(
       static_cast<int>(split.size()) == pp,
       format("{} has {} entries, must have one for each of pp {}", text, split.size(), pp));
   require_config(std::all_of(split.begin(), split.end(), [](int layers) { return layers >= 1; }),
                  text + ": every stage must have at least 1 layer");
-  const auto sum = std::accumulate(split.begin(), split.end(), int64_t{0});
-  require_config(sum == config.num_layers,
-                 format("{} sums to {}, must sum to {} layers", text, sum, config.num_layers));
+  throw ConfigError(format("[parallel_config] {} sums to {}, must sum to {} layers", text,
+                           std::accumulate(split.begin(), split.end(), int64_t{0}),
+                           config.num_layers));
 }
 
 }  // namespace
@@ -54,6 +52,7 @@ Name name_of(MemoryStrategy strategy) { return enum_name(kMemory, strategy); }
 Name name_of(CommStrategy strategy) { return enum_name(kComm, strategy); }
 Name name_of(PipelineSchedule schedule) { return enum_name(kSchedule, schedule); }
 Name name_of(Recompute recompute) { return enum_name(kRecompute, recompute); }
+Name name_of(ShardingStrategy strategy) { return enum_name(kSharding, strategy); }
 
 MemoryStrategy parse_memory_strategy(Name name) {
   return parse_enum<MemoryStrategy>("memory strategy", kMemory, name);
@@ -66,6 +65,9 @@ PipelineSchedule parse_pipeline_schedule(Name name) {
 }
 Recompute parse_recompute(Name name) {
   return parse_enum<Recompute>("recompute", kRecompute, name);
+}
+ShardingStrategy parse_sharding_strategy(Name name) {
+  return parse_enum<ShardingStrategy>("sharding strategy", kSharding, name);
 }
 
 Recompute ParallelConfig::recompute() const {
@@ -80,8 +82,20 @@ Recompute ParallelConfig::recompute() const {
   }
 }
 
+std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
+                                                 const std::vector<int>& split) {
+  if (split.empty()) {
+    if (layers < stages || layers % stages != 0) return std::nullopt;
+    return std::vector<int>(static_cast<size_t>(stages), static_cast<int>(layers / stages));
+  }
+  const bool fits = static_cast<int64_t>(split.size()) == stages &&
+                    *std::min_element(split.begin(), split.end()) >= 1 &&
+                    std::accumulate(split.begin(), split.end(), int64_t{0}) == layers;
+  return fits ? std::optional(split) : std::nullopt;
+}
+
 std::vector<int> ParallelConfig::layers_per_stage() const {
-  return layer_split.empty() ? std::vector<int>(dims.pp, num_layers / dims.pp) : layer_split;
+  return layout::layers_per_stage(num_layers, dims.pp, layer_split).value();
 }
 
 void ParallelConfig::validate(int world_size) const {

@@ -34,17 +34,39 @@ enum class PipelineSchedule {
   file,
 };
 enum class Recompute { none, selective, full };
+// What each data-parallel rank keeps of the model's state.
+enum class ShardingStrategy {
+  no_shard,       // everything: gradients are averaged (DDP)
+  full_shard,     // a shard of parameters, gradients and optimizer state; parameters are gathered
+                  // for each use (ZeRO-3)
+  shard_grad_op,  // the same, but parameters stay gathered from forward to backward (ZeRO-2)
+  optimizer,      // a shard of optimizer state only: parameters and gradients are whole (ZeRO-1)
+  hybrid_shard    // full_shard inside each part of the ranks, copies across the parts
+};
 
-// The names are those of the values with "-" for "_"; one_f_one_b is "1f1b".
+// Tensors with fewer elements stay whole on every rank, unless FullyShardOptions::min_num_params
+// says otherwise.
+inline constexpr int64_t kMinShardedElements = 1000;
+
+// The names are those of the values with "-" for "_"; one_f_one_b is "1f1b". Sharding strategies
+// are "none", "full", "grad_op", "optimizer" and "hybrid".
 // Parsing throws ConfigError with the list of names.
 std::string_view name_of(MemoryStrategy strategy);
 std::string_view name_of(CommStrategy strategy);
 std::string_view name_of(PipelineSchedule schedule);
 std::string_view name_of(Recompute recompute);
+std::string_view name_of(ShardingStrategy strategy);
 MemoryStrategy parse_memory_strategy(std::string_view name);
 CommStrategy parse_comm_strategy(std::string_view name);
 PipelineSchedule parse_pipeline_schedule(std::string_view name);
 Recompute parse_recompute(std::string_view name);
+ShardingStrategy parse_sharding_strategy(std::string_view name);
+
+// Layers of each stage, first to last: `split` or, where it is empty, equal shares. Nothing unless
+// every stage has at least one layer and they have `layers` together; what to say then is the
+// caller's business.
+std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
+                                                 const std::vector<int>& split);
 
 struct ParallelConfig {
   ParallelDims dims = {};

@@ -37,7 +37,6 @@ struct Placement {
   Placement narrow(int64_t dim, Range local, const std::string& axis) const;
 
   int64_t numel() const { return slice.numel(); }
-  int64_t global_numel() const { return numel_of(global_shape); }
   bool is_whole() const { return slice == Box::whole(global_shape); }
   bool is_empty() const { return slice.empty(); }
   // Shape of the tensor that holds the slice; (0) where nothing of a 0-d tensor is held.

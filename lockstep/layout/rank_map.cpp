@@ -18,7 +18,6 @@ constexpr std::array<std::string_view, 2> kOrders = {"pp_fastest", "tp_fastest"}
 
 std::string_view name_of(Axis axis) { return enum_name(kAxes, axis); }
 std::string_view name_of(Order order) { return enum_name(kOrders, order); }
-Order parse_order(std::string_view name) { return parse_enum<Order>("rank order", kOrders, name); }
 
 int Coordinate::at(Axis axis) const { return axis == Axis::dp ? dp : axis == Axis::tp ? tp : pp; }
 

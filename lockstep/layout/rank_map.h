@@ -18,7 +18,6 @@ enum class Order { pp_fastest, tp_fastest };
 
 std::string_view name_of(Axis axis);
 std::string_view name_of(Order order);
-Order parse_order(std::string_view name);
 
 struct Coordinate {
   int dp = 0, tp = 0, pp = 0;

@@ -35,23 +35,4 @@ std::vector<std::vector<RowShard>> cut_rows(std::span<const Shape> shapes, int64
 std::array<int, 2> nearly_square(int n);
 std::array<int, 3> nearly_cubic(int n);
 
-// Things dealt out in turn: thing i belongs to rank i % world, as that rank's i / world-th.
-class RoundRobin {
- public:
-  RoundRobin(int64_t count, int world);
-
-  int owner(int64_t index) const;
-  int64_t local_index(int64_t index) const;
-  int64_t global_index(int rank, int64_t local_index) const;
-  int64_t owned_count(int rank) const;
-  std::vector<int64_t> owned(int rank) const;
-
- private:
-  void require_index(int64_t index) const;
-  void require_rank(int rank) const;
-
-  int64_t count_;
-  int world_;
-};
-
 }  // namespace lockstep::layout

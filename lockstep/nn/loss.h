@@ -7,11 +7,11 @@
 #include <cstdint>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/data/batch.h"
 
 namespace lockstep::nn {
 
-// A target that does not count.
-constexpr int64_t kIgnoredTarget = -100;
+using data::kIgnoredTarget;
 
 struct CrossEntropyOptions {
   double scale = 1;  // of the sum: 1 / (tokens of the whole batch) gives their mean

@@ -2,18 +2,17 @@
 #include "lockstep/plan/memory.h"
 
 #include <algorithm>
+#include <utility>
 
-#include "lockstep/config/pipeline.h"
 #include "lockstep/layout/rank_map.h"
-#include "lockstep/plan/offload_of_shares.h"
+#include "lockstep/plan/offload_of_shards.h"
+#include "lockstep/plan/state.h"
 #include "lockstep/plan/steps.h"
 #include "lockstep/schedule/schedule.h"
 
 namespace lockstep::plan {
 namespace {
 
-using config::ModelSpec;
-using config::TrainConfig;
 using schedule::Op;
 
 // cuBLAS takes it from torch's allocator; so much from Hopper on, a fourth of it before.
@@ -29,26 +28,22 @@ struct PipelineRankWork {
   int64_t messages = 0;  // tensors that wait to be used, or to have been sent
 };
 
-std::vector<PipelineRankWork> work_per_pipeline_rank(const TrainConfig& config,
-                                                     const ModelSpec& model, int world) {
-  if (!config::is_pipelined(config.parallel)) {
+std::vector<PipelineRankWork> work_per_pipeline_rank(const Run& run) {
+  if (!run.pipeline) {
     // The second micro-batch finds gradients there; the others are like it.
-    PipelineRankWork all{.chunks = stages_of(config, model)};
-    for (int i = 0; i < std::min(2, config.accumulation(world)); ++i) {
+    PipelineRankWork all{.chunks = stages_of(run)};
+    for (int i = 0; i < std::min<int64_t>(2, run.micro_batches); ++i) {
       all.actions.push_back({Op::forward, i, 0});
       all.actions.push_back({Op::backward, i, 0});
     }
     return {all};
   }
-  const auto schedule = schedule::generate(config::schedule_options(config, world));
-  const std::vector<Stage> stages = stages_of(config, model);
+  const auto schedule = schedule::generate(*run.pipeline);
   std::vector<PipelineRankWork> work_per_rank;
-  for (int rank = 0; rank < schedule.ranks; ++rank) {
-    PipelineRankWork work{.actions = schedule.actions[static_cast<size_t>(rank)]};
-    for (int chunk = 0; chunk < schedule.chunks; ++chunk)
-      work.chunks.push_back(stages[static_cast<size_t>(schedule.stage(rank, chunk))]);
-    work.messages = 2;
-    work_per_rank.push_back(std::move(work));
+  for (auto& chunks : chunks_per_rank(run, schedule)) {
+    work_per_rank.push_back({.chunks = std::move(chunks),
+                             .actions = schedule.actions[work_per_rank.size()],
+                             .messages = 2});
   }
   return work_per_rank;
 }
@@ -78,49 +73,40 @@ void offload(Memory& memory, std::span<const layout::OffloadPlan> plans, bool wa
 
 }  // namespace
 
-std::vector<Memory> memory_per_rank(const TrainConfig& config, const ModelSpec& model, int world) {
-  const layout::RankMap map(config.dims(world));
-  const Sizes sizes = sizes_of(config, model);
-  const std::vector<PipelineRankWork> work_per_rank = work_per_pipeline_rank(config, model, world);
-  StepFacts facts{.embedding = profile_of(LayerKind::embedding, sizes),
-                  .block = profile_of(LayerKind::block, sizes),
-                  .head = profile_of(LayerKind::head, sizes)};
-  if (model.is_tied()) facts.tied = sizes.vocab * sizes.hidden * sizes.element;
+std::vector<Memory> memory_per_rank(const Run& run) {
+  const layout::RankMap map(run.dims);
+  const std::vector<PipelineRankWork> work_per_rank = work_per_pipeline_rank(run);
+  const int64_t under_way = run.inputs_on_disk ? kInputsUnderWay : 0;
+  const int64_t workspace = run.cuda ? kCublasWorkspace : 0;
+  const bool waits = run.micro_batches > 1 && !run.reproducible;
 
-  const int64_t under_way = sizes.inputs_on_disk ? kInputsUnderWay : 0;
-  const int64_t workspace = sizes.kernels.cuda ? kCublasWorkspace : 0;
-
-  const bool waits = config.accumulation(world) > 1 && !config.train.reproducible;
-
-  std::vector<Memory> all(static_cast<size_t>(world));
+  std::vector<Memory> all(static_cast<size_t>(map.world_size()));
   std::vector<int64_t> peaks;
-  for (int tp = 0; tp < config.parallel.tp; ++tp) {
-    const LocalTensors tensors = local_tensors(model, config.parallel.tp, tp);
+  for (int tp = 0; tp < run.dims.tp; ++tp) {
     for (size_t pp = 0; pp < work_per_rank.size(); ++pp) {
       const PipelineRankWork& work = work_per_rank[pp];
-      std::vector<State> states(static_cast<size_t>(config.dp(world)));
+      std::vector<State> states(static_cast<size_t>(run.dims.dp));
       for (const Stage& stage : work.chunks) {
-        const auto of_chunk = states_of(config, model, tensors, stage, world);
+        const auto of_chunk = states_of(run, stage, tp);
         for (size_t dp = 0; dp < states.size(); ++dp) add(states[dp], of_chunk[dp]);
       }
       std::vector<std::vector<layout::OffloadPlan>> offloaded;
-      if (config.offload.any())
-        offloaded = offload_of_shares(config, model, tensors, work.chunks, world);
+      if (run.offload.any()) offloaded = offload_of_shards(run, work.chunks, tp);
       if (tp == 0) {
-        facts.keeps_gradients = states[0].made_in_backward > 0;
-        peaks.push_back(peak_of_step(work.chunks, work.actions, facts));
+        const bool keeps_gradients = states[0].made_in_backward > 0;
+        peaks.push_back(peak_of_step(run.model, work.chunks, work.actions, keeps_gradients));
       }
       for (size_t dp = 0; dp < states.size(); ++dp) {
         const State& state = states[dp];
         const int rank =
             map.rank_at({.dp = static_cast<int>(dp), .tp = tp, .pp = static_cast<int>(pp)});
         Memory& memory = all[static_cast<size_t>(rank)];
-        memory = {
-            .parameters = state.parameters,
-            .gradients = state.gradients,
-            .optimizer = state.optimizer,
-            .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
-            .buffers = state.buffers + (work.messages + under_way) * sizes.stream() + workspace};
+        memory = {.parameters = state.parameters,
+                  .gradients = state.gradients,
+                  .optimizer = state.optimizer,
+                  .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
+                  .buffers = state.buffers + (work.messages + under_way) * run.model.stream_bytes +
+                             workspace};
         if (!offloaded.empty()) offload(memory, offloaded[dp % offloaded.size()], waits);
       }
     }

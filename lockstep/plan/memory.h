@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/config/train_config.h"
+#include "lockstep/plan/run.h"
 
 namespace lockstep::plan {
 
@@ -25,10 +25,7 @@ struct Memory {
   bool operator==(const Memory&) const = default;
 };
 
-// At the peak of a step after the first, for each rank of layout::RankMap. The configuration must
-// be valid for `world` ranks, the model without zeros (config::resolve_model). For the device of
-// train.device; `auto` is CUDA where this machine has it and libtorch too.
-std::vector<Memory> memory_per_rank(const config::TrainConfig& config,
-                                    const config::ModelSpec& model, int world);
+// At the peak of a step after the first, for each rank of layout::RankMap.
+std::vector<Memory> memory_per_rank(const Run& run);
 
 }  // namespace lockstep::plan

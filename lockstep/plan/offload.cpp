@@ -5,18 +5,15 @@
 #include <array>
 #include <utility>
 
-#include "lockstep/config/pipeline.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/layout/rank_map.h"
-#include "lockstep/plan/modules.h"
-#include "lockstep/plan/offload_of_shares.h"
+#include "lockstep/plan/offload_of_shards.h"
+#include "lockstep/plan/state.h"
 
 namespace lockstep::plan {
 namespace {
 
-using config::ModelSpec;
-using config::TrainConfig;
 using layout::KindBytes;
 using layout::OffloadFlat;
 using layout::OffloadPlan;
@@ -26,11 +23,10 @@ using layout::Tier;
 // The flats that fully_shard makes of one model, for each rank that shares it.
 class Flats {
  public:
-  Flats(const TrainConfig& config, int world)
-      : dtype_(config.train.dtype == config::Precision::bfloat16 ? DType::bfloat16
-                                                                 : DType::float32),
-        whole_(config.parallel.shard == config::Shard::none),
-        of_shares_(static_cast<size_t>(shares_of(config, world))) {}
+  explicit Flats(const Run& run)
+      : dtype_(run.dtype),
+        whole_(run.sharding == layout::ShardingStrategy::no_shard),
+        of_shards_(static_cast<size_t>(run.shards)) {}
 
   struct Kind {
     bool embedding = false;
@@ -39,26 +35,27 @@ class Flats {
   void add(const std::string& name, const std::vector<Shape>& shapes, Kind kind) {
     std::vector<Shape> large;
     for (const Shape& shape : shapes)
-      (whole_ || layout::numel_of(shape) >= kSmallestShared ? large : small_).push_back(shape);
-    add_flat(name, large, kind, static_cast<int>(of_shares_.size()));
+      (whole_ || layout::numel_of(shape) >= layout::kMinShardedElements ? large : small_)
+          .push_back(shape);
+    add_flat(name, large, kind, static_cast<int>(of_shards_.size()));
   }
 
   std::vector<std::vector<OffloadFlat>> take() {
     add_flat("small", small_, {}, 1);
     if (!small_.empty()) {
-      for (auto& flats : of_shares_) flats.back().stays = true;
+      for (auto& flats : of_shards_) flats.back().stays = true;
     }
-    return std::move(of_shares_);
+    return std::move(of_shards_);
   }
 
  private:
   void add_flat(const std::string& name, const std::vector<Shape>& shapes, Kind kind, int parts) {
     if (shapes.empty()) return;
     const auto element = static_cast<int64_t>(size_of(dtype_));
-    const auto line = layout::lay_out(shapes, parts, kLineAlignment / element);
-    for (size_t share = 0; share < of_shares_.size(); ++share) {
-      const size_t part = parts == 1 ? 0 : share;
-      of_shares_[share].push_back(
+    const auto line = layout::lay_out(shapes, parts, layout::kFlatAlignment / element);
+    for (size_t shard = 0; shard < of_shards_.size(); ++shard) {
+      const size_t part = parts == 1 ? 0 : shard;
+      of_shards_[shard].push_back(
           {.name = name,
            .unit = name,
            .param = dtype_,
@@ -77,38 +74,35 @@ class Flats {
 
   DType dtype_;
   bool whole_;
-  std::vector<std::vector<OffloadFlat>> of_shares_;
+  std::vector<std::vector<OffloadFlat>> of_shards_;
   std::vector<Shape> small_;
 };
 
-std::vector<std::vector<OffloadFlat>> flats_of(const TrainConfig& config, const ModelSpec& model,
-                                               const LocalTensors& tensors, const Stage& stage,
-                                               int world) {
-  Flats flats(config, world);
-  if (stage.embedding) {
-    flats.add("embed", tensors.embed, {.embedding = true});
-    flats.add("positions", tensors.positions, {.embedding = true});
+std::vector<std::vector<OffloadFlat>> flats_of(const Run& run, const Stage& stage, int tp) {
+  const Model& model = run.model;
+  const auto units_of_layer = [&](size_t layer) -> const std::vector<Unit>& {
+    return model.kinds[model.layers[layer].kind].units[static_cast<size_t>(tp)];
+  };
+  Flats flats(run);
+  for (size_t i = stage.first; i < stage.end(); ++i) {
+    for (const Unit& unit : units_of_layer(i))
+      flats.add(model.layers[i].name + unit.name, unit.shapes, {.embedding = unit.embedding});
   }
-  for (int64_t i = 0; i < stage.blocks; ++i)
-    flats.add(format("blocks.{}", stage.first_block + i), tensors.block, {});
-  if (stage.head) {
-    flats.add("norm", tensors.norm, {});
-    if (!model.is_tied()) flats.add("head", tensors.head, {});
-    // The state of a tied matrix is with the embedding.
-    if (model.is_tied() && !stage.embedding) flats.add("head", tensors.embed, {.has_state = false});
-  }
+  // The state of a tied matrix is with the embedding.
+  if (has_tied_copy(model, stage))
+    flats.add(model.tied, units_of_layer(0).front().shapes, {.has_state = false});
   return flats.take();
 }
 
 // Ranks that share parameters have them on the host if one of them does.
-void agree(std::vector<OffloadPlan>& shares) {
-  if (shares.size() == 1) return;
-  std::vector<bool> on_host(shares[0].flats.size(), false);
-  for (const OffloadPlan& plan : shares) {
+void agree(std::vector<OffloadPlan>& shards) {
+  if (shards.size() == 1) return;
+  std::vector<bool> on_host(shards[0].flats.size(), false);
+  for (const OffloadPlan& plan : shards) {
     for (size_t i = 0; i < on_host.size(); ++i)
       on_host[i] = on_host[i] || plan.flats[i].params == Tier::host;
   }
-  for (OffloadPlan& plan : shares) layout::move_to_host(plan, on_host);
+  for (OffloadPlan& plan : shards) layout::move_to_host(plan, on_host);
 }
 
 // Bytes of the state of all slices, as it is kept and as it would be without codecs.
@@ -132,38 +126,30 @@ std::pair<int64_t, int64_t> encoded_and_plain(std::span<const OffloadPlan> plans
 
 }  // namespace
 
-std::vector<std::vector<OffloadPlan>> offload_of_shares(const TrainConfig& config,
-                                                        const ModelSpec& model,
-                                                        const LocalTensors& tensors,
-                                                        std::span<const Stage> chunks, int world) {
+std::vector<std::vector<OffloadPlan>> offload_of_shards(const Run& run,
+                                                        std::span<const Stage> chunks, int tp) {
   const auto options =
-      layout::divided(layout::resolved(config.offload, 0, 0), static_cast<int>(chunks.size()));
-  const auto machine = layout::offload_machine(options, sizes_of(config, model).kernels.cuda);
-  std::vector<std::vector<OffloadPlan>> all(static_cast<size_t>(shares_of(config, world)));
+      layout::divided(layout::resolved(run.offload, 0, 0), static_cast<int>(chunks.size()));
+  const auto machine = layout::offload_machine(options, run.cuda);
+  std::vector<std::vector<OffloadPlan>> all(static_cast<size_t>(run.shards));
   for (const Stage& stage : chunks) {
-    std::vector<OffloadPlan> shares;
-    for (auto& flats : flats_of(config, model, tensors, stage, world))
-      shares.push_back(layout::plan_offload(std::move(flats), options, machine));
-    agree(shares);
-    for (size_t i = 0; i < all.size(); ++i) all[i].push_back(std::move(shares[i]));
+    std::vector<OffloadPlan> shards;
+    for (auto& flats : flats_of(run, stage, tp))
+      shards.push_back(layout::plan_offload(std::move(flats), options, machine));
+    agree(shards);
+    for (size_t i = 0; i < all.size(); ++i) all[i].push_back(std::move(shards[i]));
   }
   return all;
 }
 
-std::vector<OffloadPlan> plan_offload(const TrainConfig& config, const ModelSpec& model, int world,
-                                      int rank) {
-  const auto place = layout::RankMap(config.dims(world)).coordinate_of(rank);
-  std::vector<Stage> chunks = stages_of(config, model);
-  if (config::is_pipelined(config.parallel)) {
-    const std::vector<Stage> stages = std::move(chunks);
-    chunks.clear();
-    const auto schedule = schedule::generate(config::schedule_options(config, world));
-    for (int chunk = 0; chunk < schedule.chunks; ++chunk)
-      chunks.push_back(stages[static_cast<size_t>(schedule.stage(place.pp, chunk))]);
-  }
-  auto shares = offload_of_shares(config, model, local_tensors(model, config.parallel.tp, place.tp),
-                                  chunks, world);
-  return std::move(shares[static_cast<size_t>(place.dp) % shares.size()]);
+std::vector<OffloadPlan> plan_offload(const Run& run, int rank) {
+  const auto place = layout::RankMap(run.dims).coordinate_of(rank);
+  const std::vector<Stage> chunks =
+      run.pipeline
+          ? chunks_per_rank(run, schedule::generate(*run.pipeline))[static_cast<size_t>(place.pp)]
+          : stages_of(run);
+  auto shards = offload_of_shards(run, chunks, place.tp);
+  return std::move(shards[static_cast<size_t>(place.dp) % shards.size()]);
 }
 
 std::string to_text(std::span<const OffloadPlan> plans) {

@@ -6,18 +6,17 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/config/train_config.h"
 #include "lockstep/layout/offload_plan.h"
+#include "lockstep/plan/run.h"
 
 namespace lockstep::plan {
 
 // One plan for each model that the rank has: the chunks of its pipeline, which share the rank's
-// budgets. Units are layers in the order in which a forward uses them: "embed", "positions",
-// "blocks.0" ..., "norm", "head"; and last, where parameters are sharded, "small", those that are
-// too small to be. ConfigError where it does not fit. Budgets that are left open have their
-// defaults, whatever this machine has; for update_site auto see layout::offload_machine.
-std::vector<layout::OffloadPlan> plan_offload(const config::TrainConfig& config,
-                                              const config::ModelSpec& model, int world, int rank);
+// budgets. Its flats are the units of the layers, in order; and last, where parameters are sharded,
+// "small", those that are too small to be. ConfigError where it does not fit. Budgets that are left
+// open have their defaults, whatever this machine has; for update_site auto see
+// layout::offload_machine.
+std::vector<layout::OffloadPlan> plan_offload(const Run& run, int rank);
 
 // A table of what rests where, and the budgets, of one rank.
 std::string to_text(std::span<const layout::OffloadPlan> plans);

@@ -100,20 +100,4 @@ size_t largest_state(std::span<const Memory> ranks) {
   return static_cast<size_t>(std::ranges::max_element(ranks, {}, &Memory::state) - ranks.begin());
 }
 
-void require_state_fits(const config::TrainConfig& config, const config::ModelSpec& model,
-                        int world) {
-  const int64_t limit = config.memory.max_per_device;
-  if (limit == 0) return;
-  const std::vector<Memory> ranks = memory_per_rank(config, model, world);
-  const size_t rank = largest_state(ranks);
-  const Memory& memory = ranks[rank];
-  if (memory.state() <= limit) return;
-  throw ConfigError(
-      format("memory.max_per_device is {}, but rank {} needs {} for what it keeps from step to "
-             "step: parameters {}, gradients {}, optimizer state {}; share them among more ranks "
-             "(parallel.shard, tp, pp), use a smaller model or allow more",
-             size_text(limit), rank, size_text(memory.state()), size_text(memory.parameters),
-             size_text(memory.gradients), size_text(memory.optimizer)));
-}
-
 }  // namespace lockstep::plan

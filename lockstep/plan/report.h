@@ -27,9 +27,4 @@ std::string offload_line(std::span<const Memory> ranks);
 size_t largest_total(std::span<const Memory> ranks);
 size_t largest_state(std::span<const Memory> ranks);
 
-// Throws ConfigError, with the numbers of that rank, where memory.max_per_device does not even hold
-// parameters, gradients and optimizer state of some rank.
-void require_state_fits(const config::TrainConfig& config, const config::ModelSpec& model,
-                        int world);
-
 }  // namespace lockstep::plan

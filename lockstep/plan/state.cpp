@@ -2,50 +2,52 @@
 #include "lockstep/plan/state.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
-#include "lockstep/config/pipeline.h"
-#include "lockstep/config/tensor.h"
 #include "lockstep/layout/flat_layout.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/plan/gather_arena.h"
 
 namespace lockstep::plan {
 namespace {
 
-using config::Shard;
-using config::TrainConfig;
 using layout::Shape;
-
-constexpr int64_t kBucketAlignment = 256;  // parallel/data/bucket.cpp
-constexpr int64_t kGradientBlocks = 2;     // parallel/flat/step_memory.cpp
+using layout::ShardingStrategy;
 
 int64_t aligned(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Parameters that are gathered and reduced together.
-struct Unit {
+// Units that are alike, one behind the other.
+struct UnitRun {
   std::vector<Shape> shapes = {};
-  int64_t count = 1;          // of units like this, one behind the other
+  int64_t count = 1;
   bool is_tied_copy = false;  // the optimizer has it elsewhere
   bool used_in_backward = true;
 };
 
-std::vector<Unit> units_of(const config::ModelSpec& model, const LocalTensors& tensors,
-                           const Stage& stage) {
-  std::vector<Unit> units;
-  if (stage.embedding) {
-    units.push_back({.shapes = tensors.embed, .used_in_backward = false});
-    if (!tensors.positions.empty())
-      units.push_back({.shapes = tensors.positions, .used_in_backward = false});
+std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
+  const auto units_of_kind = [&](size_t kind) -> const std::vector<Unit>& {
+    return model.kinds[kind].units[static_cast<size_t>(tp)];
+  };
+  std::vector<UnitRun> runs;
+  std::optional<size_t> last;  // kind
+  for (size_t i = stage.first; i < stage.end(); ++i) {
+    const size_t kind = model.layers[i].kind;
+    const std::vector<Unit>& units = units_of_kind(kind);
+    if (kind == last && units.size() == 1) {
+      ++runs.back().count;
+      continue;
+    }
+    last = kind;
+    for (const Unit& unit : units)
+      runs.push_back({.shapes = unit.shapes, .used_in_backward = !unit.embedding});
   }
-  if (stage.blocks > 0) units.push_back({.shapes = tensors.block, .count = stage.blocks});
-  if (stage.head) {
-    units.push_back({.shapes = tensors.norm});
-    if (!model.is_tied()) units.push_back({.shapes = tensors.head});
-    if (model.is_tied() && !stage.embedding)
-      units.push_back({.shapes = tensors.embed, .is_tied_copy = true});
+  if (has_tied_copy(model, stage)) {
+    const size_t first = model.layers.front().kind;
+    runs.push_back({.shapes = units_of_kind(first).front().shapes, .is_tied_copy = true});
   }
-  return units;
+  return runs;
 }
 
 // Copies of gradients that a SumTree of this many leaves has at most.
@@ -71,41 +73,32 @@ int64_t tree_buffers(int64_t leaves) {
 
 class Accounts {
  public:
-  Accounts(const TrainConfig& config, int world)
-      : config_(config),
-        element_(element_bytes_of(config)),
-        pipelined_(config::is_pipelined(config.parallel)),
-        micro_batches_(config.accumulation(world)),
-        ranks_(config.dp(world)),
-        shares_(shares_of(config, world)),
-        states_(static_cast<size_t>(ranks_)) {
-    const bool adamw = config.optim.name == config::OptimizerKind::adamw;
-    const int64_t moments = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
-    state_element_ = 4 * moments + (element_ == 2 ? 4 : 0);  // 16-bit parameters have a master
-    if (!config.train.reproducible) return;
+  explicit Accounts(const Run& run)
+      : run_(run),
+        element_(static_cast<int64_t>(size_of(run.dtype))),
+        states_(static_cast<size_t>(run.dims.dp)) {
     // Without a pipeline the last micro-batch joins the sum where it is.
-    leaf_copies_ = tree_buffers(pipelined_ ? micro_batches_ : micro_batches_ - 1);
+    if (run.reproducible)
+      leaf_copies_ = tree_buffers(run.pipeline ? run.micro_batches : run.micro_batches - 1);
   }
 
-  int shares() const { return shares_; }
-
-  std::vector<State> whole(const std::vector<Unit>& units) {
-    // What is offloaded has lines of its own (offload_of_shares).
-    const bool offloaded = config_.offload.any();
-    const bool buckets = offloaded || ranks_ > 1 || config_.train.reproducible;
+  std::vector<State> whole(const std::vector<UnitRun>& units) {
+    // What is offloaded has lines of its own (offload_of_shards).
+    const bool offloaded = run_.offload.any();
+    const bool buckets = offloaded || run_.dims.dp > 1 || run_.reproducible;
     // Micro-batches before the last are summed where autograd makes them.
-    const bool waits = buckets && !offloaded && micro_batches_ > 1 && !config_.train.reproducible;
+    const bool waits = buckets && !offloaded && run_.micro_batches > 1 && !run_.reproducible;
     State state;
-    for (const Unit& unit : units) {
+    for (const UnitRun& unit : units) {
       for (const Shape& shape : unit.shapes) {
         const int64_t bytes = unit.count * layout::numel_of(shape) * element_;
         const int64_t gradient =
-            buckets ? unit.count * aligned(bytes / unit.count, kBucketAlignment) : bytes;
+            buckets ? unit.count * aligned(bytes / unit.count, layout::kBucketAlignment) : bytes;
         state.parameters += bytes;
         state.gradients += gradient;
         state.buffers += leaf_copies_ * gradient + (waits ? bytes : 0);
         if (waits || !buckets) state.made_in_backward += bytes;
-        if (!unit.is_tied_copy) state.optimizer += bytes / element_ * state_element_;
+        if (!unit.is_tied_copy) state.optimizer += bytes / element_ * run_.state_bytes;
       }
     }
     states_.assign(states_.size(), state);
@@ -113,14 +106,14 @@ class Accounts {
   }
 
   // `ends_as_it_begins`: the first unit is the last, too.
-  std::vector<State> shared(const std::vector<Unit>& units, bool ends_as_it_begins) {
-    Unit small;  // of all units, whole on every rank
+  std::vector<State> shared(const std::vector<UnitRun>& units, bool ends_as_it_begins) {
+    UnitRun small;  // of all units, whole on every rank
     std::vector<Line> lines;
-    for (const Unit& unit : units) {
-      Unit large = unit;
+    for (const UnitRun& unit : units) {
+      UnitRun large = unit;
       large.shapes.clear();
       for (const Shape& shape : unit.shapes) {
-        if (layout::numel_of(shape) >= kSmallestShared) {
+        if (layout::numel_of(shape) >= layout::kMinShardedElements) {
           large.shapes.push_back(shape);
         } else {
           small.shapes.insert(small.shapes.end(), static_cast<size_t>(unit.count), shape);
@@ -129,7 +122,7 @@ class Accounts {
       if (!large.shapes.empty()) lines.push_back(add_shards(large));
     }
     if (!small.shapes.empty()) add_whole(small);
-    if (config_.parallel.shard != Shard::optimizer && !config_.offload.any())
+    if (run_.sharding != ShardingStrategy::optimizer && !run_.offload.any())
       add_buffers(lines, ends_as_it_begins);
     return std::move(states_);
   }
@@ -140,17 +133,17 @@ class Accounts {
     bool used_in_backward;
   };
 
-  layout::FlatLayout lay_out(const Unit& unit, int parts) const {
-    return layout::lay_out(unit.shapes, parts, kLineAlignment / element_);
+  layout::FlatLayout lay_out(const UnitRun& unit, int parts) const {
+    return layout::lay_out(unit.shapes, parts, layout::kFlatAlignment / element_);
   }
 
-  Line add_shards(const Unit& unit) {
-    const layout::FlatLayout line = lay_out(unit, shares());
+  Line add_shards(const UnitRun& unit) {
+    const layout::FlatLayout line = lay_out(unit, run_.shards);
     const Line bytes{line.size * element_, unit.count, unit.used_in_backward};
-    const bool resident = config_.parallel.shard == Shard::optimizer;
-    for (int rank = 0; rank < ranks_; ++rank) {
+    const bool resident = run_.sharding == ShardingStrategy::optimizer;
+    for (int rank = 0; rank < run_.dims.dp; ++rank) {
       State& state = states_[static_cast<size_t>(rank)];
-      const auto part = static_cast<size_t>(rank % shares());
+      const auto part = static_cast<size_t>(rank % run_.shards);
       const int64_t share = line.blocks[part].size() * element_;
       int64_t elements = 0;
       for (const layout::RowShard& rows : line.rows[part]) {
@@ -159,20 +152,20 @@ class Accounts {
       }
       state.parameters += unit.count * (resident ? bytes.bytes : share);
       state.gradients += unit.count * (share + (resident ? bytes.bytes : 0));
-      if (!unit.is_tied_copy) state.optimizer += unit.count * elements * state_element_;
+      if (!unit.is_tied_copy) state.optimizer += unit.count * elements * run_.state_bytes;
       state.buffers += unit.count * leaf_copies_ * bytes.bytes;
     }
     return bytes;
   }
 
-  void add_whole(const Unit& unit) {
+  void add_whole(const UnitRun& unit) {
     int64_t elements = 0;
     for (const Shape& shape : unit.shapes) elements += layout::numel_of(shape);
     const int64_t line = lay_out(unit, 1).size * element_;
     for (State& state : states_) {
       state.parameters += elements * element_;
       state.gradients += line;
-      state.optimizer += elements * state_element_;
+      state.optimizer += elements * run_.state_bytes;
       state.buffers += leaf_copies_ * line;
     }
   }
@@ -200,72 +193,33 @@ class Accounts {
       largest = std::max(largest, line.bytes);
     }
     // A pipeline gathers a stage at a time; else the one that is used and the next.
-    const bool gathers_all = pipelined_ || config_.parallel.shard == Shard::grad_op;
+    const bool gathers_all = run_.pipeline || run_.sharding == ShardingStrategy::shard_grad_op;
     const int64_t gathered = gathers_all ? all : gathered_bytes(uses_of(lines, ends_as_it_begins));
     // Unreduced gradients of micro-batches wait for the last one.
-    const bool waits = micro_batches_ > 1 && !config_.train.reproducible;
-    const int64_t reduced = waits ? all : std::min(all, kGradientBlocks * largest);
+    const bool waits = run_.micro_batches > 1 && !run_.reproducible;
+    const int64_t reduced =
+        waits ? all : std::min(all, layout::num_gradient_blocks(false, false) * largest);
     for (State& state : states_) state.buffers += gathered + reduced;
   }
 
-  const TrainConfig& config_;
-  int64_t element_, state_element_ = 0;
-  bool pipelined_;
-  int64_t micro_batches_;
-  int ranks_, shares_;
+  const Run& run_;
+  int64_t element_;
   int64_t leaf_copies_ = 0;
   std::vector<State> states_;
 };
 
 }  // namespace
 
-int64_t element_bytes_of(const TrainConfig& config) {
-  return config.train.dtype == config::Precision::bfloat16 ? 2 : 4;
+bool has_tied_copy(const Model& model, const Stage& stage) {
+  return !model.tied.empty() && stage.end() == model.layers.size() && stage.first > 0;
 }
 
-LocalTensors local_tensors(const config::ModelSpec& model, int tp, int rank) {
-  config::ModelSpec one = model;  // blocks are alike
-  one.layers = 1;
-  LocalTensors tensors;
-  for (const config::TensorSpec& tensor : one.tensors()) {
-    auto& list = tensor.name == "embed.weight"          ? tensors.embed
-                 : tensor.name == "positions.weight"    ? tensors.positions
-                 : tensor.name == "head.weight"         ? tensors.head
-                 : tensor.name.starts_with("blocks.0.") ? tensors.block
-                                                        : tensors.norm;
-    list.push_back(config::tensor_split(model, tensor, tp, rank).local_shape());
-  }
-  return tensors;
-}
-
-std::vector<Stage> stages_of(const TrainConfig& config, const config::ModelSpec& model) {
-  if (!config::is_pipelined(config.parallel)) return {{.blocks = model.layers}};
-  std::vector<Stage> stages;
-  int64_t first = 0;  // layer
-  for (const int layers : config::layers_per_stage(config.parallel, model.layers)) {
-    const int64_t end = first + layers;
-    Stage stage{.embedding = first == 0, .head = end == model.layers + 2};
-    stage.blocks = layers - (stage.embedding ? 1 : 0) - (stage.head ? 1 : 0);
-    stage.first_block = std::max<int64_t>(0, first - 1);
-    stages.push_back(stage);
-    first = end;
-  }
-  return stages;
-}
-
-int shares_of(const TrainConfig& config, int world) {
-  const Shard shard = config.parallel.shard;
-  const int size = config.parallel.shard_size;
-  if (shard == Shard::none) return 1;
-  return shard == Shard::hybrid && size > 0 ? size : config.dp(world);
-}
-
-std::vector<State> states_of(const TrainConfig& config, const config::ModelSpec& model,
-                             const LocalTensors& tensors, const Stage& stage, int world) {
-  const std::vector<Unit> units = units_of(model, tensors, stage);
-  Accounts accounts(config, world);
-  if (accounts.shares() == 1) return accounts.whole(units);
-  return accounts.shared(units, stage.embedding && stage.head && model.is_tied());
+std::vector<State> states_of(const Run& run, const Stage& stage, int tp) {
+  const std::vector<UnitRun> units = units_of(run.model, stage, tp);
+  Accounts accounts(run);
+  if (run.shards == 1) return accounts.whole(units);
+  const bool whole = stage.first == 0 && stage.end() == run.model.layers.size();
+  return accounts.shared(units, whole && !run.model.tied.empty());
 }
 
 }  // namespace lockstep::plan

@@ -3,11 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include "lockstep/nn/loss.h"
-
 namespace lockstep::train {
-
-static_assert(data::kIgnoredTarget == nn::kIgnoredTarget);
 
 Tensors to_tensors(const data::Batch& batch, int64_t seq_len, c10::Device device) {
   const auto tensor = [&](const std::vector<int64_t>& values) {

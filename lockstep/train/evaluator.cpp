@@ -8,7 +8,6 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/data/batch.h"
-#include "lockstep/nn/loss.h"
 #include "lockstep/train/batches.h"
 
 namespace lockstep::train {
@@ -51,7 +50,7 @@ double Evaluator::loss(TrainedModel& model) const {
                     .rows = options_.rows});
       tensors.push_back(to_tensors(rows, options_.seq_len, options_.device));
       const auto real = std::ranges::count_if(
-          rows.target, [](int64_t target) { return target != nn::kIgnoredTarget; });
+          rows.target, [](int64_t target) { return target != data::kIgnoredTarget; });
       counts.push_back(batch < batches_ ? static_cast<double>(real) : 0);
     }
     const std::vector<double> losses = model.evaluate(tensors);

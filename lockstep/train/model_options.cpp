@@ -11,25 +11,8 @@
 namespace lockstep::train {
 namespace {
 
-using config::Shard;
 using config::TrainConfig;
 using parallel::ShardingStrategy;
-
-ShardingStrategy strategy_of(Shard shard) {
-  switch (shard) {
-    case Shard::none:
-      return ShardingStrategy::no_shard;
-    case Shard::full:
-      return ShardingStrategy::full_shard;
-    case Shard::grad_op:
-      return ShardingStrategy::shard_grad_op;
-    case Shard::optimizer:
-      return ShardingStrategy::optimizer;
-    case Shard::hybrid:
-      return ShardingStrategy::hybrid_shard;
-  }
-  return ShardingStrategy::no_shard;
-}
 
 // Blocks, and what comes before and after them.
 bool is_unit(const std::string& path, torch::nn::Module&) {
@@ -54,7 +37,7 @@ parallel::MaterializeOptions initializer(const TrainConfig& config, c10::Device 
 }
 
 parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm::Group& group) {
-  parallel::FullyShardOptions options{.strategy = strategy_of(config.parallel.shard),
+  parallel::FullyShardOptions options{.strategy = config.parallel.shard,
                                       .units = parallel::ByPredicate(is_unit),
                                       .use_orig_params = true,
                                       .reproducible = config.train.reproducible};
@@ -94,7 +77,7 @@ std::string describe_shards(std::span<const parallel::ShardedModel> models) {
   }
   if (units == 0) return "";
   return format("shard  {}: {} of {} parameters on this rank, in {} units",
-                parallel::name_of(models[0].options().strategy), short_number(mine),
+                layout::name_of(models[0].options().strategy), short_number(mine),
                 short_number(all), units);
 }
 

@@ -34,7 +34,7 @@ parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c1
                    .group = schedule.group,
                    .schedule_file = schedule.file}};
   if (config.offload.params) options.advanced.max_unsharded = 0;  // stages do not stay whole
-  if (config.parallel.shard == config::Shard::none && !config.offload.any()) {
+  if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression)};
   } else {

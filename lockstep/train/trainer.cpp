@@ -16,6 +16,7 @@
 #include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/inputs.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
@@ -102,8 +103,8 @@ config::DataIdentities compared(config::DataIdentities identities, const comm::G
 }
 
 plan::Memory predicted(const TrainConfig& config, const comm::Group& world) {
-  return plan::memory_per_rank(config, config.model,
-                               world.size())[static_cast<size_t>(world.rank())];
+  const auto ranks = plan::memory_per_rank(config::planned_run(config, config.model, world.size()));
+  return ranks[static_cast<size_t>(world.rank())];
 }
 
 }  // namespace

@@ -230,9 +230,11 @@ TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
 }
 
 TEST(OffloadConfig, RejectsShardingThatKeepsParametersGathered) {
-  for (const auto shard : {Shard::none, Shard::full, Shard::hybrid})
+  for (const auto shard : {layout::ShardingStrategy::no_shard, layout::ShardingStrategy::full_shard,
+                           layout::ShardingStrategy::hybrid_shard})
     expect_valid([&](auto& c) { c.parallel.shard = shard; });
-  for (const auto shard : {Shard::grad_op, Shard::optimizer}) {
+  for (const auto shard :
+       {layout::ShardingStrategy::shard_grad_op, layout::ShardingStrategy::optimizer}) {
     expect_refused([&](auto& c) { c.parallel.shard = shard; },
                    "parallel.shard is " + std::string(name_of(shard)) +
                        ", must be one of none, full, hybrid where something is offloaded: the "

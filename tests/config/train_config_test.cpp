@@ -238,7 +238,7 @@ TEST(TrainConfig, CompressionIsForWholeModels) {
     };
   };
   expect_refused(
-      2, with([](auto& c) { c.parallel.shard = Shard::full; }),
+      2, with([](auto& c) { c.parallel.shard = layout::ShardingStrategy::full_shard; }),
       "comm.compression is bf16-across-hosts, but parallel.shard is full: it is for none");
   expect_refused(2, with([](auto& c) { c.train.reproducible = true; }),
                  "comm.compression is bf16-across-hosts, but train.reproducible is true: rounded "
@@ -370,7 +370,7 @@ TEST(TrainConfig, ShardSizeBelongsToHybrid) {
       4, [](auto& c) { c.parallel.shard_size = 2; },
       "parallel.shard_size is 2, but parallel.shard is none: it is for hybrid");
   const auto hybrid = [](auto& c) {
-    c.parallel.shard = Shard::hybrid;
+    c.parallel.shard = layout::ShardingStrategy::hybrid_shard;
     c.parallel.shard_size = 3;
   };
   expect_refused(4, hybrid, "parallel.shard_size 3 must divide the 4 data-parallel ranks");
@@ -395,7 +395,7 @@ TEST(TrainConfig, NamesOfChoices) {
   EXPECT_EQ(config.train.device, DeviceKind::cuda);
   EXPECT_EQ(config.train.recompute, Recompute::selective);
   EXPECT_EQ(config.optim.name, OptimizerKind::sgd);
-  EXPECT_EQ(config.parallel.shard, Shard::optimizer);
+  EXPECT_EQ(config.parallel.shard, layout::ShardingStrategy::optimizer);
   EXPECT_EQ(config.parallel.schedule, layout::PipelineSchedule::round_robin);
   EXPECT_EQ(config.memory.strategy, MemoryStrategy::aggressive);
   EXPECT_EQ(config.comm.strategy, layout::CommStrategy::adaptive);

@@ -262,8 +262,8 @@ TEST_F(Reader, OtherContents) {
   const auto folder = begin_checkpoint(dir_, 2);
   const std::vector<ShardSlice> declared = {{"w", "I32", {4}, {{{0, 4}}}}};
   test::write_file(folder + "/f", "no header");
-  CheckpointReader reader(
-      commit_checkpoint(dir_, shard_manifest(2, "f", io::record_of(folder + "/f"), declared)));
+  CheckpointReader reader(commit_checkpoint(
+      dir_, shard_manifest(2, "f", test_support::record_of(folder + "/f"), declared)));
   EXPECT_THAT([&] { read(reader, "w", Box::whole({4})); },
               ThrowsMessage<CheckpointError>(HasSubstr("/f: a header of ")));
 }

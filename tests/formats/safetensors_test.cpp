@@ -9,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/safetensors_writer.h"
+#include "tests/formats/save.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
@@ -78,7 +79,7 @@ TEST_F(Safetensors, WritesGolden) {
   writer.write("a", as_bytes(kGolden).subspan(160));
   const auto record = writer.finish();
   EXPECT_EQ(test::read_file(path()), kGolden);
-  EXPECT_EQ(record, io::record_of(path()));
+  EXPECT_EQ(record, test_support::record_of(path()));
   EXPECT_EQ(record.bytes, kGolden.size());
 }
 
@@ -127,7 +128,7 @@ TEST_F(Safetensors, LargeTensors) {
     }
   }
   const auto record = writer.finish();
-  EXPECT_EQ(record, io::record_of(path()));
+  EXPECT_EQ(record, test_support::record_of(path()));
   EXPECT_EQ(test::read_file(path()).substr(record.bytes - bytes.size()), bytes);
 }
 

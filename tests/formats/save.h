@@ -2,6 +2,7 @@
 // Small checkpoints for tests.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -11,8 +12,24 @@
 
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/shard_file.h"
+#include "lockstep/io/crc32c.h"
+#include "lockstep/io/file_record.h"
+#include "lockstep/io/regular_file.h"
 
 namespace lockstep::formats::test_support {
+
+// Of a file that lies there, read whole.
+inline io::FileRecord record_of(const std::string& path) {
+  const io::RegularFile file(path);
+  io::FileRecord record{.bytes = file.size()};
+  std::vector<std::byte> block(io::kBlockBytes);
+  for (uint64_t begin = 0; begin < record.bytes; begin += io::kBlockBytes) {
+    const auto bytes = std::span(block).first(std::min(io::kBlockBytes, record.bytes - begin));
+    file.read(begin, bytes);
+    record.blocks.push_back(io::crc32c(bytes));
+  }
+  return record;
+}
 
 inline io::FileRecord write_shard(const std::string& folder, const std::string& file,
                                   const std::vector<ShardSlice>& slices, int seed) {

@@ -4,7 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "tests/support/refused.h"
@@ -91,6 +93,16 @@ TEST(ParallelConfig, ExplicitSplitOfLayers) {
                  "layer");
 }
 
+TEST(LayersPerStage, EqualSharesOrTheSplitOrNothing) {
+  EXPECT_EQ(layers_per_stage(6, 3, {}), std::vector({2, 2, 2}));
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 1, 2}), std::vector({3, 1, 2}));
+  EXPECT_EQ(layers_per_stage(7, 3, {}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(0, 3, {}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 3}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {0, 3, 3}), std::nullopt);
+  EXPECT_EQ(layers_per_stage(6, 3, {3, 3, 3}), std::nullopt);
+}
+
 TEST(ParallelConfig, PositiveNumbers) {
   expect_refused(ParallelConfig{.micro_batch_size = 0}, 1,
                  "[parallel_config] micro-batch size 0, must be greater than 0");
@@ -113,6 +125,8 @@ TEST(ParallelConfig, NamesGoBothWays) {
   expect_round_trip<CommStrategy>(5, parse_comm_strategy);
   expect_round_trip<PipelineSchedule>(12, parse_pipeline_schedule);
   expect_round_trip<Recompute>(3, parse_recompute);
+  expect_round_trip<ShardingStrategy>(5, parse_sharding_strategy);
+  EXPECT_EQ(parse_sharding_strategy("grad_op"), ShardingStrategy::shard_grad_op);
   EXPECT_EQ(name_of(MemoryStrategy::aggressive), "aggressive");
   EXPECT_EQ(name_of(CommStrategy::hierarchical), "hierarchical");
   EXPECT_EQ(name_of(PipelineSchedule::one_f_one_b), "1f1b");
@@ -126,6 +140,9 @@ TEST(ParallelConfig, UnknownNamesListTheKnown) {
   EXPECT_THAT([] { parse_memory_strategy("huge"); },
               refused("[memory strategy] 'huge' is unknown, must be one of basic, standard, "
                       "aggressive, extreme"));
+  EXPECT_THAT([] { parse_sharding_strategy("zero3"); },
+              refused("[sharding strategy] 'zero3' is unknown, must be one of none, full, grad_op, "
+                      "optimizer, hybrid"));
   EXPECT_THAT([] { parse_comm_strategy(""); },
               ThrowsMessage<ConfigError>(AllOf(HasSubstr("''"), HasSubstr("adaptive"))));
   EXPECT_THAT(

@@ -28,9 +28,19 @@ TEST(PartitionMap, DealsOutOneAfterTheOther) {
   EXPECT_EQ(map.global_index(1, 1), 4);
 }
 
+TEST(PartitionMap, TenPartitionsOverFourRanks) {
+  const PartitionMap map(10, 4);
+  EXPECT_EQ(map.owner(6), 2);
+  EXPECT_EQ(map.local_index(6), 1);
+  EXPECT_EQ(map.global_index(2, 1), 6);
+  EXPECT_EQ(map.owned_count(1), 3);
+  EXPECT_EQ(map.owned_count(2), 2);
+  EXPECT_THAT(map.owned(1), ElementsAre(1, 5, 9));
+}
+
 TEST(PartitionMap, IndicesGoBothWaysAndEveryPartitionHasOneOwner) {
-  for (const int world : {1, 2, 3, 4, 8}) {
-    for (int64_t partitions = 0; partitions < 20; ++partitions) {
+  for (int world = 1; world <= 24; ++world) {
+    for (int64_t partitions = 0; partitions <= 50; ++partitions) {
       const PartitionMap map(partitions, world);
       std::vector<int> owners(static_cast<size_t>(partitions), 0);
       int64_t sum = 0;
@@ -74,12 +84,14 @@ TEST(PartitionMap, RefusesWhatIsOutside) {
   EXPECT_THAT([&] { map.owned(2); }, refused(rank));
   EXPECT_THAT([&] { map.owns(2, 0); }, refused(rank));
   EXPECT_THAT([&] { map.global_index(2, 0); }, refused(rank));
+  EXPECT_THROW(map.owned(-1), ConfigError);
   EXPECT_THAT([&] { map.owned_count(-1); },
               refused("[partition_map] rank -1, must be at least 0 and below the world size 2"));
   const std::string partition = "[partition_map] partition 5, must be at least 0 and below 5";
   EXPECT_THAT([&] { map.owner(5); }, refused(partition));
   EXPECT_THAT([&] { map.local_index(5); }, refused(partition));
   EXPECT_THAT([&] { map.group_of(std::vector<int64_t>{0, 5}); }, refused(partition));
+  EXPECT_THROW(map.local_index(-1), ConfigError);
   EXPECT_THAT([&] { map.owner(-1); },
               refused("[partition_map] partition -1, must be at least 0 and below 5"));
   EXPECT_THAT([&] { map.global_index(1, 2); },

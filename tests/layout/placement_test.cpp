@@ -23,7 +23,6 @@ TEST(Placement, Whole) {
   EXPECT_TRUE(placement.is_whole());
   EXPECT_FALSE(placement.is_empty());
   EXPECT_EQ(placement.numel(), 32);
-  EXPECT_EQ(placement.global_numel(), 32);
   EXPECT_THAT(placement.local_shape(), ElementsAre(8, 4));
   EXPECT_EQ(placement.describe(), "head.weight (8, 4) whole replicated over dp, tp");
 }

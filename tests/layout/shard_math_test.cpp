@@ -207,47 +207,5 @@ TEST(Factors, ExactAndAsNearAsPossible) {
   }
 }
 
-TEST(RoundRobin, TenItemsOverFourOwners) {
-  const RoundRobin map(10, 4);
-  EXPECT_EQ(map.owner(6), 2);
-  EXPECT_EQ(map.local_index(6), 1);
-  EXPECT_EQ(map.global_index(2, 1), 6);
-  EXPECT_EQ(map.owned_count(1), 3);
-  EXPECT_EQ(map.owned_count(2), 2);
-  EXPECT_THAT(map.owned(1), ElementsAre(1, 5, 9));
-}
-
-TEST(RoundRobin, MapsAreInverse) {
-  for (int world = 1; world <= 24; ++world) {
-    for (int64_t count = 0; count <= 50; ++count) {
-      const RoundRobin map(count, world);
-      int64_t owned = 0;
-      for (int rank = 0; rank < world; ++rank) {
-        owned += map.owned_count(rank);
-        ASSERT_EQ(static_cast<int64_t>(map.owned(rank).size()), map.owned_count(rank));
-        for (int64_t local = 0; local < map.owned_count(rank); ++local) {
-          const auto index = map.global_index(rank, local);
-          ASSERT_EQ(map.owned(rank)[local], index);
-          ASSERT_EQ(map.owner(index), rank);
-          ASSERT_EQ(map.local_index(index), local);
-        }
-      }
-      ASSERT_EQ(owned, count);
-    }
-  }
-}
-
-TEST(RoundRobin, OutsideIsAnError) {
-  const RoundRobin map(10, 4);
-  EXPECT_THAT([&] { map.owner(10); }, ThrowsMessage<ConfigError>(HasSubstr("below 10")));
-  EXPECT_THAT(
-      [&] { map.owned_count(4); },
-      ThrowsMessage<ConfigError>(HasSubstr("rank 4, must be at least 0 and below world size 4")));
-  EXPECT_THROW(map.global_index(2, 2), ConfigError);
-  EXPECT_THROW(map.local_index(-1), ConfigError);
-  EXPECT_THROW(map.owned(-1), ConfigError);
-  EXPECT_THROW(RoundRobin(10, 0), ConfigError);
-}
-
 }  // namespace
 }  // namespace lockstep::layout

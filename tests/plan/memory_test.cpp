@@ -1,306 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a list of layers takes; tests/config/plan has the built-in models.
 #include "lockstep/plan/memory.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include "lockstep/core/error.h"
-#include "lockstep/core/size_text.h"
-#include "lockstep/plan/report.h"
 
 namespace lockstep::plan {
 namespace {
 
-using config::ModelKind;
-using config::ModelSpec;
-using config::Shard;
-using config::TrainConfig;
-using layout::PipelineSchedule;
-using layout::Recompute;
-using testing::AllOf;
-using testing::Each;
-using testing::HasSubstr;
-using testing::ThrowsMessage;
-
-// Counted by hand: hidden 8, ffn 32, vocab 10, 4 positions.
-constexpr int64_t kBlock = 2 * 16 + (24 * 8 + 24) + (8 * 8 + 8) + (32 * 8 + 32) + (8 * 32 + 8);
-constexpr int64_t kEmbed = 80, kPositions = 32, kNorm = 16;
-
-TrainConfig small() {
-  TrainConfig config;
-  config.data.path = "any";
-  config.model = {.layers = 4, .hidden = 8, .heads = 2, .vocab = 10, .positions = 4};
-  config.train.seq_len = 4;
-  config.train.micro_batch = 1;
-  config.train.device = config::DeviceKind::cpu;
-  return config;
+// Four layers of 64 parameters, each of which keeps 1000 bytes for backward.
+Run four_layers() {
+  LayerKind kind{.cost = {.kept = 1000,
+                          .forward_peak = 1500,
+                          .backward_peak = 1800,
+                          .backward_peak_keeping = 2000,
+                          .weights = 256},
+                 .units = {{{.name = "weight", .shapes = {{8, 8}}}}}};
+  Run run;
+  run.model.kinds = {kind};
+  run.model.layers = {{"0.", 0}, {"1.", 0}, {"2.", 0}, {"3.", 0}};
+  run.model.stream_bytes = 50;
+  return run;
 }
 
-std::vector<Memory> plan_for(const TrainConfig& config, int world) {
-  config.validate(world);
-  return memory_per_rank(config, config.model.resolved(config.train.seq_len, 256), world);
+TEST(MemoryOfLayers, OneRankHasAllOfThem) {
+  const auto ranks = memory_per_rank(four_layers());
+  ASSERT_EQ(ranks.size(), 1u);
+  EXPECT_EQ(ranks[0].parameters, 4 * 64 * 4);
+  EXPECT_EQ(ranks[0].optimizer, 4 * 64 * 8);
+  // Autograd makes the gradients, and the peak has the last layer's backward: they count once.
+  EXPECT_EQ(ranks[0].gradients, 4 * 64 * 4);
+  EXPECT_EQ(ranks[0].activations, 3 * 1000 + 2000 - 4 * 64 * 4);
+  EXPECT_EQ(ranks[0].buffers, 0);
 }
 
-// One that does not fit into a rank, and whose parts are larger than what is added to align them.
-TrainConfig large() {
-  TrainConfig config = small();
-  config.model = {.layers = 8, .hidden = 512, .heads = 8, .vocab = 4096};
-  config.train.seq_len = 256;
-  config.train.micro_batch = 4;
-  return config;
-}
-
-int64_t activations(const TrainConfig& config, int world = 1) {
-  return plan_for(config, world)[0].activations;
-}
-
-TEST(Memory, CountsParametersGradientsAndState) {
-  TrainConfig config = small();
-  const int64_t all = 4 * kBlock + kEmbed + kPositions + kNorm;
-  const Memory memory = plan_for(config, 1)[0];
-  EXPECT_EQ(memory.parameters, 4 * all);
-  EXPECT_EQ(memory.gradients, 4 * all);
-  EXPECT_EQ(memory.optimizer, 8 * all);
-  EXPECT_EQ(memory.buffers, 0);
-  EXPECT_EQ(memory.state(), 16 * all);
-  EXPECT_EQ(memory.total(), 16 * all + memory.activations);
-  EXPECT_GT(memory.activations, 0);
-
-  config.optim.name = config::OptimizerKind::sgd;
-  EXPECT_EQ(plan_for(config, 1)[0].optimizer, 0);
-  config.optim.momentum = 0.9;
-  EXPECT_EQ(plan_for(config, 1)[0].optimizer, 4 * all);
-}
-
-TEST(Memory, SixteenBitParametersHaveAMaster) {
-  TrainConfig config = large();
-  const Memory whole = plan_for(config, 1)[0];
-  config.train.dtype = config::Precision::bfloat16;
-  const Memory half = plan_for(config, 1)[0];
-  EXPECT_EQ(2 * half.parameters, whole.parameters);
-  EXPECT_EQ(2 * half.gradients, whole.gradients);
-  EXPECT_EQ(half.optimizer, whole.optimizer + whole.parameters);
-}
-
-TEST(Memory, OfStages) {
-  TrainConfig config = small();
-  config.parallel.pp = 2;
-  config.train.global_batch = 2;
-  const int64_t first = 2 * kBlock + kEmbed + kPositions, last = 2 * kBlock + kNorm + kEmbed;
-  auto ranks = plan_for(config, 2);
-  EXPECT_EQ(ranks[0].parameters, 4 * first);
-  EXPECT_EQ(ranks[1].parameters, 4 * last);
-  EXPECT_EQ(ranks[0].optimizer, 8 * first);
-  EXPECT_EQ(ranks[1].optimizer, 8 * (last - kEmbed)) << "of a copy the optimizer has nothing";
-
-  config.parallel.split = {1, 5};
-  ranks = plan_for(config, 2);
-  EXPECT_EQ(ranks[0].parameters, 4 * (kEmbed + kPositions));
-  EXPECT_EQ(ranks[1].parameters, 4 * (4 * kBlock + kNorm + kEmbed));
-
-  config = small();
-  config.parallel.pp = 2;
-  config.parallel.chunks = 2;
-  config.train.global_batch = 4;
-  ranks = plan_for(config, 4);  // dp 2, each with stages 0 and 2, or 1 and 3
-  EXPECT_EQ(ranks[0], ranks[2]);
-  EXPECT_EQ(ranks[1], ranks[3]);
-  EXPECT_EQ(ranks[0].parameters, 4 * first);
-  EXPECT_EQ(ranks[1].parameters, 4 * last);
-}
-
-TEST(Memory, BucketsAreAligned) {
-  const Memory memory = plan_for(small(), 2)[0];
-  // Of a block: four norms and biases of 8, one of 24, one of 32 and one of 8, each 256 bytes.
-  const int64_t block = 4 * (24 * 8 + 8 * 8 + 32 * 8 + 8 * 32) + 256 * (4 + 2 + 1 + 1);
-  EXPECT_EQ(memory.gradients, 4 * block + 512 + 256 + 2 * 256);
-}
-
-TEST(Memory, SharesAreFractions) {
-  TrainConfig config = large();
-  const Memory whole = plan_for(config, 4)[0];
-  const auto share = [&](Shard shard, int size = 0) {
-    config.parallel.shard = shard;
-    config.parallel.shard_size = size;
-    return plan_for(config, 4)[0];
-  };
-  const auto near = [](int64_t a, int64_t b) { EXPECT_NEAR(1.0 * a / b, 1, 0.02); };
-  const Memory full = share(Shard::full), grad_op = share(Shard::grad_op);
-  near(4 * full.parameters, whole.parameters);
-  near(4 * full.gradients, whole.gradients);
-  near(4 * full.optimizer, whole.optimizer);
-  EXPECT_EQ(grad_op.parameters, full.parameters);
-  EXPECT_GT(grad_op.buffers, full.buffers + whole.parameters / 2);
-  EXPECT_EQ(grad_op.activations, full.activations);
-
-  const Memory optimizer = share(Shard::optimizer), hybrid = share(Shard::hybrid, 2);
-  near(optimizer.parameters, whole.parameters);
-  near(4 * optimizer.optimizer, whole.optimizer);
-  near(2 * hybrid.parameters, whole.parameters);
-  near(2 * hybrid.optimizer, whole.optimizer);
-}
-
-TEST(Memory, AShareOfOneIsTheWhole) {
-  TrainConfig config = large();
-  const Memory alone = plan_for(config, 1)[0], copies = plan_for(config, 2)[0];
-  config.parallel.shard = Shard::full;
-  EXPECT_EQ(plan_for(config, 1)[0], alone);
-  config.parallel.shard = Shard::hybrid;
-  config.parallel.shard_size = 1;
-  EXPECT_EQ(plan_for(config, 2)[0], copies);
-}
-
-// Sums of 4 micro-batches need two copies of the gradients, with a pipeline, where the last one is
-// pushed too, no more; of 8 three.
-TEST(Memory, ReproducibleSumsHaveCopies) {
-  TrainConfig config = large();
-  config.train.reproducible = true;
-  const auto copies = [&](int64_t micro_batches) {
-    config.train.global_batch = 4 * micro_batches;
-    const Memory memory = plan_for(config, 1)[0];
-    return static_cast<double>(memory.buffers) / static_cast<double>(memory.gradients);
-  };
-  EXPECT_EQ(copies(1), 0);
-  EXPECT_EQ(copies(2), 1);
-  EXPECT_EQ(copies(4), 2);
-  EXPECT_EQ(copies(8), 3);
-}
-
-TEST(Memory, SharesOfAllRanksAddUpToTheWhole) {
-  TrainConfig config = large();
-  config.model.hidden = 520;  // does not divide
-  config.model.heads = 4;
-  int64_t whole = plan_for(config, 1)[0].optimizer, sum = 0;
-  config.parallel.shard = Shard::full;
-  for (const Memory& rank : plan_for(config, 3)) sum += rank.optimizer;
-  // What is smaller than 1000 elements every rank has: four of 520 in a block, and two.
-  EXPECT_EQ(sum - whole, 2 * 8 * ((8 * 6 + 2) * 520));
-}
-
-// On two ranks, whose gradients are always there.
-TEST(Memory, RecomputeKeepsLess) {
-  TrainConfig config = large();
-  config.model.vocab = 64;
-  const int64_t stream = 4 * 256 * 512 * 4;  // (B, T, C)
-  const int64_t none = activations(config, 2);
-  config.train.recompute = Recompute::selective;
-  const int64_t selective = activations(config, 2);
-  config.train.recompute = Recompute::full;
-  const int64_t full = activations(config, 2);
-  // Of 16 streams, 6 are left, or 1; and one block is there again in backward.
-  EXPECT_NEAR(static_cast<double>(none - selective) / stream, 7 * 10, 14);
-  EXPECT_NEAR(static_cast<double>(none - full) / stream, 7 * 15, 14);
-}
-
-// Reproducible, so that there are buckets and no gradients of micro-batches wait.
-TEST(Memory, TiedEmbeddingsHaveTwoGradientsAtATime) {
-  TrainConfig config = large();
-  config.train.reproducible = true;
-  config.train.seq_len = 2;
-  config.model.layers = 1;
-  config.model.vocab = 1 << 16;
-  const int64_t table = config.model.vocab * config.model.hidden * 4;
-  const int64_t tied = activations(config);
-  EXPECT_GE(tied, 2 * table);
-  EXPECT_LT(tied, 2 * table + table / 10);
-  config.train.global_batch = 8;
-  EXPECT_EQ(activations(config), tied);
-  config.model.tied = false;
-  EXPECT_LT(activations(config), table + table / 10);
-}
-
-TEST(Memory, ExtremeKeepsNoInputs) {
-  TrainConfig config = large();
-  config.model.vocab = 64;
-  config.memory.strategy = layout::MemoryStrategy::aggressive;
-  const int64_t in_memory = activations(config, 2);
-  config.memory.strategy = layout::MemoryStrategy::extreme;
-  config.model.layers = 8;
-  const int64_t on_disk = activations(config, 2);
-  EXPECT_LT(on_disk, in_memory - 5 * (4 * 256 * 512 * 4));
-  config.model.layers = 16;
-  EXPECT_EQ(activations(config, 2), on_disk);
-}
-
-TEST(Memory, FollowsTheSchedule) {
-  TrainConfig config = large();
-  config.parallel.pp = 4;
-  config.parallel.schedule = PipelineSchedule::gpipe;
-  const auto with = [&](PipelineSchedule schedule, int64_t micro_batches) {
-    config.parallel.schedule = schedule;
-    config.train.global_batch = 4 * micro_batches;
-    return plan_for(config, 4)[0].activations;
-  };
-  const int64_t few = with(PipelineSchedule::gpipe, 8);
-  const int64_t many = with(PipelineSchedule::gpipe, 16);
-  EXPECT_GT(many, 19 * few / 10);
-  EXPECT_EQ(with(PipelineSchedule::one_f_one_b, 8), with(PipelineSchedule::one_f_one_b, 16));
-  EXPECT_LT(with(PipelineSchedule::one_f_one_b, 16), few);
-  const auto ranks = plan_for(config, 4);
-  EXPECT_GT(ranks[0].activations, ranks[2].activations) << "the first stage holds most";
-}
-
-TEST(Memory, OfTensorParallelRanks) {
-  TrainConfig config = large();
-  config.model.kind = ModelKind::llama;
-  config.model.tied = false;
-  config.model.vocab = 256;
-  const Memory whole = plan_for(config, 1)[0];
-  config.parallel.tp = 4;
-  // The configuration may refuse what the model cannot do yet: the plan need not.
-  const ModelSpec model = config.model.resolved(config.train.seq_len, 256);
-  const Memory share = memory_per_rank(config, model, 4)[0];
-  EXPECT_NEAR(4.0 * static_cast<double>(share.parameters) / static_cast<double>(whole.parameters),
-              1, 0.02);
-  EXPECT_LT(share.activations, 2 * whole.activations / 3);
-  config.parallel.sequence_parallel = true;
-  EXPECT_LT(memory_per_rank(config, model, 4)[0].activations, share.activations);
-}
-
-TEST(Memory, OfManyRanks) {
-  TrainConfig config = large();
-  config.model = {.kind = ModelKind::llama, .layers = 128, .hidden = 8192, .heads = 64};
-  config.model.vocab = 128000;
-  config.parallel.pp = 16;
-  config.parallel.schedule = PipelineSchedule::one_f_one_b;
-  config.train.global_batch = 4 * 64 * 256;
-  const auto ranks = plan_for(config, 1024);
-  ASSERT_EQ(ranks.size(), 1024u);
-  EXPECT_EQ(ranks[1], ranks[17]);
-}
-
-TEST(Report, RanksWithEqualNumbersShareALine) {
-  const Memory a{.parameters = 1, .gradients = 2, .optimizer = 3, .activations = 4, .buffers = 5};
-  const Memory b{.parameters = 2048};
-  EXPECT_EQ(to_table(std::vector{a, a, b, a}),
-            "ranks   parameters  gradients  optimizer  activations  buffers  total\n"
-            "0-1, 3         1 B        2 B        3 B          4 B      5 B   15 B\n"
-            "2             2 kB        0 B        0 B          0 B      0 B   2 kB\n");
-}
-
-// Shards that are cut at rows differ by a little.
-TEST(Report, RanksThatAreAlikeShareALineWithTheLargest) {
-  const auto of = [](int64_t bytes) { return Memory{.parameters = bytes}; };
-  EXPECT_EQ(to_table(std::vector{of(10000), of(10080), of(9000)}),
-            "ranks  parameters  gradients  optimizer  activations  buffers    total\n"
-            "0-1       9.84 kB        0 B        0 B          0 B      0 B  9.84 kB\n"
-            "2         8.79 kB        0 B        0 B          0 B      0 B  8.79 kB\n");
-}
-
-TEST(Report, RefusesStateThatDoesNotFit) {
-  TrainConfig config = large();
-  const ModelSpec model = config.model.resolved(256, 256);
-  EXPECT_NO_THROW(require_state_fits(config, model, 1));
-  const int64_t state = plan_for(config, 1)[0].state();
-  config.memory.max_per_device = state;
-  EXPECT_NO_THROW(require_state_fits(config, model, 1));
-  config.memory.max_per_device = state - 1;
-  EXPECT_THAT([&] { require_state_fits(config, model, 1); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("memory.max_per_device is "),
-                                               HasSubstr("rank 0 needs " + size_text(state)),
-                                               HasSubstr("optimizer state"))));
-  config.parallel.shard = Shard::full;
-  EXPECT_NO_THROW(require_state_fits(config, model, 2));
+TEST(MemoryOfLayers, StagesOfAPipelineHaveTheirs) {
+  auto run = four_layers();
+  run.dims.pp = 2;
+  run.pipeline = schedule::ScheduleOptions{.ranks = 2};
+  run.layers_per_stage = {3, 1};
+  const auto ranks = memory_per_rank(run);
+  ASSERT_EQ(ranks.size(), 2u);
+  EXPECT_EQ(ranks[0].parameters, 3 * 64 * 4);
+  EXPECT_EQ(ranks[1].parameters, 64 * 4);
+  EXPECT_EQ(ranks[1].buffers, 2 * 50);
 }
 
 }  // namespace

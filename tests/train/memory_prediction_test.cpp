@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
@@ -27,11 +28,11 @@ namespace lockstep::train {
 namespace {
 
 using config::ModelKind;
-using config::Shard;
 using config::TrainConfig;
 using layout::MemoryStrategy;
 using layout::PipelineSchedule;
 using layout::Recompute;
+using layout::ShardingStrategy;
 
 const comm::Group& world() {
   static const comm::Group group = [] {
@@ -123,18 +124,18 @@ const std::vector<Layout>& layouts() {
        }},
       {"ddp", 2, [](auto&) {}},
       {"ddp_micro_batches", 2, [](auto& c) { c.train.global_batch = 16; }},
-      {"shard_full", 2, [](auto& c) { c.parallel.shard = Shard::full; }},
+      {"shard_full", 2, [](auto& c) { c.parallel.shard = ShardingStrategy::full_shard; }},
       {"shard_full_micro_batches", 2,
        [](auto& c) {
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"shard_grad_op_llama", 2,
        [](auto& c) {
          llama(c);
-         c.parallel.shard = Shard::grad_op;
+         c.parallel.shard = ShardingStrategy::shard_grad_op;
        }},
-      {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = Shard::optimizer; }},
+      {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = ShardingStrategy::optimizer; }},
       {"gpipe", 2, [](auto& c) { pipeline(c, PipelineSchedule::gpipe); }},
       {"1f1b", 2, [](auto& c) { pipeline(c, PipelineSchedule::one_f_one_b); }},
       {"1f1b_llama_full", 2,
@@ -226,13 +227,13 @@ const std::vector<Layout>& layouts() {
       {"offload_shards", 2,
        [](auto& c) {
          offload(c);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
        }},
       {"offload_shards_optimizer", 2,
        [](auto& c) {
          offload(c);
          c.offload.params = c.offload.grads = false;
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
        }},
       {"offload_interleaved", 2,
        [](auto& c) {
@@ -247,18 +248,18 @@ const std::vector<Layout>& layouts() {
       {"tp_shards", 4,
        [](auto& c) {
          tensor(c);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"shard_hybrid", 4,
        [](auto& c) {
-         c.parallel.shard = Shard::hybrid;
+         c.parallel.shard = ShardingStrategy::hybrid_shard;
          c.parallel.shard_size = 2;
        }},
       {"pipeline_of_shards", 4,
        [](auto& c) {
          pipeline(c, PipelineSchedule::one_f_one_b);
-         c.parallel.shard = Shard::full;
+         c.parallel.shard = ShardingStrategy::full_shard;
          c.train.global_batch = 16;
        }},
       {"pipeline_of_ddp", 4,
@@ -352,8 +353,8 @@ TEST_P(MemoryPrediction, IsWithinTenPercent) {
   GetParam().set(config);
   config.model = config.model.resolved(config.train.seq_len, config.model.vocab);
   config.validate(world().size());
-  const plan::Memory predicted = plan::memory_per_rank(
-      config, config.model, world().size())[static_cast<size_t>(world().rank())];
+  const plan::Memory predicted = plan::memory_per_rank(config::planned_run(
+      config, config.model, world().size()))[static_cast<size_t>(world().rank())];
   const Measured measured = measure(config);
   const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
   const auto compare = [&](int64_t said, int64_t found) {

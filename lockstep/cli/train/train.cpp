@@ -9,12 +9,12 @@
 #include "lockstep/cli/common/torch_program.h"
 #include "lockstep/cli/train/sample_options.h"
 #include "lockstep/config/inputs.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/launch/launcher.h"
-#include "lockstep/plan/report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -63,7 +63,7 @@ int train(const Words& arguments) {
     const int world = parsed.ranks.value_or(env.world_size);
     const auto model =
         config::check_inputs(parsed.config, world, {.verify = env.launcher == Launcher::none});
-    plan::require_state_fits(parsed.config, model, world);
+    config::require_state_fits(parsed.config, model, world);
   }
   set_variables(parsed.config);
   Words command{torch_path(), "train"};

@@ -7,14 +7,14 @@
 #include <utility>
 
 #include "lockstep/core/format.h"
+#include "lockstep/layout/flat_layout.h"
 #include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::parallel::detail {
 namespace {
 
-// Each gradient begins on a cache line of its own, and on what CUDA kernels like to load.
 int64_t aligned(int64_t count, int64_t element_size) {
-  const int64_t unit = 256 / element_size;
+  const int64_t unit = layout::kBucketAlignment / element_size;
   return (count + unit - 1) / unit * unit;
 }
 

@@ -12,13 +12,12 @@
 namespace lockstep::parallel::detail {
 namespace {
 
-// So that every parameter begins where torch would begin a tensor of its own.
+// In elements, of every type that the line has.
 int64_t alignment(const FlatPlan& plan) {
-  constexpr size_t kBytes = 64;
   const size_t smallest =
       std::min({c10::elementSize(plan.gather_dtype), c10::elementSize(plan.compute_dtype),
                 c10::elementSize(plan.reduce_dtype)});
-  return static_cast<int64_t>(kBytes / smallest);
+  return layout::kFlatAlignment / static_cast<int64_t>(smallest);
 }
 
 }  // namespace

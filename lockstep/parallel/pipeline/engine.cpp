@@ -15,30 +15,10 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/layout/parallel_config.h"
 #include "lockstep/memory/device_size.h"
 
 namespace lockstep::parallel {
-
-std::vector<int> layers_per_stage(int layers, int stages, const std::vector<int>& split) {
-  if (split.empty()) {
-    if (layers < stages || layers % stages != 0) {
-      throw ConfigError(
-          format("[pipeline] {} layers over {} stages, must be a multiple; or give split, the "
-                 "layers of each stage",
-                 layers, stages));
-    }
-    return std::vector<int>(static_cast<size_t>(stages), layers / stages);
-  }
-  const int64_t sum = std::accumulate(split.begin(), split.end(), int64_t{0});
-  if (static_cast<int>(split.size()) != stages || sum != layers ||
-      *std::min_element(split.begin(), split.end()) < 1) {
-    throw ConfigError(
-        format("[pipeline] split is {}: {} stages with {} layers, must be {} stages with at least "
-               "one layer each and {} layers in all",
-               join(split), split.size(), sum, stages, layers));
-  }
-  return split;
-}
 
 namespace detail {
 namespace {
@@ -122,6 +102,21 @@ Tensors as_leaves(Tensors tensors) {
   return tensors;
 }
 
+std::vector<int> cut_into_stages(int64_t layers, int stages, const std::vector<int>& split) {
+  if (const auto counts = layout::layers_per_stage(layers, stages, split)) return *counts;
+  if (split.empty()) {
+    throw ConfigError(
+        format("[pipeline] {} layers over {} stages, must be a multiple; or give split, the "
+               "layers of each stage",
+               layers, stages));
+  }
+  throw ConfigError(
+      format("[pipeline] split is {}: {} stages with {} layers, must be {} stages with at least "
+             "one layer each and {} layers in all",
+             join(split), split.size(), std::accumulate(split.begin(), split.end(), int64_t{0}),
+             stages, layers));
+}
+
 // Ranks whose norm_parameters() are the model's together: those of "pp" and "tp", and those of "dp"
 // that share a stage out among them, or of which one counts what all have.
 comm::Group make_norm_group(const std::vector<std::unique_ptr<Stage>>& stages, const Axes& axes) {
@@ -182,7 +177,7 @@ void PipelineEngine::check_plan() {
 
 void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
   const auto counts =
-      layers_per_stage(static_cast<int>(layers.size()), layout().stages(), options.split);
+      cut_into_stages(static_cast<int64_t>(layers.size()), layout().stages(), options.split);
   std::vector<Stage*> mine;
   const PipelineOptions of_each = of_a_stage(options, layout().chunks);
   for (int chunk = 0; chunk < layout().chunks; ++chunk) {

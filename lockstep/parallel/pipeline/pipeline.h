@@ -154,8 +154,4 @@ class Pipeline {
   std::shared_ptr<detail::PipelineEngine> engine_;
 };
 
-// Layers of each stage. ConfigError unless `split` is a way to cut `layers` into `stages`, or is
-// empty and `layers` can be cut into equal ones.
-std::vector<int> layers_per_stage(int layers, int stages, const std::vector<int>& split);
-
 }  // namespace lockstep::parallel

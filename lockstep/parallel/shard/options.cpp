@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/shard/options.h"
 
-#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -23,14 +22,6 @@ Value parse(std::string_view what, std::string_view name,
       format("[fully_shard] {} '{}' is unknown, must be one of {}", what, name, join(names)));
 }
 
-constexpr std::array<std::pair<std::string_view, ShardingStrategy>, 5> kStrategies{{
-    {"full", ShardingStrategy::full_shard},
-    {"grad_op", ShardingStrategy::shard_grad_op},
-    {"optimizer", ShardingStrategy::optimizer},
-    {"none", ShardingStrategy::no_shard},
-    {"hybrid", ShardingStrategy::hybrid_shard},
-}};
-
 void require_floating(const char* what, const std::optional<at::ScalarType>& dtype) {
   if (!dtype) return;
   for (const auto known : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
@@ -42,16 +33,6 @@ void require_floating(const char* what, const std::optional<at::ScalarType>& dty
 }
 
 }  // namespace
-
-ShardingStrategy parse_strategy(std::string_view name) {
-  return parse("sharding strategy", name, kStrategies);
-}
-
-std::string_view name_of(ShardingStrategy strategy) {
-  return std::find_if(kStrategies.begin(), kStrategies.end(),
-                      [&](const auto& each) { return each.second == strategy; })
-      ->first;
-}
 
 at::ScalarType parse_dtype(std::string_view name) {
   return parse("dtype", name,

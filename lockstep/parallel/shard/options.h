@@ -14,19 +14,12 @@
 
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/offload.h"
+#include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::parallel {
 
-enum class ShardingStrategy {
-  full_shard,     // parameters, gradients and optimizer state; gathered for each use (ZeRO-3)
-  shard_grad_op,  // the same, but parameters stay gathered from forward to backward (ZeRO-2)
-  optimizer,      // optimizer state only: parameters and gradients are whole (ZeRO-1)
-  no_shard,       // nothing: every rank has all, gradients are averaged (DDP)
-  hybrid_shard    // full_shard inside the second axis of a mesh, copies along the first
-};
-// "full", "grad_op", "optimizer", "none", "hybrid"; a ConfigError lists them.
-ShardingStrategy parse_strategy(std::string_view name);
-std::string_view name_of(ShardingStrategy strategy);
+// hybrid_shard over a mesh of two axes shards along the second and copies along the first.
+using ShardingStrategy = layout::ShardingStrategy;
 
 // Which modules become units, whose parameters are gathered and reduced together. What is in no
 // unit of its own belongs to the nearest one above, at last to the model. A parameter that several
@@ -87,7 +80,8 @@ struct FullyShardAdvancedOptions {
 struct FullyShardOptions {
   ShardingStrategy strategy = ShardingStrategy::full_shard;
   UnitPolicy units = BySize{};
-  int64_t min_num_params = 1000;  // smaller tensors stay whole; at least 1
+  // Smaller tensors stay whole; at least 1.
+  int64_t min_num_params = layout::kMinShardedElements;
   MixedPrecision mixed_precision = {};
   // The optimizer sees a shard for each parameter, under its name, instead of one for each unit.
   bool use_orig_params = false;

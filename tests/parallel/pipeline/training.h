@@ -61,7 +61,7 @@ inline std::string describe(const PipelineCase& c) {
           std::string(layout::name_of(c.recompute)) + (c.llama ? " llama" : " gpt") +
           (c.tied ? " tied" : "") + (c.reproducible ? " reproducible" : "") +
           (c.evals ? " in eval mode" : "") + " at most " + std::to_string(c.max_unsharded);
-  if (c.shard) text += " " + std::string(parallel::name_of(c.shard->strategy));
+  if (c.shard) text += " " + std::string(layout::name_of(c.shard->strategy));
   return text;
 }
 

@@ -105,11 +105,6 @@ TEST(Sharding, RejectsBadOptions) {
 }
 
 TEST(Sharding, NamesOfOptions) {
-  EXPECT_EQ(parallel::parse_strategy("grad_op"), Strategy::shard_grad_op);
-  for (const char* name : {"full", "grad_op", "optimizer", "none", "hybrid"})
-    EXPECT_EQ(parallel::name_of(parallel::parse_strategy(name)), name);
-  EXPECT_THAT(error_of([] { parallel::parse_strategy("zero3"); }),
-              AllOf(HasSubstr("'zero3'"), HasSubstr("full, grad_op, optimizer, none, hybrid")));
   EXPECT_EQ(parallel::parse_dtype("bf16"), at::kBFloat16);
   EXPECT_EQ(parallel::parse_dtype("bfloat16"), at::kBFloat16);
   EXPECT_EQ(parallel::parse_dtype("fp16"), at::kHalf);

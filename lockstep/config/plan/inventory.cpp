@@ -1,27 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/inventory.h"
+#include "lockstep/config/plan/inventory.h"
 
 #include <algorithm>
 #include <map>
 #include <numeric>
-#include <optional>
 
-#include "lockstep/config/pipeline.h"
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/tensor.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/layout/flat_layout.h"
 #include "lockstep/layout/rank_map.h"
 #include "lockstep/plan/report.h"
-#include "lockstep/plan/state.h"
-#include "lockstep/schedule/schedule.h"
 
-namespace lockstep::plan {
+namespace lockstep::config {
 namespace {
-
-using config::ModelSpec;
-using config::TensorSpec;
-using config::TrainConfig;
 
 // A parameter of the model itself, whose name has no dot, is a kind of its own.
 std::string kind_of(const std::string& name) {
@@ -45,49 +38,31 @@ std::string unit_of(const std::string& name) {
   return first == "embed" || first == "positions" || first == "head" ? first : "";
 }
 
-// The rank of the pipeline that has each stage, and the stage of each unit.
-class Stages {
- public:
-  Stages(const TrainConfig& config, const ModelSpec& model, int world)
-      : stages_(stages_of(config, model)) {
-    if (config::is_pipelined(config.parallel))
-      schedule_ = schedule::generate(config::schedule_options(config, world));
-  }
-
-  // A tied head is a copy of what the first stage owns.
-  int rank_of(const std::string& unit) const {
-    size_t stage = stages_.size() - 1;  // norm, head
-    if (unit == "embed" || unit == "positions") stage = 0;
-    if (unit.starts_with("blocks.")) {
-      const int64_t block = std::stoll(unit.substr(7));
-      stage = 0;
-      while (block >= stages_[stage].first_block + stages_[stage].blocks) ++stage;
-    }
-    return schedule_ ? schedule_->place(static_cast<int>(stage)).rank : 0;
-  }
-
- private:
-  std::vector<Stage> stages_;
-  std::optional<schedule::Schedule> schedule_;
-};
+// The layer that a unit is in. A tied head is a copy of what the first one owns.
+size_t layer_of(const std::string& unit, const plan::Model& model) {
+  if (unit == "embed" || unit == "positions") return 0;
+  const auto found = std::ranges::find(model.layers, unit, &plan::Layer::name);
+  return unit.starts_with("blocks.") ? static_cast<size_t>(found - model.layers.begin())
+                                     : model.layers.size() - 1;  // norm, head
+}
 
 // Which of the ranks that share a unit have some of each of its tensors.
 std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes, bool whole,
-                                       int shares, int64_t element_bytes) {
-  std::vector<int> all(static_cast<size_t>(shares));
+                                       int shards, int64_t element_bytes) {
+  std::vector<int> all(static_cast<size_t>(shards));
   std::iota(all.begin(), all.end(), 0);
   std::vector<std::vector<int>> parts(shapes.size(), all);
   std::vector<layout::Shape> large;
   std::vector<size_t> index;
   for (size_t i = 0; i < shapes.size(); ++i) {
-    if (whole || layout::numel_of(shapes[i]) < kSmallestShared) continue;
+    if (whole || layout::numel_of(shapes[i]) < layout::kMinShardedElements) continue;
     large.push_back(shapes[i]);
     index.push_back(i);
     parts[i].clear();
   }
   if (large.empty()) return parts;
-  const auto line = layout::lay_out(large, shares, kLineAlignment / element_bytes);
-  for (int part = 0; part < shares; ++part) {
+  const auto line = layout::lay_out(large, shards, layout::kFlatAlignment / element_bytes);
+  for (int part = 0; part < shards; ++part) {
     for (const layout::RowShard& rows : line.rows[static_cast<size_t>(part)])
       parts[index[static_cast<size_t>(rows.tensor)]].push_back(part);
   }
@@ -174,24 +149,26 @@ std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element
 std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const ModelSpec& model,
                                            int world) {
   const auto tensors = model.tensors();
-  const layout::RankMap map(config.dims(world));
-  const Stages stages(config, model, world);
-  const int shares = shares_of(config, world), tp = config.parallel.tp;
-  const bool whole = config.parallel.shard == config::Shard::none;
+  const plan::Run run = planned_run(config, model, world);
+  const layout::RankMap map(run.dims);
+  const std::vector<int> stage_ranks = plan::rank_per_layer(run);
+  const int shards = run.shards, tp = run.dims.tp;
+  const bool whole = run.sharding == layout::ShardingStrategy::no_shard;
   std::map<std::string, std::vector<size_t>> units;
   for (size_t i = 0; i < tensors.size(); ++i) units[unit_of(tensors[i].name)].push_back(i);
   std::vector<std::vector<size_t>> owners(tensors.size());
   for (const auto& [unit, members] : units) {
+    const int pp = stage_ranks[layer_of(unit, run.model)];
     for (int column = 0; column < tp; ++column) {
       std::vector<layout::Shape> shapes;
       for (const size_t i : members)
-        shapes.push_back(config::tensor_split(model, tensors[i], tp, column).local_shape());
-      const auto parts = parts_of(shapes, whole, shares, element_bytes_of(config));
+        shapes.push_back(tensor_split(model, tensors[i], tp, column).local_shape());
+      const auto parts = parts_of(shapes, whole, shards, element_bytes_of(config));
       for (size_t k = 0; k < members.size(); ++k) {
         for (const int part : parts[k]) {
-          for (int dp = part; dp < config.dp(world); dp += shares)
-            owners[members[k]].push_back(static_cast<size_t>(
-                map.rank_at({.dp = dp, .tp = column, .pp = stages.rank_of(unit)})));
+          for (int dp = part; dp < run.dims.dp; dp += shards)
+            owners[members[k]].push_back(
+                static_cast<size_t>(map.rank_at({.dp = dp, .tp = column, .pp = pp})));
         }
       }
     }
@@ -207,9 +184,9 @@ std::string tensor_list(const TrainConfig& config, const ModelSpec& model, int w
   for (size_t i = 0; i < tensors.size(); ++i) {
     lines.push_back({tensors[i].name, layout::describe(tensors[i].shape),
                      size_text(layout::numel_of(tensors[i].shape) * element_bytes_of(config)),
-                     rank_ranges(owners[i])});
+                     plan::rank_ranges(owners[i])});
   }
   return table(lines, 2);
 }
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

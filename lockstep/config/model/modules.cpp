@@ -1,33 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/modules.h"
+#include "lockstep/config/model/modules.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <utility>
 
-namespace lockstep::plan {
+namespace lockstep::config {
 namespace {
 
 constexpr int64_t kFloat = 4;  // statistics and losses have it whatever the weights' type
 constexpr int64_t kAttentionBlock = 128;  // of nn::blockwise_causal_attention
 
-Kernels kernels_of(const config::TrainConfig& config) {
-  const auto device = config.train.device;
-  const bool automatic = device == config::DeviceKind::automatic;
-  return {.cuda = device == config::DeviceKind::cuda || (automatic && LOCKSTEP_LIBTORCH_CUDA &&
-                                                         std::filesystem::exists("/dev/nvidiactl")),
-          .fused_attention = LOCKSTEP_LIBTORCH_MAJOR >= 2,
-          .mean_saves = LOCKSTEP_LIBTORCH_MAJOR < 2};
-}
-
-Buffer dropout(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer dropout(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   if (sizes.dropout == 0) return x;
   tape.record({.gradient = sizes.stream()});  // the mask is drawn again
   return tape.take(sizes.stream());
 }
 
 // Saves x (B, T, C) and statistics (B, T).
-Buffer fused_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer fused_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t rows = sizes.tokens() / sizes.stream_shares;
   const int64_t statistics = (sizes.llama ? 1 : 2) * rows * kFloat;
   tape.record({.saved = {x, tape.take(statistics)},
@@ -38,7 +28,7 @@ Buffer fused_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
 
 // x / rms(x) * weight by operators. Saves x, the scale (B, T, 1) and the scaled x; before libtorch
 // 2 also the squares.
-Buffer rms_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer rms_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t stream = sizes.stream();
   Buffer squares = tape.take(stream);
   if (!sizes.kernels.mean_saves) squares.reset();
@@ -53,7 +43,7 @@ Buffer rms_norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
   return tape.take(stream);
 }
 
-Buffer norm(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   return sizes.llama && !sizes.kernels.cuda ? rms_norm(tape, sizes, x) : fused_norm(tape, sizes, x);
 }
 
@@ -65,7 +55,7 @@ struct Linear {
 };
 
 // Saves its input (B, T, in).
-Buffer linear(Tape& tape, const Sizes& sizes, const Buffer& x, const Linear& shape) {
+Buffer linear(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Linear& shape) {
   const int64_t in = sizes.tokens() * shape.in * sizes.element;
   const int64_t out = sizes.tokens() * shape.out * sizes.element;
   const int64_t bias = sizes.llama ? 0 : shape.out;
@@ -86,7 +76,7 @@ struct Heads {
 };
 
 // Saves nothing. Views of qkv; with rotary positions copies of q and k, on CUDA of all three.
-Heads split_heads(Tape& tape, const Sizes& sizes, const Buffer& qkv) {
+Heads split_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
   // Backward copies each gradient to the order of qkv, and puts the three side by side.
   tape.record({.gradient = sizes.qkv()});
   if (!sizes.llama) return {qkv, qkv, qkv};
@@ -104,7 +94,7 @@ Heads split_heads(Tape& tape, const Sizes& sizes, const Buffer& qkv) {
 }
 
 // Saves q, k, v, the result and its logarithms (B, H, T). The result is (B, T, H, D) in memory.
-Buffer fused_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
+Buffer fused_attention(Tape& tape, const LayerSizes& sizes, const Heads& heads) {
   Buffer out = tape.take(sizes.queries());
   tape.record(
       {.saved = {heads.q, heads.k, heads.v, out, tape.take(sizes.tokens() * sizes.heads * kFloat)},
@@ -113,7 +103,7 @@ Buffer fused_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
 }
 
 // Saves q, k, v. Probabilities of a block of positions are there at a time.
-Buffer blockwise_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
+Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& heads) {
   // Heads of several rows of a batch do not lie one behind the other in qkv: copies.
   const bool copies = sizes.batch > 1;
   const int64_t values = copies ? sizes.keys() : 0;
@@ -138,7 +128,7 @@ Buffer blockwise_attention(Tape& tape, const Sizes& sizes, const Heads& heads) {
   return out;
 }
 
-Buffer attention(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer attention(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t inner = sizes.heads * sizes.width;
   const int64_t outer = (sizes.heads + 2 * sizes.kv_heads) * sizes.width;
   const Heads heads =
@@ -153,7 +143,7 @@ Buffer attention(Tape& tape, const Sizes& sizes, const Buffer& x) {
 }
 
 // Saves the activation's input (B, T, F), or with a gate (B, T, 2 F), and its output (B, T, F).
-Buffer mlp(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer mlp(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t width = (sizes.llama ? 2 : 1) * sizes.ffn;
   const Buffer inner =
       linear(tape, sizes, x, {.in = sizes.hidden, .out = width, .sharing_in = sizes.stream_shares});
@@ -162,17 +152,17 @@ Buffer mlp(Tape& tape, const Sizes& sizes, const Buffer& x) {
                 {.in = sizes.ffn, .out = sizes.hidden, .sharing_out = sizes.stream_shares});
 }
 
-Buffer attention_path(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer attention_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const Buffer normed = norm(tape, sizes, x);
   return dropout(tape, sizes, attention(tape, sizes, normed));
 }
 
-Buffer mlp_path(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer mlp_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const Buffer normed = norm(tape, sizes, x);
   return dropout(tape, sizes, mlp(tape, sizes, normed));
 }
 
-Buffer run_block(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer run_block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const auto residual = [&](auto path) {
     tape.fork();
     const Buffer change = path();
@@ -188,29 +178,8 @@ Buffer run_block(Tape& tape, const Sizes& sizes, const Buffer& x) {
 
 }  // namespace
 
-Sizes sizes_of(const config::TrainConfig& config, const config::ModelSpec& model) {
-  const int64_t tp = config.parallel.tp;
-  return {.batch = config.train.micro_batch,
-          .length = config.train.seq_len,
-          .hidden = model.hidden,
-          .heads = model.heads / tp,
-          .kv_heads = model.num_kv_heads() / tp,
-          .width = model.head_dim(),
-          .ffn = model.ffn_size() / tp,
-          .vocab = (model.vocab + tp - 1) / tp,
-          .positions = model.positions,
-          .element = config.train.dtype == config::Precision::bfloat16 ? 2 : 4,
-          .stream_shares = config.parallel.sequence_parallel ? tp : 1,
-          .llama = model.kind == config::ModelKind::llama,
-          .tensor_parallel = tp > 1,
-          .dropout = model.dropout,
-          .recompute = config.recompute(),
-          .inputs_on_disk = config.memory.strategy == layout::MemoryStrategy::extreme,
-          .kernels = kernels_of(config)};
-}
-
 // Saves nothing but tokens.
-Buffer embedding(Tape& tape, const Sizes& sizes) {
+Buffer embedding(Tape& tape, const LayerSizes& sizes) {
   const int64_t positions = sizes.llama ? 0 : sizes.positions * sizes.hidden * sizes.element;
   const int64_t table = sizes.vocab * sizes.hidden * sizes.element;
   tape.record({.weights = table + positions});
@@ -220,7 +189,7 @@ Buffer embedding(Tape& tape, const Sizes& sizes) {
   return dropout(tape, sizes, x);
 }
 
-Buffer block(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   if (sizes.recompute != layout::Recompute::full) return run_block(tape, sizes, x);
   if (!sizes.inputs_on_disk)
     return tape.recompute(x, [&sizes, x](Tape& inner) { return run_block(inner, sizes, x); });
@@ -228,7 +197,7 @@ Buffer block(Tape& tape, const Sizes& sizes, const Buffer& x) {
       {}, [&sizes](Tape& inner) { return run_block(inner, sizes, inner.take(sizes.stream())); });
 }
 
-Buffer head(Tape& tape, const Sizes& sizes, const Buffer& x) {
+Buffer head(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const Buffer normed = norm(tape, sizes, x);
   const int64_t logits = sizes.tokens() * sizes.vocab * sizes.element;
   const int64_t losses = sizes.tokens() * sizes.vocab * kFloat;
@@ -249,4 +218,4 @@ Buffer head(Tape& tape, const Sizes& sizes, const Buffer& x) {
   return tape.take(0);
 }
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

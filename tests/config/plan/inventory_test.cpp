@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/inventory.h"
+#include "lockstep/config/plan/inventory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace lockstep::plan {
+namespace lockstep::config {
 namespace {
 
 using testing::ElementsAre;
@@ -29,8 +29,8 @@ TEST(Inventory, Statistics) {
 }
 
 TEST(Inventory, KindsOfGpt) {
-  const config::ModelSpec model =
-      config::ModelSpec{.layers = 12, .hidden = 8, .heads = 2, .vocab = 10}.resolved(4, 10);
+  const ModelSpec model =
+      ModelSpec{.layers = 12, .hidden = 8, .heads = 2, .vocab = 10}.resolved(4, 10);
   const auto tensors = model.tensors();
   const auto kinds = inventory_of(tensors, 4);
   EXPECT_THAT(names(kinds),
@@ -51,14 +51,14 @@ TEST(Inventory, KindsOfGpt) {
 }
 
 TEST(Inventory, KindsOfLlama) {
-  config::ModelSpec model{.kind = config::ModelKind::llama, .layers = 2, .hidden = 8, .heads = 2};
+  ModelSpec model{.kind = ModelKind::llama, .layers = 2, .hidden = 8, .heads = 2};
   EXPECT_THAT(names(inventory_of(model.resolved(4, 10).tensors(), 4)),
               ElementsAre("embed", "norms", "blocks.attention.qkv", "blocks.attention.out",
                           "blocks.mlp.gate_up", "blocks.mlp.down", "head"));
 }
 
 TEST(Inventory, Tables) {
-  const config::TensorSpec tensors[] = {
+  const TensorSpec tensors[] = {
       {"embed.weight", {10, 8}}, {"blocks.0.mlp.up.weight", {32, 8}}, {"norm.weight", {8}}};
   EXPECT_EQ(inventory_table(tensors, 4),
             "kind           tensors  elements  mean  median  min  max    bytes\n"
@@ -69,15 +69,14 @@ TEST(Inventory, Tables) {
 }
 
 TEST(Inventory, ANameWithoutADotIsAKind) {
-  const config::TensorSpec tensors[] = {{"scale", {4}},          {"bias", {4}},
-                                        {"final_norm", {4}},     {"", {4}},
-                                        {"blocks.0.scale", {4}}, {"blocks.weight", {4}}};
+  const TensorSpec tensors[] = {{"scale", {4}}, {"bias", {4}},           {"final_norm", {4}},
+                                {"", {4}},      {"blocks.0.scale", {4}}, {"blocks.weight", {4}}};
   EXPECT_THAT(names(inventory_of(tensors, 4)),
               ElementsAre("scale", "biases", "norms", "", "blocks"));
 }
 
-config::TrainConfig config_of(config::Shard shard) {
-  config::TrainConfig config;
+TrainConfig config_of(layout::ShardingStrategy shard) {
+  TrainConfig config;
   config.data.path = "any";
   config.model = {.layers = 2, .hidden = 64, .heads = 4, .vocab = 100};
   config.train.seq_len = 16;
@@ -86,9 +85,9 @@ config::TrainConfig config_of(config::Shard shard) {
   return config;
 }
 
-std::vector<size_t> owners(const config::TrainConfig& config, int world, const std::string& name) {
+std::vector<size_t> owners(const TrainConfig& config, int world, const std::string& name) {
   config.validate(world);
-  const config::ModelSpec model = config.model.resolved(16, 100);
+  const ModelSpec model = config.model.resolved(16, 100);
   const auto all = owners_of(config, model, world);
   const auto tensors = model.tensors();
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -99,9 +98,9 @@ std::vector<size_t> owners(const config::TrainConfig& config, int world, const s
 }
 
 TEST(Inventory, OwnersAreThoseThatHaveRows) {
-  config::TrainConfig config = config_of(config::Shard::none);
+  TrainConfig config = config_of(layout::ShardingStrategy::no_shard);
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
-  config = config_of(config::Shard::full);
+  config = config_of(layout::ShardingStrategy::full_shard);
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1, 2, 3));
   EXPECT_THAT(owners(config, 4, "norm.weight"), ElementsAre(0, 1, 2, 3));  // too small to share
   // A block's matrices are 12288, 4096, 16384 and 16384 elements: a fourth of the line is 12288.
@@ -109,25 +108,25 @@ TEST(Inventory, OwnersAreThoseThatHaveRows) {
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.out.weight"), ElementsAre(1));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 2));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.down.weight"), ElementsAre(2, 3));
-  config.parallel.shard = config::Shard::hybrid;
+  config.parallel.shard = layout::ShardingStrategy::hybrid_shard;
   config.parallel.shard_size = 2;
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 2));
 }
 
 TEST(Inventory, OwnersOfStagesAndMatrices) {
-  config::TrainConfig config = config_of(config::Shard::none);
+  TrainConfig config = config_of(layout::ShardingStrategy::no_shard);
   config.parallel.pp = 2;
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 2));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 3));
   config.parallel.pp = 1;
   config.parallel.tp = 2;
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1, 2, 3));
-  config.parallel.shard = config::Shard::full;
+  config.parallel.shard = layout::ShardingStrategy::full_shard;
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 1));
 }
 
 TEST(Inventory, ListHasTheOwners) {
-  const config::TrainConfig config = config_of(config::Shard::full);
+  const TrainConfig config = config_of(layout::ShardingStrategy::full_shard);
   const std::string list = tensor_list(config, config.model.resolved(16, 100), 4);
   EXPECT_THAT(list, testing::StartsWith("tensor "));
   EXPECT_THAT(list, testing::HasSubstr("  owners\n"));
@@ -135,4 +134,4 @@ TEST(Inventory, ListHasTheOwners) {
 }
 
 }  // namespace
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What of built-in models rests where under configurations.
 #include "lockstep/plan/offload.h"
 
 #include <gmock/gmock.h>
@@ -6,18 +7,19 @@
 
 #include <algorithm>
 
+#include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/plan/memory.h"
-#include "lockstep/plan/report.h"
 
-namespace lockstep::plan {
+namespace lockstep::config {
 namespace {
 
 using codec::Codec;
-using config::ModelSpec;
-using config::Shard;
-using config::TrainConfig;
 using layout::OffloadPlan;
+using layout::ShardingStrategy;
+using plan::Memory;
+using plan::memory_per_rank;
+using plan::plan_offload;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::Ge;
@@ -33,7 +35,7 @@ TrainConfig large_offloaded() {
   config.model = {.layers = 4, .hidden = 512, .heads = 8, .vocab = 4096};
   config.train.seq_len = 64;
   config.train.micro_batch = 1;
-  config.train.device = config::DeviceKind::cpu;
+  config.train.device = DeviceKind::cpu;
   return config;
 }
 
@@ -43,7 +45,7 @@ ModelSpec model_of(const TrainConfig& config) {
 
 OffloadPlan only_plan(const TrainConfig& config, int world = 1, int rank = 0) {
   config.validate(world);
-  auto plans = plan_offload(config, model_of(config), world, rank);
+  auto plans = plan_offload(planned_run(config, model_of(config), world), rank);
   EXPECT_EQ(plans.size(), 1u);
   return plans[0];
 }
@@ -115,7 +117,7 @@ TEST(OffloadPlan, SlicesAreBounded) {
   config.model.vocab = 20000;  // 10.24 million elements
   config.offload.optimizer = true;
   EXPECT_EQ(only_plan(config).flats[0].bytes.states.size(), 10u);  // of 2^20 on the CPU
-  config.train.device = config::DeviceKind::cuda;
+  config.train.device = DeviceKind::cuda;
   EXPECT_EQ(only_plan(config).flats[0].bytes.states.size(), 1u);  // of 2^24
   config.offload.device_limit = 1024 * kMB;                       // a few have an eighth of it
   EXPECT_EQ(only_plan(config).flats[0].bytes.states.size(), 4u);
@@ -123,7 +125,7 @@ TEST(OffloadPlan, SlicesAreBounded) {
 
 TEST(OffloadPlan, RanksShareLargeTensors) {
   TrainConfig config = large_offloaded();
-  config.parallel.shard = Shard::full;
+  config.parallel.shard = ShardingStrategy::full_shard;
   int64_t params = 0, states = 0, small = 0;
   for (int rank = 0; rank < 4; ++rank) {
     const OffloadPlan plan = only_plan(config, 4, rank);
@@ -169,7 +171,7 @@ TEST(OffloadPlan, ChunksShareTheBudgets) {
   config.train.global_batch = 4;
   config.offload.params = config.offload.grads = config.offload.optimizer = true;
   config.validate(2);
-  const auto plans = plan_offload(config, model_of(config), 2, 0);
+  const auto plans = plan_offload(planned_run(config, model_of(config), 2), 0);
   ASSERT_EQ(plans.size(), 2u);
   const auto whole = layout::resolved(config.offload, 0, 0);
   EXPECT_EQ(plans[0].options.device_limit + plans[1].options.device_limit, whole.device_limit);
@@ -182,11 +184,11 @@ TEST(OffloadPlan, ChunksShareTheBudgets) {
 TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
   TrainConfig config = large_offloaded();
   const ModelSpec model = model_of(config);
-  const Memory before = memory_per_rank(config, model, 1)[0];
+  const Memory before = memory_per_rank(planned_run(config, model, 1))[0];
   config.offload = {.device_limit = 100 * kMB,
                     .advanced = {.strategy = layout::OffloadStrategy::extreme}};
   config.validate(1);
-  Memory after = memory_per_rank(config, model, 1)[0];
+  Memory after = memory_per_rank(planned_run(config, model, 1))[0];
   EXPECT_EQ(after.parameters, 0);
   EXPECT_EQ(after.gradients, 0);
   EXPECT_EQ(after.optimizer, 0);
@@ -198,18 +200,18 @@ TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
   // Only what the switches say. The CPU, which updates the state, has a copy of the parameters.
   config.offload.params = config.offload.grads = false;
   config.offload.device_limit = 250 * kMB;
-  after = memory_per_rank(config, model, 1)[0];
+  after = memory_per_rank(planned_run(config, model, 1))[0];
   EXPECT_THAT(after.parameters, about(before.parameters));
   EXPECT_THAT(after.gradients, about(before.gradients));
   EXPECT_EQ(after.optimizer, 0);
   EXPECT_THAT(after.on_host, AllOf(Ge(12 * model.parameters()), Le(13 * model.parameters())));
   config.offload.advanced.update_site = layout::UpdateSite::device;
-  after = memory_per_rank(config, model, 1)[0];
+  after = memory_per_rank(planned_run(config, model, 1))[0];
   EXPECT_THAT(after.on_host, about(8 * model.parameters()));
 
   // With room, nothing moves, and there is no ring.
   config.offload.device_limit = 8192 * kMB;
-  after = memory_per_rank(config, model, 1)[0];
+  after = memory_per_rank(planned_run(config, model, 1))[0];
   EXPECT_THAT(after.parameters, about(before.parameters));
   EXPECT_THAT(after.gradients, about(before.gradients));
   EXPECT_THAT(after.optimizer, about(before.optimizer));
@@ -221,22 +223,15 @@ TEST(OffloadPlan, MemoryCountsWhatRestsOnTheDevice) {
                     .device_limit = 100 * kMB,
                     .disk = "/fast",
                     .advanced = {.strategy = layout::OffloadStrategy::extreme}};
-  after = memory_per_rank(config, model, 1)[0];
+  after = memory_per_rank(planned_run(config, model, 1))[0];
   EXPECT_LE(after.on_host, 150 * kMB);
   EXPECT_GT(after.on_disk, 0);
   EXPECT_THAT(after.on_host + after.on_disk, about(16 * model.parameters()));
 
   config.offload.device_limit = 1 * kMB;
   config.offload.param_budget = 1 * kMB;
-  EXPECT_THAT([&] { memory_per_rank(config, model, 1); },
+  EXPECT_THAT([&] { memory_per_rank(planned_run(config, model, 1)); },
               ThrowsMessage<ConfigError>(HasSubstr("offload.device_limit is 1 MB")));
-}
-
-TEST(OffloadPlan, LineOfTheRankWithMost) {
-  std::vector<Memory> ranks{{.on_host = 512, .on_disk = 1}, {.on_host = 512, .on_disk = 1}};
-  EXPECT_EQ(offload_line(ranks), "offload: 512 B on the host, 1 B on the disk");
-  ranks[1].on_disk = 3;
-  EXPECT_EQ(offload_line(ranks), "offload: 512 B on the host, 3 B on the disk (rank 1, the most)");
 }
 
 TEST(OffloadPlan, Text) {
@@ -244,7 +239,7 @@ TEST(OffloadPlan, Text) {
   config.offload = {.device_limit = 100 * kMB,
                     .codec = {Codec::bf16, Codec::bf16},
                     .advanced = {.strategy = layout::OffloadStrategy::extreme}};
-  const std::string text = to_text(plan_offload(config, model_of(config), 1, 0));
+  const std::string text = plan::to_text(plan_offload(planned_run(config, model_of(config), 1), 0));
   EXPECT_THAT(text, HasSubstr("offload   parameters   gradients   optimizer       total\n"
                               "device           0 B         0 B         0 B         0 B\n"));
   EXPECT_THAT(text, HasSubstr("\ndisk             0 B"));
@@ -253,4 +248,4 @@ TEST(OffloadPlan, Text) {
 }
 
 }  // namespace
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

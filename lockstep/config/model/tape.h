@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-namespace lockstep::plan {
+namespace lockstep::config {
 
 // Bytes that are in use, and the most that were. Buffers must not outlive it.
 class Ledger {
@@ -42,7 +42,7 @@ struct Node {
 };
 
 // What becomes of the gradients of parameters.
-enum class Weights { dropped, kept };
+enum class WeightGradients { dropped, kept };
 
 class Tape {
  public:
@@ -64,12 +64,12 @@ class Tape {
   Buffer recompute(const Buffer& input, const Forward& function);
 
   // Returns the gradient of the first input.
-  Buffer backward(Buffer gradient, Weights weights);
+  Buffer backward(Buffer gradient, WeightGradients weights);
   // The same in two halves: gradients of inputs, and later those of parameters. Between them only
   // what the second needs is kept: inputs of operators with parameters, and their gradients.
   Buffer backward_input(Buffer gradient);
   void release_after_input();
-  void backward_weight(Weights weights);
+  void backward_weight(WeightGradients weights);
 
  private:
   enum class Kind { plain, fork, join, recompute };
@@ -81,8 +81,8 @@ class Tape {
     Buffer gradient = {};  // of the output, for the second half
   };
 
-  Buffer run(Buffer gradient, bool whole, Weights weights);
-  void make_weights(int64_t bytes, Weights weights);
+  Buffer run(Buffer gradient, bool whole, WeightGradients weights);
+  void make_weights(int64_t bytes, WeightGradients weights);
 
   Ledger& ledger_;
   bool records_;
@@ -90,4 +90,4 @@ class Tape {
   std::vector<Buffer> weights_;
 };
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

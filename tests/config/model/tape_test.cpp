@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/tape.h"
+#include "lockstep/config/model/tape.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-namespace lockstep::plan {
+namespace lockstep::config {
 namespace {
 
 // (100) -> (100), saves its input, with parameters of 10.
@@ -28,14 +28,14 @@ TEST(Tape, BackwardFreesWhatForwardSaved) {
   EXPECT_EQ(chain.ledger.peak(), 400);
   EXPECT_EQ(chain.ledger.now(), 300) << "nobody has saved the output";
   chain.ledger.reset_peak();
-  const Buffer gradient = chain.tape.backward(chain.ledger.take(100), Weights::dropped);
+  const Buffer gradient = chain.tape.backward(chain.ledger.take(100), WeightGradients::dropped);
   EXPECT_EQ(chain.ledger.peak(), 300 + 100 + 100 + 10 + 5);
   EXPECT_EQ(chain.ledger.now(), 100) << "the gradient of the input";
 }
 
 TEST(Tape, GradientsOfParametersMayStay) {
   Chain chain(3);
-  chain.tape.backward(chain.ledger.take(100), Weights::kept);
+  chain.tape.backward(chain.ledger.take(100), WeightGradients::kept);
   EXPECT_EQ(chain.ledger.now(), 30);
 }
 
@@ -48,7 +48,7 @@ TEST(Tape, RecomputingKeepsTheInput) {
   }
   EXPECT_EQ(ledger.now(), 100);
   ledger.reset_peak();
-  tape.backward(ledger.take(100), Weights::dropped);
+  tape.backward(ledger.take(100), WeightGradients::dropped);
   EXPECT_EQ(ledger.peak(), 300 + 100 + 100 + 10 + 5);
   EXPECT_EQ(ledger.now(), 0);
 }
@@ -64,7 +64,7 @@ TEST(Tape, AResidualHoldsItsGradient) {
   }
   EXPECT_EQ(ledger.now(), 200);
   ledger.reset_peak();
-  const Buffer gradient = tape.backward(ledger.take(100), Weights::dropped);
+  const Buffer gradient = tape.backward(ledger.take(100), WeightGradients::dropped);
   // At the first layer: what it saved, the gradient of the sum, those of its output and input.
   EXPECT_EQ(ledger.peak(), std::max(200 + 100 + 100 + 15, 100 + 100 + 100 + 100 + 15));
   EXPECT_EQ(ledger.now(), 100);
@@ -78,7 +78,7 @@ TEST(Tape, TheFirstHalfOfABackwardFreesNothing) {
   EXPECT_EQ(chain.ledger.now(), 350 + 300) << "and the gradients of three outputs";
   chain.tape.release_after_input();
   EXPECT_EQ(chain.ledger.now(), 300 + 300);
-  chain.tape.backward_weight(Weights::kept);
+  chain.tape.backward_weight(WeightGradients::kept);
   EXPECT_EQ(chain.ledger.now(), 300 + 30);
 }
 
@@ -87,10 +87,10 @@ TEST(Tape, AGradientMayTakeThePlaceOfWhatWasSaved) {
   Tape tape(ledger);
   tape.record({.saved = {ledger.take(100)}, .in_place = true});
   ledger.reset_peak();
-  const Buffer gradient = tape.backward(ledger.take(0), Weights::dropped);
+  const Buffer gradient = tape.backward(ledger.take(0), WeightGradients::dropped);
   EXPECT_EQ(ledger.peak(), 100);
   EXPECT_EQ(ledger.now(), 100);
 }
 
 }  // namespace
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

@@ -11,7 +11,7 @@
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
 
-namespace lockstep::plan {
+namespace lockstep::config {
 
 // Of the numbers of elements of some tensors. The median of an even number is the mean of the two
 // in the middle.
@@ -30,19 +30,17 @@ struct InventoryKind {
   std::string name;
   Statistics statistics;
 };
-std::vector<InventoryKind> inventory_of(std::span<const config::TensorSpec> tensors,
-                                        int64_t element_bytes);
+std::vector<InventoryKind> inventory_of(std::span<const TensorSpec> tensors, int64_t element_bytes);
 
 // A line for each kind and one for all.
-std::string inventory_table(std::span<const config::TensorSpec> tensors, int64_t element_bytes);
+std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element_bytes);
 // For each of model.tensors() the ranks, ascending, that keep some of it from step to step and
 // update it. Ranks of a group that shares parameters have rows of it, cut where the parameters of a
 // unit, end to end, are cut; small tensors and models that are not sharded are whole on each rank.
 // The copy of a tied embedding in a pipeline's last stage counts as no owner.
-std::vector<std::vector<size_t>> owners_of(const config::TrainConfig& config,
-                                           const config::ModelSpec& model, int world);
+std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const ModelSpec& model,
+                                           int world);
 // A line for each tensor, with its owners.
-std::string tensor_list(const config::TrainConfig& config, const config::ModelSpec& model,
-                        int world);
+std::string tensor_list(const TrainConfig& config, const ModelSpec& model, int world);
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

@@ -5,11 +5,10 @@
 
 #include <cstdint>
 
-#include "lockstep/config/model/model_spec.h"
-#include "lockstep/config/train_config.h"
-#include "lockstep/plan/tape.h"
+#include "lockstep/config/model/tape.h"
+#include "lockstep/layout/parallel_config.h"
 
-namespace lockstep::plan {
+namespace lockstep::config {
 
 // Which of several ways the operators go.
 struct Kernels {
@@ -19,7 +18,7 @@ struct Kernels {
 };
 
 // What a micro-batch is on one rank: with tensor parallelism the shares of one rank.
-struct Sizes {
+struct LayerSizes {
   int64_t batch, length;           // B, T
   int64_t hidden;                  // C
   int64_t heads, kv_heads, width;  // H, K, D
@@ -40,13 +39,11 @@ struct Sizes {
   int64_t qkv() const { return queries() + 2 * keys(); }
 };
 
-Sizes sizes_of(const config::TrainConfig& config, const config::ModelSpec& model);
-
 // Tokens -> (B, T, C).
-Buffer embedding(Tape& tape, const Sizes& sizes);
+Buffer embedding(Tape& tape, const LayerSizes& sizes);
 // (B, T, C) -> (B, T, C).
-Buffer block(Tape& tape, const Sizes& sizes, const Buffer& x);
+Buffer block(Tape& tape, const LayerSizes& sizes, const Buffer& x);
 // (B, T, C) -> the loss.
-Buffer head(Tape& tape, const Sizes& sizes, const Buffer& x);
+Buffer head(Tape& tape, const LayerSizes& sizes, const Buffer& x);
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/tape.h"
+#include "lockstep/config/model/tape.h"
 
 #include <utility>
 
-namespace lockstep::plan {
+namespace lockstep::config {
 
 void Tape::record(Node node) {
   if (records_) entries_.push_back({.node = std::move(node)});
@@ -26,12 +26,12 @@ Buffer Tape::recompute(const Buffer& input, const Forward& function) {
   return output;
 }
 
-void Tape::make_weights(int64_t bytes, Weights weights) {
+void Tape::make_weights(int64_t bytes, WeightGradients weights) {
   Buffer made = ledger_.take(bytes);
-  if (weights == Weights::kept) weights_.push_back(std::move(made));
+  if (weights == WeightGradients::kept) weights_.push_back(std::move(made));
 }
 
-Buffer Tape::run(Buffer gradient, bool whole, Weights weights) {
+Buffer Tape::run(Buffer gradient, bool whole, WeightGradients weights) {
   std::vector<Buffer> waiting;  // gradients of the first terms of sums
   for (size_t i = entries_.size(); i-- > 0;) {
     Entry& entry = entries_[i];
@@ -76,12 +76,12 @@ Buffer Tape::run(Buffer gradient, bool whole, Weights weights) {
   return gradient;
 }
 
-Buffer Tape::backward(Buffer gradient, Weights weights) {
+Buffer Tape::backward(Buffer gradient, WeightGradients weights) {
   return run(std::move(gradient), true, weights);
 }
 
 Buffer Tape::backward_input(Buffer gradient) {
-  return run(std::move(gradient), false, Weights::dropped);
+  return run(std::move(gradient), false, WeightGradients::dropped);
 }
 
 void Tape::release_after_input() {
@@ -91,7 +91,7 @@ void Tape::release_after_input() {
   }
 }
 
-void Tape::backward_weight(Weights weights) {
+void Tape::backward_weight(WeightGradients weights) {
   for (size_t i = entries_.size(); i-- > 0;) {
     Entry& entry = entries_[i];
     if (entry.inner) {
@@ -106,4 +106,4 @@ void Tape::backward_weight(Weights weights) {
   }
 }
 
-}  // namespace lockstep::plan
+}  // namespace lockstep::config

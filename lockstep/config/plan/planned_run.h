@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What plan/ is to look at, for a configuration and a built-in model.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/config/model/model_spec.h"
+#include "lockstep/config/train_config.h"
+#include "lockstep/plan/run.h"
+
+namespace lockstep::config {
+
+int64_t element_bytes_of(const TrainConfig& config);  // of a parameter
+
+// The configuration must be valid for `world` ranks, the model without zeros (resolve_model).
+// Layers are "embed" and "positions", "blocks.0" ..., "norm" and "head". For the device of
+// train.device; `auto` is CUDA where this machine has it and libtorch too.
+plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int world);
+
+// Throws ConfigError, with the numbers of that rank, where memory.max_per_device does not even hold
+// parameters, gradients and optimizer state of some rank.
+void require_state_fits(const TrainConfig& config, const ModelSpec& model, int world);
+
+}  // namespace lockstep::config
