@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/checkpoint/background_saver.h"
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/saver.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 

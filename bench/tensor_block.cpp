@@ -13,11 +13,11 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/model/block.h"
 #include "lockstep/model/language_model.h"
-#include "lockstep/nn/heads.h"
+#include "lockstep/nn/attention_heads.h"
 #include "lockstep/parallel/tensor/tensor.h"
 
 using namespace lockstep;

@@ -29,8 +29,8 @@
 #include "lockstep/layout/tensor_plan.h"
 
 #if __has_include("lockstep/comm/group.h") && !defined(LOCKSTEP_WITHOUT_TORCH)
+#include "lockstep/checkpoint/background_saver.h"
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/custom_backend.h"
 #include "lockstep/comm/group.h"

@@ -4,8 +4,8 @@
 #include <map>
 #include <tuple>
 
-#include "lockstep/checkpoint/slice_parts.h"
-#include "lockstep/checkpoint/write.h"
+#include "lockstep/checkpoint/cut_slices.h"
+#include "lockstep/checkpoint/write_slices.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint/slices.h"
-#include "lockstep/checkpoint/write.h"
+#include "lockstep/checkpoint/write_slices.h"
 #include "lockstep/layout/box.h"
 
 namespace lockstep::checkpoint::detail {

@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/slice_parts.h"
+#include "lockstep/checkpoint/cut_slices.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

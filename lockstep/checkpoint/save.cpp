@@ -5,7 +5,7 @@
 #include <map>
 
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/write.h"
+#include "lockstep/checkpoint/write_slices.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -14,7 +14,7 @@
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/shard_file.h"
 #include "lockstep/memory/tensor_bytes.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 
 namespace lockstep::checkpoint {
 namespace detail {

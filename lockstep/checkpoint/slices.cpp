@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "lockstep/checkpoint/slice_parts.h"
+#include "lockstep/checkpoint/cut_slices.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 

@@ -5,11 +5,11 @@
 #include <iostream>
 #include <optional>
 
-#include "lockstep/config/inputs.h"
-#include "lockstep/config/pipeline.h"
+#include "lockstep/config/input_files.h"
+#include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

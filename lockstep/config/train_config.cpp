@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "lockstep/config/offload.h"
-#include "lockstep/config/pipeline.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/offload_rules.h"
+#include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"

@@ -7,7 +7,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention.h"
-#include "lockstep/nn/heads.h"
+#include "lockstep/nn/attention_heads.h"
 #include "lockstep/nn/norm.h"
 
 namespace lockstep::model {

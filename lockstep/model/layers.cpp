@@ -10,9 +10,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/model/block.h"
+#include "lockstep/nn/attention_heads.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
-#include "lockstep/nn/heads.h"
 
 namespace lockstep::model {
 namespace {

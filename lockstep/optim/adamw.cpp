@@ -11,7 +11,7 @@
 #include "lockstep/core/require.h"
 #include "lockstep/optim/adamw_cuda.h"
 #include "lockstep/optim/adamw_factors.h"
-#include "lockstep/optim/memory.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim {
 namespace {

@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "lockstep/optim/memory.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail::cuda {
 

@@ -11,10 +11,10 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/kernels/blocks.h"
-#include "lockstep/optim/memory.h"
 #include "lockstep/optim/parameters/named_state.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail {
 namespace {

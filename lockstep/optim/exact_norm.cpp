@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/kernels/blocks.h"
-#include "lockstep/optim/memory.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail {
 namespace {

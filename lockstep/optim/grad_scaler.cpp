@@ -11,7 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/parameters/named_state.h"
 
 namespace lockstep::optim {

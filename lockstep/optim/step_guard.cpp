@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 
 namespace lockstep::optim {
 

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "lockstep/layout/rank_map.h"
+#include "lockstep/plan/activation_memory.h"
 #include "lockstep/plan/offload_of_shards.h"
-#include "lockstep/plan/state.h"
-#include "lockstep/plan/steps.h"
+#include "lockstep/plan/state_memory.h"
 #include "lockstep/schedule/schedule.h"
 
 namespace lockstep::plan {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/plan/run.h"
+#include "lockstep/plan/run_description.h"
 
 namespace lockstep::plan {
 

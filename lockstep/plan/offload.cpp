@@ -9,7 +9,7 @@
 #include "lockstep/core/size_text.h"
 #include "lockstep/layout/rank_map.h"
 #include "lockstep/plan/offload_of_shards.h"
-#include "lockstep/plan/state.h"
+#include "lockstep/plan/state_memory.h"
 
 namespace lockstep::plan {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/layout/offload_plan.h"
-#include "lockstep/plan/run.h"
+#include "lockstep/plan/run_description.h"
 
 namespace lockstep::plan {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/model_options.h"
 
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/model/language_model.h"

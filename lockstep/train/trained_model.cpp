@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "lockstep/config/pipeline.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/format.h"
 #include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"

@@ -10,12 +10,12 @@
 #include <set>
 #include <vector>
 
+#include "lockstep/checkpoint/background_saver.h"
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/saver.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/comm/control/rank_texts.h"
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <string>
 
+#include "lockstep/checkpoint/background_saver.h"
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/checkpoint/saver.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "lockstep/checkpoint/saver.h"
+#include "lockstep/checkpoint/background_saver.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::checkpoint {

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "lockstep/config/pipeline.h"
+#include "lockstep/config/pipeline_choice.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::config {

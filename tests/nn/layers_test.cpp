@@ -14,8 +14,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/activations.h"
+#include "lockstep/nn/attention_heads.h"
 #include "lockstep/nn/embedding.h"
-#include "lockstep/nn/heads.h"
 #include "lockstep/nn/init.h"
 #include "lockstep/nn/init_model.h"
 #include "lockstep/nn/linear.h"

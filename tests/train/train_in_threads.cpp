@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/group.h"
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/train/trainer.h"
 #include "tests/train/train_command.h"

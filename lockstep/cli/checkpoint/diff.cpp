@@ -10,8 +10,8 @@
 
 #include "lockstep/cli/checkpoint/verbs.h"
 #include "lockstep/cli/common/options.h"
-#include "lockstep/config/inputs.h"
-#include "lockstep/config/value.h"
+#include "lockstep/config/input_files.h"
+#include "lockstep/config/option_value.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/checkpoint_diff.h"

@@ -2,7 +2,7 @@
 #include "lockstep/cli/train/sample_options.h"
 
 #include "lockstep/cli/common/options.h"
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::cli {

@@ -8,7 +8,7 @@
 #include "lockstep/cli/common/options.h"
 #include "lockstep/cli/common/torch_program.h"
 #include "lockstep/cli/train/sample_options.h"
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"

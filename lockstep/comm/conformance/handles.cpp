@@ -7,7 +7,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/conformance/support.h"
-#include "lockstep/comm/control/hosts.h"
+#include "lockstep/comm/control/host_groups.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

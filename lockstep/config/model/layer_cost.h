@@ -2,8 +2,8 @@
 // What each type of layer takes in each part of a step, in bytes. Private: not installed.
 #pragma once
 
-#include "lockstep/config/model/modules.h"
-#include "lockstep/plan/run.h"
+#include "lockstep/config/model/module_tapes.h"
+#include "lockstep/plan/run_description.h"
 
 namespace lockstep::config {
 

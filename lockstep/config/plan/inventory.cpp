@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "lockstep/config/plan/planned_run.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/layout/flat_layout.h"

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "lockstep/config/model/layer_cost.h"
-#include "lockstep/config/pipeline.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"

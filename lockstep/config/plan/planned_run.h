@@ -6,7 +6,7 @@
 
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
-#include "lockstep/plan/run.h"
+#include "lockstep/plan/run_description.h"
 
 namespace lockstep::config {
 

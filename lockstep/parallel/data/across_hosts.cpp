@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/control/hosts.h"
+#include "lockstep/comm/control/host_groups.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/layout/shard_math.h"

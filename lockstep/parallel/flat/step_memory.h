@@ -11,7 +11,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/layout/offload_plan.h"
 #include "lockstep/memory/arena.h"
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {
 

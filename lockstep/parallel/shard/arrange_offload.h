@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/parallel/flat/flat_plan.h"
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {
 

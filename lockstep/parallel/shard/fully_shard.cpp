@@ -17,7 +17,7 @@
 #include "lockstep/parallel/intercept/dispatch.h"
 #include "lockstep/parallel/intercept/recording.h"
 #include "lockstep/parallel/shard/arrange_offload.h"
-#include "lockstep/parallel/shard/precision.h"
+#include "lockstep/parallel/shard/mixed_precision.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/shard/units.h"
 

@@ -14,7 +14,7 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/parallel/flat/flat.h"
 #include "lockstep/parallel/shard/options.h"
-#include "lockstep/parallel/shard/order.h"
+#include "lockstep/parallel/shard/unit_order.h"
 
 namespace lockstep::parallel::detail {
 

@@ -8,7 +8,7 @@
 
 #include "lockstep/layout/offload_ring.h"
 #include "lockstep/optim/kernels/packed_adamw.h"
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {
 

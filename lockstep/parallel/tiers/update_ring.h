@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "lockstep/optim/kernels/kernels.h"
-#include "lockstep/parallel/tiers/state.h"
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
+#include "lockstep/parallel/tiers/offloaded_state.h"
 
 namespace lockstep::parallel::detail {
 

@@ -9,7 +9,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/layout/offload_plan.h"
-#include "lockstep/parallel/tiers/state.h"
+#include "lockstep/parallel/tiers/offloaded_state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
 
 namespace lockstep::parallel::detail {

@@ -2,7 +2,7 @@
 // Where updates are faster. Private: not installed.
 #pragma once
 
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {
 

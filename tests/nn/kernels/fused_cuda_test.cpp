@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lockstep/nn/activations.h"
-#include "lockstep/nn/heads.h"
+#include "lockstep/nn/attention_heads.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/loss.h"
 

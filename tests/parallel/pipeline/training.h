@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/model/layers.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/tensor_parallel.h"
 
 #include <gtest/gtest.h>
 

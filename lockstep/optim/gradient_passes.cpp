@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -14,7 +14,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/kernels/blocks.h"
-#include "lockstep/optim/memory.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/offload.h"
+#include "lockstep/config/offload_rules.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 #include "lockstep/core/error.h"
 #include "tests/support/subprocess.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/inputs.h"
+#include "lockstep/config/input_files.h"
 
 #include <linux/magic.h>
 #include <sys/vfs.h>
@@ -12,8 +12,8 @@
 #include <system_error>
 
 #include "lockstep/config/model/hf_model.h"
-#include "lockstep/config/pipeline.h"
-#include "lockstep/config/tensor.h"
+#include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/checkpoint/saver.h"
+#include "lockstep/checkpoint/background_saver.h"
 
 #include <ATen/ATen.h>
 
@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "lockstep/checkpoint/host_copy.h"
-#include "lockstep/checkpoint/write.h"
+#include "lockstep/checkpoint/write_slices.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/comm/work.h"
 #include "lockstep/core/clock.h"

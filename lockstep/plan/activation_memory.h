@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "lockstep/plan/run.h"
+#include "lockstep/plan/run_description.h"
 #include "lockstep/schedule/action.h"
 
 namespace lockstep::plan {

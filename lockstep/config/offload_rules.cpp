@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/offload.h"
+#include "lockstep/config/offload_rules.h"
 
 #include <string>
 #include <string_view>

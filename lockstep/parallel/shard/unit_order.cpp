@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/shard/order.h"
+#include "lockstep/parallel/shard/unit_order.h"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/checkpoint/saver.h"
+#include "lockstep/checkpoint/background_saver.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

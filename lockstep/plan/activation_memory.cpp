@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/steps.h"
+#include "lockstep/plan/activation_memory.h"
 
 #include <algorithm>
 

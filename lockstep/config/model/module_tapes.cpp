@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/model/modules.h"
+#include "lockstep/config/model/module_tapes.h"
 
 #include <algorithm>
 #include <utility>

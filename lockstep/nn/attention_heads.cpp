@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/nn/heads.h"
+#include "lockstep/nn/attention_heads.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>

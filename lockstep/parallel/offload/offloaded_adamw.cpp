@@ -10,11 +10,11 @@
 #include "lockstep/core/format.h"
 #include "lockstep/memory/later_event.h"
 #include "lockstep/optim/adamw_factors.h"
-#include "lockstep/optim/gradients.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/parameters/named_state.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
-#include "lockstep/parallel/tiers/state.h"
+#include "lockstep/parallel/tiers/offloaded_state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
 
 namespace lockstep::parallel {

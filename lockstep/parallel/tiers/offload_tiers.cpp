@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/tiers/tiers.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 #include <ATen/ATen.h>
 

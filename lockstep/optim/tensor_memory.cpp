@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optim/memory.h"
+#include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/state.h"
+#include "lockstep/plan/state_memory.h"
 
 #include <algorithm>
 #include <optional>

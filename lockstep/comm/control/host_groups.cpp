@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/comm/control/hosts.h"
+#include "lockstep/comm/control/host_groups.h"
 
 #include <algorithm>
 

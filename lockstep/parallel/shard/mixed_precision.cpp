@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/shard/precision.h"
+#include "lockstep/parallel/shard/mixed_precision.h"
 
 #include <ATen/ATen.h>
 

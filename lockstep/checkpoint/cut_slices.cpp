@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/checkpoint/slice_parts.h"
+#include "lockstep/checkpoint/cut_slices.h"
 
 #include <ATen/ATen.h>
 

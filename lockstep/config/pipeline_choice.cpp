@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/pipeline.h"
+#include "lockstep/config/pipeline_choice.h"
 
 #include <cmath>
 #include <numeric>

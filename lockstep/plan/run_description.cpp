@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/plan/run.h"
+#include "lockstep/plan/run_description.h"
 
 namespace lockstep::plan {
 

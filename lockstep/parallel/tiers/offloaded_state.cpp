@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/tiers/state.h"
+#include "lockstep/parallel/tiers/offloaded_state.h"
 
 #include <ATen/ATen.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/model/tape.h"
+#include "lockstep/config/model/activation_tape.h"
 
 #include <utility>
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "lockstep/config/model/tape.h"
+#include "lockstep/config/model/activation_tape.h"
 #include "lockstep/layout/parallel_config.h"
 
 namespace lockstep::config {
