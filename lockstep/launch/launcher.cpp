@@ -10,7 +10,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/open_files.h"
 #include "lockstep/core/require.h"
-#include "lockstep/launch/attempt.h"
+#include "lockstep/launch/local_ranks.h"
 #include "lockstep/launch/processes/affinity.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/secret.h"
@@ -51,7 +51,7 @@ void prepare_logs(const LaunchOptions& options) {
 Outcome run_generations(const Surroundings& around) {
   for (int generation = 0;; ++generation) {
     around.link.begin(generation);
-    Outcome outcome = Attempt(around, generation).run();
+    Outcome outcome = LocalRanks(around, generation).run();
     const int limit = around.options.max_restarts;
     if (outcome.kind != Outcome::Kind::failed || !outcome.restartable || generation >= limit) {
       return outcome;

@@ -8,7 +8,7 @@ namespace lockstep::parallel::detail {
 using layout::Tier;
 
 at::Tensor OffloadedResidence::line_memory(at::ScalarType dtype, c10::Device device) {
-  if (device != plan_.device) return ShardedResidence::line_memory(dtype, device);
+  if (device != plan_.device) return GatheredResidence::line_memory(dtype, device);
   return tiers().parameters_on_device(parameter_.layout().size, dtype, plan_.name,
                                       memory::Stay::short_time);
 }
@@ -23,7 +23,7 @@ bool OffloadedResidence::has_room() const {
 }
 
 void OffloadedResidence::begin(bool beside_computation) {
-  ShardedResidence::begin(beside_computation);
+  GatheredResidence::begin(beside_computation);
   if (plan_.shard.size() > 1 && plan_.offload->params == Tier::host)
     tiers().traffic.to_device += static_cast<int64_t>(line_.nbytes());
 }

@@ -2,14 +2,14 @@
 // Parameters of offloaded models: within budgets, and from host memory. Private: not installed.
 #pragma once
 
-#include "lockstep/parallel/flat/sharded_residence.h"
+#include "lockstep/parallel/flat/gathered_residence.h"
 
 namespace lockstep::parallel::detail {
 
-// Gathered or cast for each use, like ShardedResidence.
-class OffloadedResidence : public ShardedResidence {
+// Gathered or cast for each use, like GatheredResidence.
+class OffloadedResidence : public GatheredResidence {
  public:
-  using ShardedResidence::ShardedResidence;
+  using GatheredResidence::GatheredResidence;
 
  protected:
   at::Tensor line_memory(at::ScalarType dtype, c10::Device device) override;

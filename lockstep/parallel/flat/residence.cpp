@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/flat/residence.h"
 
+#include "lockstep/parallel/flat/gathered_residence.h"
 #include "lockstep/parallel/flat/offloaded_residence.h"
-#include "lockstep/parallel/flat/sharded_residence.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -31,7 +31,7 @@ std::unique_ptr<Residence> make_residence(FlatParameter& parameter, FlatShard& s
                                           FlatEnvironment& environment) {
   const FlatPlan& plan = parameter.plan();
   if (plan.is_in_place()) return std::make_unique<InPlaceResidence>(parameter, shard);
-  if (!plan.offload) return std::make_unique<ShardedResidence>(parameter, shard, environment);
+  if (!plan.offload) return std::make_unique<GatheredResidence>(parameter, shard, environment);
   if (plan.shard.size() == 1 && !plan.casts_inputs() && plan.offload->params == layout::Tier::host)
     return std::make_unique<HostResidence>(parameter, shard, environment);
   return std::make_unique<OffloadedResidence>(parameter, shard, environment);

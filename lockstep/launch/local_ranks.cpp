@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/attempt.h"
+#include "lockstep/launch/local_ranks.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -40,13 +40,13 @@ Pipe make_pipe() {
 
 }  // namespace
 
-Attempt::Attempt(const Surroundings& around, int generation)
+LocalRanks::LocalRanks(const Surroundings& around, int generation)
     : around_(around), generation_(generation) {
   around_.poller.watch(around_.signals.fd(), EPOLLIN, [this] { on_signal(); });
   around_.poller.watch(around_.link.news_fd(), EPOLLIN, [this] { on_news(); });
 }
 
-Attempt::~Attempt() {
+LocalRanks::~LocalRanks() {
   around_.poller.forget(around_.signals.fd());
   around_.poller.forget(around_.link.news_fd());
   for (const auto& [fd, log] : logs_) around_.poller.forget(fd);
@@ -58,7 +58,7 @@ Attempt::~Attempt() {
   }
 }
 
-Outcome Attempt::run() {
+Outcome LocalRanks::run() {
   start_all();
   while (!over()) {
     around_.poller.wait(until_next_act());
@@ -72,7 +72,7 @@ Outcome Attempt::run() {
 
 // ---- start ----
 
-void Attempt::start_all() {
+void LocalRanks::start_all() {
   const std::vector<int> cores = allowed_cores();
   workers_.reserve(static_cast<size_t>(around_.options.ranks));  // handlers keep references
   for (int local_rank = 0; local_rank < around_.options.ranks && !failure_; ++local_rank) {
@@ -85,7 +85,7 @@ void Attempt::start_all() {
   }
 }
 
-void Attempt::start(int local_rank, const std::vector<int>& cores) {
+void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
   const LaunchOptions& options = around_.options;
   const int rank = options.first_rank() + local_rank;
   const bool bare = options.bare_rank_0 && rank == 0;
@@ -118,7 +118,7 @@ void Attempt::start(int local_rank, const std::vector<int>& cores) {
 
 // ---- output ----
 
-void Attempt::add_log(Fd pipe, int rank, Console::Stream stream) {
+void LocalRanks::add_log(Fd pipe, int rank, Console::Stream stream) {
   const std::string& dir = around_.options.log_dir;
   Fd file;
   try {
@@ -132,11 +132,11 @@ void Attempt::add_log(Fd pipe, int rank, Console::Stream stream) {
   if (!paused_.contains(stream)) watch_log(fd);
 }
 
-void Attempt::watch_log(int fd) {
+void LocalRanks::watch_log(int fd) {
   around_.poller.watch(fd, EPOLLIN, [this, fd] { pump_log(fd); });
 }
 
-void Attempt::pump_log(int fd) {
+void LocalRanks::pump_log(int fd) {
   WorkerLog& log = *logs_.at(fd);
   if (around_.console.full(log.stream())) return pause(log.stream());
   if (log.pump(around_.console)) return;
@@ -146,7 +146,7 @@ void Attempt::pump_log(int fd) {
 
 // A reader that is slower than the ranks slows them down, as a plain pipe would; the other stream
 // goes on.
-void Attempt::pause(Console::Stream stream) {
+void LocalRanks::pause(Console::Stream stream) {
   if (!paused_.insert(stream).second) return;
   for (const auto& [fd, log] : logs_) {
     // Not only masked: epoll reports a hang-up whatever the mask is.
@@ -154,7 +154,7 @@ void Attempt::pause(Console::Stream stream) {
   }
 }
 
-void Attempt::resume() {
+void LocalRanks::resume() {
   for (const auto stream : {Console::Stream::out, Console::Stream::err}) {
     if (!paused_.contains(stream) || around_.console.full(stream)) continue;
     paused_.erase(stream);
@@ -166,7 +166,7 @@ void Attempt::resume() {
 
 // ---- events ----
 
-void Attempt::on_signal() {
+void LocalRanks::on_signal() {
   while (const auto signal = around_.signals.take()) {
     if (!Signals::asks_to_stop(*signal)) {
       signal_all(*signal);
@@ -177,7 +177,7 @@ void Attempt::on_signal() {
   }
 }
 
-void Attempt::on_news() {
+void LocalRanks::on_news() {
   const NodeLink::News news = around_.link.take_news();
   if (news.stop && stop_count_ == 0) stop(*news.stop);
   if (!news.end) return;
@@ -188,7 +188,7 @@ void Attempt::on_news() {
 }
 
 // The first signal is a request, the second urges, the third does not ask.
-void Attempt::stop(int signal) {
+void LocalRanks::stop(int signal) {
   if (++stop_count_ == 1) {
     stop_signal_ = signal;
     signal_all(signal);
@@ -201,7 +201,7 @@ void Attempt::stop(int signal) {
   }
 }
 
-void Attempt::on_worker_end(Worker& worker) {
+void LocalRanks::on_worker_end(Worker& worker) {
   worker.status = worker.process->status();
   if (!worker.status) return;
   around_.poller.forget(worker.process->pidfd());
@@ -222,14 +222,14 @@ void Attempt::on_worker_end(Worker& worker) {
 
 // ---- ending ----
 
-void Attempt::end_soon(milliseconds until_term, milliseconds until_kill) {
+void LocalRanks::end_soon(milliseconds until_term, milliseconds until_kill) {
   const auto now = Clock::now();
   term_at_ = std::min(term_at_.value_or(Clock::time_point::max()), now + until_term);
   kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()), now + until_kill);
   act_on_time();
 }
 
-void Attempt::act_on_time() {
+void LocalRanks::act_on_time() {
   const auto now = Clock::now();
   if (term_at_ && *term_at_ <= now) {
     term_at_ = Clock::time_point::max();  // once
@@ -242,7 +242,7 @@ void Attempt::act_on_time() {
   resume();
 }
 
-milliseconds Attempt::until_next_act() const {
+milliseconds LocalRanks::until_next_act() const {
   const auto now = Clock::now();
   auto next = now + milliseconds{60'000};
   if (term_at_) next = std::min(next, *term_at_);
@@ -255,18 +255,18 @@ milliseconds Attempt::until_next_act() const {
 }
 
 // Groups of ranks that have ended too: what they started may still be there.
-void Attempt::signal_all(int signal) {
+void LocalRanks::signal_all(int signal) {
   for (const Worker& worker : workers_) {
     if (worker.process) worker.process->signal_group(signal);
   }
 }
 
-bool Attempt::all_ended() const {
+bool LocalRanks::all_ended() const {
   return std::all_of(workers_.begin(), workers_.end(),
                      [](const Worker& worker) { return !worker.process || worker.status; });
 }
 
-bool Attempt::over() const {
+bool LocalRanks::over() const {
   if (give_up_at_ && *give_up_at_ <= Clock::now()) return true;
   if (!all_ended()) return false;
   // The rendezvous and the right to restart are shared: all nodes end an attempt together.
@@ -274,7 +274,7 @@ bool Attempt::over() const {
 }
 
 // Everything the ranks wrote goes out. Only a process that left its group can hold a pipe open now.
-void Attempt::drain() {
+void LocalRanks::drain() {
   signal_all(SIGKILL);
   Deadline quiet(kDrainTime);
   const Deadline patience(kStoppedPatience);
@@ -290,7 +290,7 @@ void Attempt::drain() {
 
 // ---- words ----
 
-std::string Attempt::describe(const Worker& worker) const {
+std::string LocalRanks::describe(const Worker& worker) const {
   const LaunchOptions& options = around_.options;
   const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
   const std::string log =
@@ -302,12 +302,12 @@ std::string Attempt::describe(const Worker& worker) const {
                 worker.status->text(), log);
 }
 
-Outcome Attempt::local_failure(const Worker& worker) const {
+Outcome LocalRanks::local_failure(const Worker& worker) const {
   return {Outcome::Kind::failed, worker.status->shell_code(),
           worker.status->signal != 0 || restart_may_help(worker.status->code), describe(worker)};
 }
 
-Outcome Attempt::stop_outcome() const {
+Outcome LocalRanks::stop_outcome() const {
   const std::string by = "stopped by " + signal_name(stop_signal_);
   bool by_themselves = true, saved = false;
   int code = -1;  // that all ranks chose, 75 if some had nothing to save

@@ -11,9 +11,9 @@
 
 namespace lockstep::parallel::detail {
 
-class ShardedResidence : public Residence {
+class GatheredResidence : public Residence {
  public:
-  ShardedResidence(FlatParameter& parameter, FlatShard& shard, FlatEnvironment& environment);
+  GatheredResidence(FlatParameter& parameter, FlatShard& shard, FlatEnvironment& environment);
 
   bool acquire(When when) override;
   void release() override;

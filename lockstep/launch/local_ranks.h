@@ -32,12 +32,12 @@ struct Surroundings {
   NodeLink& link;
 };
 
-class Attempt {
+class LocalRanks {
  public:
-  Attempt(const Surroundings& around, int generation);
-  ~Attempt();
-  Attempt(const Attempt&) = delete;
-  Attempt& operator=(const Attempt&) = delete;
+  LocalRanks(const Surroundings& around, int generation);
+  ~LocalRanks();
+  LocalRanks(const LocalRanks&) = delete;
+  LocalRanks& operator=(const LocalRanks&) = delete;
 
   // Starts the ranks and returns when none of them is left.
   Outcome run();

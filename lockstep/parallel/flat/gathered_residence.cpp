@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/flat/sharded_residence.h"
+#include "lockstep/parallel/flat/gathered_residence.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -22,8 +22,8 @@ struct OwnMode {
 
 }  // namespace
 
-ShardedResidence::ShardedResidence(FlatParameter& parameter, FlatShard& shard,
-                                   FlatEnvironment& environment)
+GatheredResidence::GatheredResidence(FlatParameter& parameter, FlatShard& shard,
+                                     FlatEnvironment& environment)
     : Residence(ParameterState::sharded),
       plan_(parameter.plan()),
       parameter_(parameter),
@@ -36,7 +36,7 @@ ShardedResidence::ShardedResidence(FlatParameter& parameter, FlatShard& shard,
   plan_slices();
 }
 
-at::Tensor ShardedResidence::line_memory(at::ScalarType dtype, c10::Device device) {
+at::Tensor GatheredResidence::line_memory(at::ScalarType dtype, c10::Device device) {
   const int64_t size = parameter_.layout().size;
   const std::shared_ptr<void> memory =
       environment_.gather_memory.take(static_cast<size_t>(size) * c10::elementSize(dtype), device);
@@ -44,7 +44,7 @@ at::Tensor ShardedResidence::line_memory(at::ScalarType dtype, c10::Device devic
       memory.get(), {size}, [memory](void*) {}, at::TensorOptions().dtype(dtype).device(device));
 }
 
-void ShardedResidence::plan_slices() {
+void GatheredResidence::plan_slices() {
   constexpr int64_t kBytes = int64_t{1} << 20;
   const auto most = kBytes / static_cast<int64_t>(shard_.sent().element_size());
   for (int step = 0; step < plan_.shard.size(); ++step) {
@@ -56,14 +56,14 @@ void ShardedResidence::plan_slices() {
   }
 }
 
-void ShardedResidence::copy_slice(const at::Tensor& line, const PeerSlice& slice) const {
+void GatheredResidence::copy_slice(const at::Tensor& line, const PeerSlice& slice) const {
   const auto size = static_cast<int64_t>(line.element_size());
   std::memcpy(static_cast<std::byte*>(line.data_ptr()) + slice.target * size,
               peers_->of(slice.rank) + slice.source * size,
               static_cast<size_t>(slice.count * size));
 }
 
-void ShardedResidence::copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const {
+void GatheredResidence::copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const {
   const auto size = static_cast<int64_t>(line.element_size());
   // Only ever read; torch has no tensors of constant memory.
   auto* const source = const_cast<std::byte*>(peers_->of(slice.rank)) + slice.source * size;
@@ -71,7 +71,7 @@ void ShardedResidence::copy_slice_by_all(const at::Tensor& line, const PeerSlice
       .copy_(at::from_blob(source, {slice.count}, line.options()));
 }
 
-void ShardedResidence::pull(const at::Tensor& line) {
+void GatheredResidence::pull(const at::Tensor& line) {
   const trace::Span span("shard", "gather " + plan_.name);
   const auto copy = [&](size_t slice) { copy_slice_by_all(line, slices_[slice]); };
   if (pulling_.valid()) return pulling_.finish(copy);
@@ -79,7 +79,7 @@ void ShardedResidence::pull(const at::Tensor& line) {
 }
 
 // Where a line arrives is where it is used, unless the model has another type or device.
-void ShardedResidence::begin(bool beside_computation) {
+void GatheredResidence::begin(bool beside_computation) {
   const bool has_line = line_.defined();
   if (!communicates()) {  // a local copy, made by whoever needs it
     if (!has_line) line_ = line_memory(plan_.compute_dtype, plan_.device);
@@ -101,12 +101,12 @@ void ShardedResidence::begin(bool beside_computation) {
   }
 }
 
-void ShardedResidence::wait() {
+void GatheredResidence::wait() {
   if (pulling_.valid()) pull(arriving_);
   std::exchange(gathering_, {}).wait();
 }
 
-void ShardedResidence::finish() {
+void GatheredResidence::finish() {
   if (copy_is_valid_) {
     line_.copy_(copy_);
   } else if (plan_.shard.size() == 1) {
@@ -119,7 +119,7 @@ void ShardedResidence::finish() {
 }
 
 // What could not be gathered is not here.
-void ShardedResidence::wait_or_drop() {
+void GatheredResidence::wait_or_drop() {
   try {
     wait();
   } catch (...) {
@@ -128,14 +128,14 @@ void ShardedResidence::wait_or_drop() {
   }
 }
 
-void ShardedResidence::drop_line() {
+void GatheredResidence::drop_line() {
   parameter_.hide();
   line_.reset();
   arriving_.reset();
   state_ = ParameterState::sharded;
 }
 
-bool ShardedResidence::acquire(When when) {
+bool GatheredResidence::acquire(When when) {
   if (state_ == ParameterState::gathered) return false;
   const bool ahead = state_ == ParameterState::gathering;
   if (when == When::ahead && (ahead || !has_room())) return false;
@@ -157,7 +157,7 @@ bool ShardedResidence::acquire(When when) {
   return true;
 }
 
-void ShardedResidence::release() {
+void GatheredResidence::release() {
   if (plan_.resident || state_ == ParameterState::sharded) return;
   if (state_ == ParameterState::gathering) wait_or_drop();  // nobody wants it, but it is written
   if (state_ == ParameterState::gathered && plan_.keeps_copy_on_host && !copy_is_valid_) {
@@ -170,7 +170,7 @@ void ShardedResidence::release() {
   drop_line();
 }
 
-void ShardedResidence::publish() {
+void GatheredResidence::publish() {
   if (state_ == ParameterState::gathering) wait_or_drop();
   if (!plan_.resident) drop_line();
   state_ = ParameterState::sharded;
