@@ -169,7 +169,7 @@ TEST(Codec, Int8IsWithinHalfAStep) {
 
 // The 256 values that quantization's codes stand for, ascending.
 std::vector<float> dynamic_map(Sign sign) {
-  const auto map = detail::make_dynamic_map(sign == Sign::any);
+  const auto map = make_dynamic_map(sign == Sign::any);
   return {std::begin(map.values), std::end(map.values)};
 }
 

@@ -38,7 +38,7 @@ std::vector<OffloadUnit> units_of(int count) {
 }
 
 OffloadOptions options_of(int64_t device_limit, OffloadStrategy strategy) {
-  OffloadOptions options{.strategy = strategy};
+  OffloadOptions options{.advanced = {.strategy = strategy}};
   options.device_limit = options.param_budget = device_limit;
   options.host_budget = options.advanced.host_limit = int64_t{1} << 40;
   return options;

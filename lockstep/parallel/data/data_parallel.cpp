@@ -37,7 +37,8 @@ class DataParallel {
   DataParallel(torch::nn::Module& model, DataParallelOptions options)
       : devices(checked(std::move(options.devices))), pace(devices.size(), options.mode) {
     model.to(devices[0]);
-    replicas.emplace_back(model.weak_from_this().lock(), &model);
+    replicas.emplace_back(
+        std::shared_ptr<torch::nn::Module>(model.weak_from_this().lock(), &model));
     for (size_t i = 1; i < devices.size(); ++i) replicas.push_back(clone(replicas[0], devices[i]));
   }
 

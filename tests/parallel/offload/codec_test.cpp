@@ -67,10 +67,11 @@ struct Learned {
 Learned learn(std::optional<OffloadOptions> offload) {
   TinyTransformer model(kGpt);
   fill_parameters(*model, 7);
-  auto sharded = parallel::fully_shard(*model, comm::Group{},
-                                       {.units = parallel::ByType{{"TransformerBlock"}},
-                                        .use_orig_params = true,
-                                        .offload = offload});
+  auto sharded = parallel::fully_shard(
+      *model, comm::Group{},
+      {.units = parallel::ByType{{"TransformerBlock"}},
+       .use_orig_params = true,
+       .offload = offload ? parallel::Offload(*offload) : parallel::NoOffload{}});
   const optim::AdamWOptions adamw{.lr = 1e-3, .weight_decay = 0.1};
   std::unique_ptr<optim::Optimizer> optimizer;
   if (offload) {
