@@ -112,19 +112,27 @@ TEST(OptimizerWrites, AreSeenByADispatchKeyBeforeMemoryChanges) {
     for (int step = 0; step < 2; ++step) {
       set_grads(tensors, plain);
       tensors[2].mutable_grad() = plain[2].mutable_grad() = at::Tensor();
+      const auto before = copies_of(tensors);
       std::vector<bool> seen(tensors.size());
       on_write() = [&](const at::Tensor& written) {
         for (size_t i = 0; i < tensors.size(); ++i) {
           if (!written.is_alias_of(tensors[i]) || seen[i]) continue;
           seen[i] = true;
-          EXPECT_TRUE(at::equal(tensors[i], plain[i])) << i;  // as before the step
+          EXPECT_TRUE(at::equal(tensors[i], before[i])) << i;
         }
       };
       optimizer->step();
       on_write() = nullptr;
       EXPECT_EQ(seen, (std::vector{true, true, false, true, true}));
       reference->step();
-      for (size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(at::equal(tensors[i], plain[i])) << i;
+      // Where there are gaps, torch's operators round as its compiler chose to: on arm64, fused.
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        if (tensors[i].is_non_overlapping_and_dense()) {
+          EXPECT_TRUE(at::equal(tensors[i], plain[i])) << i;
+        } else {
+          expect_close(tensors[i], plain[i], 1e-6);
+        }
+      }
     }
   }
 }
