@@ -59,9 +59,9 @@ const Kernels& kernels() {
 #ifdef __x86_64__
   static const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                              __builtin_cpu_supports("f16c");
-  if (has_v3) return x86_v3::kernels;
+  if (has_v3) return x86_v3::kKernels;
 #endif
-  return baseline::kernels;
+  return baseline::kKernels;
 }
 
 const DynamicMap& map_of(Sign sign) { return sign == Sign::any ? kAny : kNonNegative; }

@@ -221,6 +221,6 @@ DecodeKernel find_decode(Codec codec, Sign sign) {
 
 }  // namespace
 
-const Kernels kernels = {find_encode, find_decode};
+const Kernels kKernels = {find_encode, find_decode};
 
 }  // namespace lockstep::codec::detail::LOCKSTEP_ISA

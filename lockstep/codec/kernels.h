@@ -29,10 +29,10 @@ struct Kernels {
 };
 
 namespace baseline {
-extern const Kernels kernels;
+extern const Kernels kKernels;
 }
 namespace x86_v3 {  // AVX2, F16C
-extern const Kernels kernels;
+extern const Kernels kKernels;
 }
 
 // The best that this processor can run.
