@@ -397,7 +397,7 @@ TEST(Codec, InstructionSetsAgree) {
         const auto count = static_cast<int64_t>(values.size());
         const size_t codes =
             codec == Codec::int8 || codec == Codec::quantization ? (values.size() + 3) / 4 * 4 : 0;
-        const auto& kernels = detail::baseline::kernels;
+        const auto& kernels = detail::baseline::kKernels;
         kernels.encode(codec, sign)(values.data(), plain.data(),
                                     reinterpret_cast<float*>(plain.data() + codes), count,
                                     detail::map_of(sign));

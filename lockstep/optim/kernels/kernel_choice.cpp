@@ -17,9 +17,9 @@ bool has_v3() {
 
 const Kernels& kernels() {
 #ifdef __x86_64__
-  if (has_v3()) return x86_v3::kernels;
+  if (has_v3()) return x86_v3::kKernels;
 #endif
-  return baseline::kernels;
+  return baseline::kKernels;
 }
 
 const PackedKernels& packed_kernels() {
