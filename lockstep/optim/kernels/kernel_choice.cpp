@@ -17,9 +17,9 @@ bool has_v3() {
 
 const Kernels& kernels() {
 #ifdef __x86_64__
-  if (has_v3()) return x86_v3::kKernels;
+  if (has_v3()) return x86_v3::kernels;
 #endif
-  return baseline::kKernels;
+  return baseline::kernels;
 }
 
 const PackedKernels& packed_kernels() {

@@ -68,7 +68,7 @@ TEST(Blocks, NothingToDo) {
 
 #ifdef __x86_64__
 TEST(Kernels, InstructionSetsGiveTheSameBits) {
-  if (&kernels() != &x86_v3::kKernels) return;  // this processor has only one of the two
+  if (&kernels() != &x86_v3::kernels) return;  // this processor has only one of the two
   constexpr int64_t kCount = 1003;
   at::manual_seed(2);
   const auto types = {std::pair{DType::float64, at::kDouble},
@@ -79,7 +79,7 @@ TEST(Kernels, InstructionSetsGiveTheSameBits) {
     const auto state = type == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor grad = at::randn({kCount}).to(type), start = at::randn({kCount}).to(type);
     std::vector<std::vector<at::Tensor>> results;
-    for (const Kernels* set : {&baseline::kKernels, &x86_v3::kKernels}) {
+    for (const Kernels* set : {&baseline::kernels, &x86_v3::kernels}) {
       at::Tensor param = start.clone(), master = start.to(state, false, true);
       at::Tensor first = at::zeros({kCount}, state), second = at::zeros({kCount}, state);
       const Operands operands = {param.data_ptr(), grad.data_ptr(), master.data_ptr(),
