@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving beside the training.
+// Saving while training goes on.
 //
 //   checkpoint::Saver saver("checkpoints", group);
 //   saver.save({.step = step, .slices = state});   // returns when the state is copied

@@ -46,7 +46,7 @@ struct LoadOptions {
   bool partial = false;
 };
 
-// What a checkpoint says beside its tensors.
+// What a checkpoint says besides its tensors.
 struct Loaded {
   std::string path = {};
   int64_t step = 0;

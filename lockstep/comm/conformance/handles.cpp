@@ -162,7 +162,7 @@ void check_waiting_elsewhere(const Ranks& group) {
     work.wait();
     verify_equal(data,
                  expected_reduction(group.contributions(count, DType::float32), ReduceOp::sum),
-                 "an operation that nobody waited for at first");
+                 "an operation that was not waited for at first");
   }
 }
 

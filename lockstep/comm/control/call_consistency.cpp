@@ -49,7 +49,7 @@ std::shared_ptr<Pending> CallConsistency::post(fabric::Operation operation, uint
     } catch (...) {
       try {
         const std::exception_ptr failure = std::current_exception();
-        watchdog_.fail(failure, is_mismatch(failure));  // also where nobody waits
+        watchdog_.fail(failure, is_mismatch(failure));  // also if no caller waits
       } catch (...) {
         error = std::current_exception();
       }

@@ -80,7 +80,7 @@ void GatheredResidence::pull(const at::Tensor& line) {
 
 // Where a line arrives is where it is used, unless the model has another type or device.
 void GatheredResidence::begin(bool beside_computation) {
-  const bool has_line = line_.defined();
+  const bool has_line = plan_.resident && line_.defined();
   if (!communicates()) {  // a local copy, made by whoever needs it
     if (!has_line) line_ = line_memory(plan_.compute_dtype, plan_.device);
     return;

@@ -40,7 +40,7 @@ class Residence {
   // now: the parameters are in the model's memory when this returns. ahead: they may be on their
   // way. Returns whether they had to be brought.
   virtual bool acquire(When when) = 0;
-  // Nobody uses them for now.
+  // They are not needed until the next acquire().
   virtual void release() = 0;
   // The shard has new values: those that were brought are dropped, and others may read the new.
   virtual void publish() = 0;
