@@ -111,10 +111,11 @@ TEST(DdpInput, OptionsThatMakeNoSense) {
 
 // A model is given as a module, as its holder, or as a pointer to it; each keeps it alive.
 TEST(Ddp, TakesAModuleAHolderOrAPointer) {
-  const at::Tensor input = at::ones({1, 2});
-  const auto check = [&](auto make) {
+  const auto check = [](auto make) {
     Sequential model(Linear(2, 2));
     auto ddp = make(model);
+    const at::Tensor input =
+        at::ones({1, 2}, model->parameters().front().options().requires_grad(false));
     const at::Tensor expected = model->forward(input);
     model = Sequential();
     EXPECT_TRUE(at::equal(ddp.forward(input), expected));
