@@ -13,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/kernels/activation_kernels.h"
 
 namespace lockstep::nn {
@@ -131,13 +132,16 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
     const Blocks blocks(q, k, block);
     const at::Tensor queries = blocks.of_queries(q), keys = blocks.of_keys(k),
                      values = blocks.of_keys(v);
-    at::Tensor out = at::empty_like(queries, at::MemoryFormat::Contiguous);
-    blocks.for_each([&](int64_t begin, int64_t count) {
-      const at::Tensor p =
-          blocks.probabilities(blocks.rows(queries, begin, count), keys, begin, count);
-      const at::Tensor part = product(p, values.narrow(1, 0, begin + count));
-      out.narrow(2, begin, count)
-          .copy_(part.view({blocks.batch, blocks.sharing, count, blocks.width}));
+    const at::Tensor out = kept_product([&] {
+      at::Tensor mixed = at::empty_like(queries, at::MemoryFormat::Contiguous);
+      blocks.for_each([&](int64_t begin, int64_t count) {
+        const at::Tensor p =
+            blocks.probabilities(blocks.rows(queries, begin, count), keys, begin, count);
+        const at::Tensor part = product(p, values.narrow(1, 0, begin + count));
+        mixed.narrow(2, begin, count)
+            .copy_(part.view({blocks.batch, blocks.sharing, count, blocks.width}));
+      });
+      return mixed;
     });
     context->save_for_backward({q, k, v});
     context->saved_data["block"] = block;

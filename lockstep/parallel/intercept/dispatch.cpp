@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <string>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -24,31 +25,37 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   current->call(op, stack);
 }
 
+void fallback_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             torch::jit::Stack* stack) {
+  const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, kKeyBelowAutograd);
+  on_operator_below_autograd(op, keys & after, stack);
+}
+
 // An operator with a kernel of its own for the key would not come here.
-void check_no_kernels(const char* feature) {
+void check_no_kernels(c10::DispatchKey key, const char* feature) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasKernelForDispatchKey(kDispatchKey)) continue;
+    if (!op || !op->hasKernelForDispatchKey(key)) continue;
     throw ConfigError(
         format("[{}] another library has a kernel of {} for torch's dispatch key {}, which "
                "Lockstep needs for itself; use one of the two in a process",
-               feature, c10::toString(name), c10::toString(kDispatchKey)));
+               feature, c10::toString(name), c10::toString(key)));
   }
 }
 
-torch::Library registered(const char* feature) {
-  check_no_kernels(feature);
+torch::Library registered(c10::DispatchKey key, torch::CppFunction function, const char* feature) {
+  check_no_kernels(key, feature);
   try {
-    torch::Library made(torch::Library::IMPL, "_", kDispatchKey, "Lockstep", __LINE__);
-    made.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    torch::Library made(torch::Library::IMPL, "_", key, "Lockstep", __LINE__);
+    made.fallback(std::move(function));
     return made;
   } catch (const c10::Error& error) {
     const std::string reason = error.what_without_backtrace();
     throw ConfigError(
         format("[{}] torch's dispatch key {} is taken by another library; a process can have one "
                "fallback for it, so use one of the two in a process. torch says: {}",
-               feature, c10::toString(kDispatchKey), reason.substr(0, reason.find('\n'))));
+               feature, c10::toString(key), reason.substr(0, reason.find('\n'))));
   }
 }
 
@@ -58,7 +65,18 @@ void install_fallback(const char* feature) {
   static std::atomic<bool> installed = false;
   if (installed) return;
   require_allowed(Interception::operators, feature);
-  static const torch::Library library = registered(feature);
+  static const torch::Library library =
+      registered(kDispatchKey, torch::CppFunction::makeFromBoxedFunction<&fallback>(), feature);
+  installed = true;
+}
+
+void install_fallback_below_autograd(const char* feature) {
+  static std::atomic<bool> installed = false;
+  if (installed) return;
+  require_allowed(Interception::operators, feature);
+  static const torch::Library library =
+      registered(kKeyBelowAutograd,
+                 torch::CppFunction::makeFromBoxedFunction<&fallback_below_autograd>(), feature);
   installed = true;
 }
 

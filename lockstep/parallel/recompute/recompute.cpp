@@ -22,6 +22,7 @@
 #include "lockstep/core/trace.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/intercept/interception.h"
+#include "lockstep/parallel/intercept/kept_products.h"
 #include "lockstep/parallel/recompute/saved_tensor_engine.h"
 #include "lockstep/parallel/recompute/stored_inputs.h"
 
@@ -94,7 +95,9 @@ struct Frame {
         random(std::move(options.random)),
         was(random ? *random : nn::RandomContext{}),
         cpu(optim::current_autocast(at::kCPU)),
-        cuda(optim::current_autocast(at::kCUDA)) {}
+        cuda(optim::current_autocast(at::kCUDA)) {
+    if (options.keep_products) products.emplace();
+  }
 
   // Something that autograd would keep; returns its number.
   size_t keep(const at::Tensor& tensor);
@@ -108,6 +111,7 @@ struct Frame {
   const nn::RandomContext was;
   const GeneratorStates generators;
   const optim::AutocastOptions cpu, cuda;
+  std::optional<KeptProducts> products;
   // What was saved in the first call, and in which version: a weight that is written before
   // backward would be another one in the second.
   struct Kept {
@@ -123,21 +127,21 @@ struct Frame {
 
 namespace {
 
-struct Active {
+struct Call {
   std::shared_ptr<Frame> frame;  // none: recomputation is off in a scope
   bool collects = false;
 };
 
 // Whose saved tensors these are is a matter of the thread that runs the operators, as for autograd
 // itself; there is nothing else that the engine's call could find it by.
-std::vector<Active>& active() {
-  thread_local std::vector<Active> stack;
+std::vector<Call>& active() {
+  thread_local std::vector<Call> stack;
   return stack;
 }
 
 class Entry {
  public:
-  explicit Entry(Active entry) { active().push_back(std::move(entry)); }
+  explicit Entry(Call entry) { active().push_back(std::move(entry)); }
   ~Entry() { active().pop_back(); }
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
@@ -187,7 +191,7 @@ class Collecting : public Complete<SavedVariableHooks> {
 std::unique_ptr<SavedVariableHooks> hooks_for_saved_tensor() {
   const auto& stack = active();
   if (stack.empty()) return nullptr;
-  const Active& top = stack.back();
+  const Call& top = stack.back();
   if (top.collects) return std::make_unique<Collecting>(*top.frame);
   return std::make_unique<Numbered>(top.frame);
 }
@@ -214,6 +218,8 @@ void Frame::repeat() {
   const std::vector<at::Tensor> found = inputs.tensors();
   const trace::Span span("recompute", "recompute");
   const Past past(generators, random, was);
+  if (products) products->begin_second_call();
+  const KeptProducts::Scope kept_products(products ? &*products : nullptr);
   const optim::AutocastGuard cpu_autocast(cpu);
   std::optional<optim::AutocastGuard> cuda_autocast;
   if (at::hasCUDA()) cuda_autocast.emplace(cuda);
@@ -232,6 +238,7 @@ void Frame::repeat() {
 size_t Frame::keep(const at::Tensor& tensor) {
   const auto& version = torch::autograd::impl::version_counter(tensor);
   kept.push_back({version, version.current_version()});
+  if (products) products->need_all_so_far();
   return kept.size() - 1;
 }
 
@@ -262,17 +269,30 @@ void Frame::drop(size_t index) {
   if (index < values.size()) value = std::move(values[index]);
 }
 
+struct RecomputeScope::Active {
+  explicit Active(std::shared_ptr<Frame> frame)
+      : products(frame->products ? &*frame->products : nullptr),
+        entry({.frame = std::move(frame)}),
+        scope(products) {}
+  ~Active() {
+    if (products != nullptr) products->end_first_call();
+  }
+  Active(const Active&) = delete;
+  Active& operator=(const Active&) = delete;
+
+  KeptProducts* const products;
+  const Entry entry;
+  const KeptProducts::Scope scope;
+};
+
 RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const Tensors& inputs,
-                               RecomputeOptions options)
-    : active_(c10::GradMode::is_enabled() && can_recompute()) {
-  if (!active_) return;
+                               RecomputeOptions options) {
+  if (!c10::GradMode::is_enabled() || !can_recompute()) return;
   install_saved_tensor_engine(&hooks_for_saved_tensor);
-  active().push_back(
-      {.frame = std::make_shared<Frame>(std::move(again), inputs, std::move(options))});
+  active_ = std::make_unique<Active>(
+      std::make_shared<Frame>(std::move(again), inputs, std::move(options)));
 }
 
-RecomputeScope::~RecomputeScope() {
-  if (active_) active().pop_back();
-}
+RecomputeScope::~RecomputeScope() = default;
 
 }  // namespace lockstep::parallel::detail

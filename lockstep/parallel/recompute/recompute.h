@@ -24,6 +24,10 @@ struct RecomputeOptions {
   // Where the inputs that are given beside the function are until it is called again; none: in
   // memory.
   std::shared_ptr<ActivationStore> store = {};
+  // Results of matrix products, convolutions and attention are kept in memory, and everything else
+  // is computed again: selective recomputation, by operator, for any function. Attention that drops
+  // elements is computed again.
+  bool keep_products = false;
 };
 
 namespace detail {
@@ -40,7 +44,8 @@ class RecomputeScope {
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
  private:
-  bool active_;
+  struct Active;
+  std::unique_ptr<Active> active_;
 };
 
 }  // namespace detail

@@ -5,14 +5,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
+#include "lockstep/nn/attention.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/data/ddp.h"
@@ -251,6 +255,176 @@ TEST(Recompute, UnderDdpGradientsAreAveragedOnce) {
     return of_ranks[0];
   };
   expect_equal_all(gradients(true), gradients(false));
+}
+
+// ---- products are kept ----
+
+// Norm, attention by products, a convolution and an MLP, with what makes recomputation hard: biases
+// added in place, dropout, a product that is written to after it was read.
+struct MixedBlock {
+  torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({8})};
+  torch::nn::Linear up{8, 32}, down{32, 8};
+  torch::nn::Conv1d mix{torch::nn::Conv1dOptions(8, 8, 3).padding(1)};
+  std::vector<const void*> inner;  // where the inner product's result was, in each call
+
+  at::Tensor operator()(const at::Tensor& x) {
+    const at::Tensor h = norm(x);
+    const at::Tensor scores = at::bmm(h, h.transpose(1, 2)).div_(2);
+    const at::Tensor y =
+        x + at::bmm(at::softmax(scores, -1), h) + mix(h.transpose(1, 2)).transpose(1, 2);
+    const at::Tensor wide = up(y);
+    inner.push_back(wide.data_ptr());
+    const at::Tensor sum = wide.sum();
+    wide.add_(1);  // after it was read
+    return y + down(at::dropout(at::gelu(wide), 0.1, true)) * sum.sigmoid();
+  }
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> all;
+    for (const torch::nn::Module* module : {static_cast<const torch::nn::Module*>(norm.get()),
+                                            static_cast<const torch::nn::Module*>(up.get()),
+                                            static_cast<const torch::nn::Module*>(down.get()),
+                                            static_cast<const torch::nn::Module*>(mix.get())}) {
+      for (const at::Tensor& parameter : module->parameters()) all.push_back(parameter);
+    }
+    return all;
+  }
+};
+
+std::vector<at::Tensor> gradients_of(MixedBlock& block, const at::Tensor& x,
+                                     const std::function<at::Tensor()>& run) {
+  at::manual_seed(3);
+  block.inner.clear();
+  run().square().sum().backward();
+  std::vector<at::Tensor> found{x.grad()};
+  x.mutable_grad() = at::Tensor();
+  for (const at::Tensor& parameter : block.parameters()) {
+    found.push_back(parameter.grad());
+    parameter.mutable_grad() = at::Tensor();
+  }
+  return found;
+}
+
+TEST(RecomputeSelective, GradientsAreTheSameBitsAndProductsAreNotComputedAgain) {
+  MixedBlock block;
+  const at::Tensor x = at::randn({2, 5, 8}).set_requires_grad(true);
+  const auto body = [&] { return block(block(x)); };
+  const auto expected = gradients_of(block, x, body);
+  expect_equal_all(gradients_of(block, x, [&] { return recompute(body, {.keep_products = true}); }),
+                   expected);
+  ASSERT_EQ(block.inner.size(), 4U);  // of two blocks, twice
+  // The first was read and then written to, so that a copy is kept. See below for those that are
+  // not.
+  const auto nested = [&] {
+    return recompute(
+        [&] { return block(recompute([&] { return block(x); }, {.keep_products = true})); },
+        {.keep_products = true});
+  };
+  expect_equal_all(gradients_of(block, x, nested), expected);
+}
+
+// A product has the memory of the first call in the second, unless it was computed again.
+TEST(RecomputeSelective, ResultsComeFromTheFirstCall) {
+  torch::nn::Linear flat(8, 16), down(16, 8);
+  const at::Tensor x = at::randn({2, 3, 8}).set_requires_grad(true);
+  const at::Tensor q = at::randn({1, 2, 4, 8}).set_requires_grad(true);
+  std::vector<std::vector<const void*>> calls;
+  const auto body = [&] {
+    const at::Tensor biased = flat(x);  // an addition in place, right after the product
+    const at::Tensor plain = at::matmul(x, flat->weight.t());
+    const at::Tensor mixed = nn::causal_attention(q, q, q);
+    const at::Tensor cheap = at::gelu(biased);
+    calls.push_back({biased.data_ptr(), plain.data_ptr(), mixed.data_ptr(), cheap.data_ptr()});
+    return down(cheap + plain.exp()).sum() + mixed.exp().sum();
+  };
+  const at::Tensor out = recompute(body, {.keep_products = true});
+  const at::Tensor hold = at::empty({1 << 16});  // memory that is free now is taken by others
+  out.backward();
+  ASSERT_EQ(calls.size(), 2U);
+  for (const size_t product : {0, 1, 2}) EXPECT_EQ(calls[0][product], calls[1][product]) << product;
+}
+
+// The memory of what backward will not ask for is free.
+TEST(RecomputeSelective, TheLastProductIsNotKept) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8}).set_requires_grad(true);
+  c10::weak_intrusive_ptr<c10::StorageImpl> first(c10::intrusive_ptr<c10::StorageImpl>{}),
+      last = first;
+  const auto weak = [](const at::Tensor& tensor) {
+    return c10::weak_intrusive_ptr<c10::StorageImpl>(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+            tensor.storage().unsafeGetStorageImpl()));
+  };
+  const at::Tensor out = recompute(
+      [&] {
+        const at::Tensor hidden = net.first(x);
+        at::Tensor result = net.second(at::gelu(hidden));
+        first = weak(hidden);
+        last = weak(result);
+        return result.sum();
+      },
+      {.keep_products = true});
+  EXPECT_FALSE(first.expired());
+  EXPECT_TRUE(last.expired());
+  out.backward();
+}
+
+TEST(RecomputeSelective, BackwardTwiceGivesTheSameTwice) {
+  MixedBlock block;
+  const at::Tensor x = at::randn({2, 5, 8}).set_requires_grad(true);
+  at::Tensor loss;
+  const auto first = gradients_of(block, x, [&] {
+    loss = recompute([&] { return block(x); }, {.keep_products = true}).square().sum();
+    loss.backward({}, /*retain_graph=*/true);
+    x.mutable_grad() = at::Tensor();
+    for (const at::Tensor& parameter : block.parameters()) parameter.mutable_grad() = at::Tensor();
+    return loss;
+  });
+  expect_equal_all(first, gradients_of(block, x, [&] { return block(x).square().sum(); }));
+}
+
+// Linear of three dimensions gives a tensor that autograd does not know to be a view of its
+// product.
+TEST(RecomputeSelective, AResultThatChangesBeforeBackwardIsNoticed) {
+  torch::nn::Linear up(8, 16), down(16, 8);
+  const at::Tensor x = at::randn({2, 3, 8}).set_requires_grad(true);
+  for (const bool bias : {false, true}) {
+    at::Tensor inner;
+    const at::Tensor out = recompute(
+        [&] {
+          const at::Tensor hidden = bias ? up(x) : at::matmul(x, up->weight.t());
+          if (!inner.defined()) inner = hidden;
+          return down(hidden.exp()).sum();
+        },
+        {.keep_products = true});
+    {
+      const at::NoGradGuard no_grad;
+      inner.mul_(2);
+    }
+    try {
+      out.backward();
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("changed in place since the function was called"));
+    }
+  }
+}
+
+TEST(RecomputeSelective, AFunctionThatComputesSomethingElseIsNoticed) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8}), cube = at::randn({2, 4, 8});
+  const at::Tensor out = recompute(
+      [&] {
+        if (net.calls == 0) return net(x).exp();
+        return net(at::bmm(cube, cube.transpose(1, 2)).sum({0}).narrow(1, 0, 4).repeat({1, 2}))
+            .exp();
+      },
+      {.keep_products = true});
+  try {
+    out.sum().backward();
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("must compute the same again"));
+  }
 }
 
 }  // namespace
