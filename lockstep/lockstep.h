@@ -55,6 +55,7 @@
 #include "lockstep/parallel/data/data_parallel.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/offload/offload.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/fully_shard.h"

@@ -91,13 +91,27 @@ Group Group::split(int colour, int key, bool check) const {
   return Group(detail::make_group(std::move(membership), impl_->backend()));
 }
 
-Group Group::with_strategy(layout::CommStrategy strategy) const {
-  detail::Membership membership = impl_->membership();
-  membership.name =
-      format("{}.{}/{}", membership.name, impl_->next_split(), layout::name_of(strategy));
+// The same ranks in a world that differs as `change` says.
+static Group changed(detail::GroupImpl& impl, std::string_view name,
+                     const std::function<void(detail::World&)>& change) {
+  detail::Membership membership = impl.membership();
+  membership.name = format("{}.{}/{}", membership.name, impl.next_split(), name);
   membership.world = std::make_shared<detail::World>(*membership.world);
-  membership.world->strategy = strategy;
-  return Group(detail::make_group(std::move(membership), impl_->backend()));
+  change(*membership.world);
+  return Group(detail::make_group(std::move(membership), impl.backend()));
+}
+
+Group Group::with_strategy(layout::CommStrategy strategy) const {
+  return changed(*impl_, layout::name_of(strategy),
+                 [&](detail::World& world) { world.strategy = strategy; });
+}
+
+Group Group::with_timeout(milliseconds timeout) const {
+  if (timeout.count() <= 0) {
+    throw ConfigError(format("[with_timeout] {} ms, must be greater than 0", timeout.count()));
+  }
+  return changed(*impl_, format("{}ms", timeout.count()),
+                 [&](detail::World& world) { world.timeout = timeout; });
 }
 
 at::Tensor symmetric_empty(std::span<const int64_t> sizes, DType dtype, const Group& group,

@@ -48,6 +48,8 @@ class Group {
   Group split(int colour, int key, bool check = false) const;
   // Collective: the same ranks, whose operations go by another strategy. Its splits do too.
   Group with_strategy(layout::CommStrategy strategy) const;
+  // Collective: the same ranks, whose waits have another deadline. Its splits do too.
+  Group with_timeout(milliseconds timeout) const;
 
  private:
   friend struct detail::GroupAccess;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/pipeline_choice.h"
 
+#include "lockstep/config/tensor_parallel.h"
+
 #include <cmath>
 #include <numeric>
 
@@ -26,6 +28,24 @@ schedule::ScheduleOptions schedule_options(const TrainConfig& config, int world)
           .chunks = parallel.chunks,
           .group = parallel.group,
           .file = parallel.schedule_file};
+}
+
+layout::ParallelConfig parallel_config(const TrainConfig& config, int world) {
+  const LayoutConfig& parallel = config.parallel;
+  const schedule::ScheduleOptions schedule = schedule_options(config, world);
+  return {.dims = config.dims(world),
+          .micro_batch_size = static_cast<int>(config.train.micro_batch),
+          .global_batch_size = static_cast<int>(config.global_batch(world)),
+          .memory = config.memory.strategy,
+          .sharding = parallel.shard,
+          .schedule = schedule.kind,
+          .tensor_plan = tensor_plan(config.model),
+          .advanced = {.num_layers = static_cast<int>(config.model.layers) + 2,
+                       .layer_split = layers_per_stage(parallel, config.model.layers),
+                       .chunks = parallel.pp > 1 ? parallel.chunks : 0,
+                       .gradient_checkpointing = config.recompute(),
+                       .sequence_parallel = parallel.sequence_parallel,
+                       .max_memory_per_device = config.memory.max_per_device}};
 }
 
 std::vector<int> layers_per_stage(const LayoutConfig& parallel, int64_t blocks) {

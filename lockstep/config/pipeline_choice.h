@@ -15,6 +15,9 @@ bool is_pipelined(const LayoutConfig& parallel);
 
 schedule::ScheduleOptions schedule_options(const TrainConfig& config, int world);
 
+// What parallel::parallelize() is to do. The configuration must be valid.
+layout::ParallelConfig parallel_config(const TrainConfig& config, int world);
+
 // Layers of each stage. Embeddings and head count as a layer each; without parallel.split they lie
 // with the first and the last of equal shares of the blocks. ConfigError, with the numbers, where
 // that cannot be.

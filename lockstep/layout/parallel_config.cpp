@@ -25,25 +25,13 @@ constexpr std::array<Name, 5> kSharding = {"none", "full", "grad_op", "optimizer
 
 constexpr Requirement require_config("parallel_config");
 
-void validate_layers(const ParallelConfig& config) {
-  const auto& split = config.layer_split;
-  const int pp = config.dims.pp;
-  require_config(config.num_layers >= 1,
-                 format("{} layers, must be at least 1", config.num_layers));
-  if (layers_per_stage(config.num_layers, pp, split)) return;
-  require_config(!split.empty(),
-                 format("{} layers must be divisible by pp {}, or a layer split must say which "
-                        "stage has how many",
-                        config.num_layers, pp));
-  const auto text = format("layer split ({})", join(split));
-  require_config(
-      static_cast<int>(split.size()) == pp,
-      format("{} has {} entries, must have one for each of pp {}", text, split.size(), pp));
-  require_config(std::all_of(split.begin(), split.end(), [](int layers) { return layers >= 1; }),
-                 text + ": every stage must have at least 1 layer");
-  throw ConfigError(format("[parallel_config] {} sums to {}, must sum to {} layers", text,
-                           std::accumulate(split.begin(), split.end(), int64_t{0}),
-                           config.num_layers));
+// Numbers of chunks that would cut the layers into equal stages, two or more.
+std::string dividing_chunks(int64_t layers, int pp) {
+  std::vector<int64_t> found;
+  for (int64_t chunks = 2; chunks * pp <= layers; ++chunks) {
+    if (layers % (chunks * pp) == 0) found.push_back(chunks);
+  }
+  return found.empty() ? "none" : join(found);
 }
 
 }  // namespace
@@ -71,7 +59,7 @@ ShardingStrategy parse_sharding_strategy(Name name) {
 }
 
 Recompute ParallelConfig::recompute() const {
-  if (gradient_checkpointing) return *gradient_checkpointing ? Recompute::full : Recompute::none;
+  if (advanced.gradient_checkpointing) return *advanced.gradient_checkpointing;
   switch (memory) {
     case MemoryStrategy::basic:
       return Recompute::none;
@@ -94,21 +82,79 @@ std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
   return fits ? std::optional(split) : std::nullopt;
 }
 
-std::vector<int> ParallelConfig::layers_per_stage() const {
-  return layout::layers_per_stage(num_layers, dims.pp, layer_split).value();
+int ParallelConfig::chunks() const {
+  if (dims.pp == 1) return 1;
+  if (advanced.chunks > 0) return advanced.chunks;
+  switch (schedule) {
+    case PipelineSchedule::interleaved:
+    case PipelineSchedule::looped_bfs:
+    case PipelineSchedule::zb_v:
+    case PipelineSchedule::dualpipe_v:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+int ParallelConfig::microbatches() const {
+  return global_batch_size == 0 ? 1 : global_batch_size / (micro_batch_size * dims.dp);
+}
+
+std::vector<int> ParallelConfig::layers_per_stage(int64_t layers) const {
+  const int pp = dims.pp, each = chunks(), stages = pp * each;
+  const std::vector<int>& split = advanced.layer_split;
+  const std::string how =
+      each == 1 ? format("pp {}", pp) : format("pp {} x {} chunks = {} stages", pp, each, stages);
+  require_config(layers >= 1, format("{} layers, must be at least 1", layers));
+  if (const auto counts = layout::layers_per_stage(layers, stages, split)) return *counts;
+  require_config(
+      !split.empty(),
+      format("{} layers must be divisible by {}{}; or a layer split must say which stage has how "
+             "many",
+             layers, how,
+             each == 1 ? ""
+                       : format(" (chunks that divide them: {}; schedule 1f1b takes one)",
+                                dividing_chunks(layers, pp))));
+  const auto text = format("layer split ({})", join(split));
+  require_config(
+      static_cast<int>(split.size()) == stages,
+      format("{} has {} entries, must have one for each of {}", text, split.size(), how));
+  require_config(std::all_of(split.begin(), split.end(), [](int count) { return count >= 1; }),
+                 text + ": every stage must have at least 1 layer");
+  throw ConfigError(format("[parallel_config] {} sums to {}, must sum to {} layers", text,
+                           std::accumulate(split.begin(), split.end(), int64_t{0}), layers));
 }
 
 void ParallelConfig::validate(int world_size) const {
   dims.validate(world_size);
-  validate_layers(*this);
+  require_config(advanced.num_layers >= 0,
+                 format("{} layers, must be at least 1, or 0: not said", advanced.num_layers));
+  if (advanced.num_layers > 0) layers_per_stage(advanced.num_layers);
   require_config(micro_batch_size > 0,
                  format("micro-batch size {}, must be greater than 0", micro_batch_size));
+  const int64_t rows = int64_t{micro_batch_size} * dims.dp;
+  require_config(global_batch_size >= 0 && global_batch_size % rows == 0,
+                 format("global batch size {}, must be a multiple of micro-batch size {} x dp {} = "
+                        "{}, or 0: one micro-batch",
+                        global_batch_size, micro_batch_size, dims.dp, rows));
+  require_config(advanced.chunks == 0 || dims.pp > 1,
+                 format("chunks is {}, but pp is 1: leave it out", advanced.chunks));
+  require_config(advanced.chunks >= 0, format("chunks is {}, must be at least 1, or 0: as few as "
+                                              "the schedule allows",
+                                              advanced.chunks));
+  require_config(!tensor_plan.empty() || dims.tp == 1,
+                 format("tp is {}, but the tensor plan is empty: it must say which matrices the "
+                        "ranks share",
+                        dims.tp));
   require_config(
-      max_memory_per_device > 0,
-      format("max memory per device {} bytes, must be greater than 0", max_memory_per_device));
-  require_config(
-      communication_timeout.count() > 0,
-      format("communication timeout {} ms, must be greater than 0", communication_timeout.count()));
+      !advanced.sequence_parallel || dims.tp > 1,
+      format("sequence parallelism is on, but tp is {}: it must be at least 2", dims.tp));
+  require_config(advanced.max_memory_per_device >= 0,
+                 format("max memory per device {} bytes, must be greater than 0, or 0: no limit",
+                        advanced.max_memory_per_device));
+  require_config(advanced.communication_timeout.count() >= 0,
+                 format("communication timeout {} ms, must be greater than 0, or 0: the group's",
+                        advanced.communication_timeout.count()));
 }
 
 }  // namespace lockstep::layout

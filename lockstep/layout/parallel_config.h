@@ -9,6 +9,7 @@
 
 #include "lockstep/core/clock.h"
 #include "lockstep/layout/parallel_dims.h"
+#include "lockstep/layout/tensor_plan.h"
 
 namespace lockstep::layout {
 
@@ -68,25 +69,42 @@ ShardingStrategy parse_sharding_strategy(std::string_view name);
 std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
                                                  const std::vector<int>& split);
 
+struct ParallelAdvancedConfig {
+  int num_layers = 0;                 // of the model; 0: as many as parallelize() is given
+  std::vector<int> layer_split = {};  // layers of each stage; empty means equal stages
+  int chunks = 0;                     // stages of a rank; 0: as few as the schedule allows
+  std::optional<CommStrategy> communication = std::nullopt;  // not set: that of the group
+  // What of each layer is computed again in backward; not set: the memory strategy decides.
+  std::optional<Recompute> gradient_checkpointing = std::nullopt;
+  bool sequence_parallel = false;  // tensor-parallel ranks share the sequence too
+  // Bytes of tensors; 0: no limit. A limit by default would stop runs on larger machines.
+  int64_t max_memory_per_device = 0;
+  milliseconds communication_timeout = milliseconds{0};  // 0: that of the group
+
+  bool operator==(const ParallelAdvancedConfig&) const = default;
+};
+
+// A value, the same on every rank. parallel::parallelize() applies all of it to a model.
 struct ParallelConfig {
   ParallelDims dims = {};
-  int num_layers = 24;
-  std::vector<int> layer_split = {};  // layers of each stage; empty means equal stages
-  int micro_batch_size = 1;
+  int micro_batch_size = 1;   // rows that are computed at a time
+  int global_batch_size = 0;  // rows of a step, of all ranks; 0: micro_batch_size x dp
   MemoryStrategy memory = MemoryStrategy::standard;
-  CommStrategy communication = CommStrategy::all_reduce;
-  std::optional<bool> gradient_checkpointing =
-      std::nullopt;  // not set: the memory strategy decides
-  bool mixed_precision = false;
-  PipelineSchedule schedule = PipelineSchedule::interleaved;
-  int64_t max_memory_per_device = int64_t{8} << 30;  // bytes
-  milliseconds communication_timeout = kDefaultTimeout;
+  ShardingStrategy sharding = ShardingStrategy::no_shard;
+  bool mixed_precision = false;  // compute in bfloat16, with float32 weights and sums
+  PipelineSchedule schedule = PipelineSchedule::interleaved;  // where pp > 1
+  TensorPlan tensor_plan = {};                                // how the ranks of tp share matrices
+  ParallelAdvancedConfig advanced = {};
 
   // What the memory strategy and the switch amount to: a switch that is set wins.
   Recompute recompute() const;
   bool activations_to_disk() const { return memory == MemoryStrategy::extreme; }
-  // One entry per pipeline stage. The configuration must be valid.
-  std::vector<int> layers_per_stage() const;
+  // Of one data-parallel rank in a step.
+  int microbatches() const;
+  // Stages of a rank: 1 where pp is 1.
+  int chunks() const;
+  // One entry for each stage of a model of so many layers. ConfigError, with what would divide.
+  std::vector<int> layers_per_stage(int64_t layers) const;
 
   // Throws ConfigError for the first rule that is broken, with the numbers.
   void validate(int world_size) const;

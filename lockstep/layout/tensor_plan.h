@@ -26,6 +26,8 @@ struct TensorRule {
   // column, row: sizes that lie end to end and are shared out one by one, in any unit: the heads of
   // a fused projection {heads, kv_heads, kv_heads}. Empty: all as one, in rows.
   std::vector<int64_t> parts = {};
+
+  bool operator==(const TensorRule&) const = default;
 };
 using TensorPlan = std::vector<TensorRule>;
 

@@ -70,6 +70,9 @@ bool Meter::is_installed() { return below != nullptr; }
 int64_t Meter::current() { return held; }
 int64_t Meter::peak() { return most; }
 void Meter::reset_peak() { most = held.load(); }
-void Meter::set_limit(int64_t bytes) { limit = bytes; }
+void Meter::set_limit(int64_t bytes) {
+  if (bytes > 0) install();
+  limit = bytes;
+}
 
 }  // namespace lockstep::memory

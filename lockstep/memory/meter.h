@@ -21,7 +21,7 @@ class Meter {
   static int64_t current();  // bytes, as malloc rounds them
   static int64_t peak();     // since reset_peak()
   static void reset_peak();
-  // Allocations that would go past it throw OutOfMemory. 0: no limit.
+  // Installs it for a limit: allocations that would go past it throw OutOfMemory. 0: no limit.
   static void set_limit(int64_t bytes);
 };
 

@@ -73,9 +73,7 @@ at::Tensor MlpImpl::forward(const at::Tensor& x) {
   return down_(gated_ ? nn::swiglu(inner) : nn::gelu(inner));
 }
 
-BlockImpl::BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
-                     parallel::RecomputeOptions again)
-    : recompute_(recompute), again_(std::move(again)) {
+BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
   const std::string prefix = format("blocks.{}.", layer);
   const double dropout = parts.spec().dropout;
   norm1_ = parts.norm(*this, prefix, "norm1");
@@ -86,18 +84,9 @@ BlockImpl::BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
   dropout2_ = register_module("dropout2", nn::Dropout(dropout));
 }
 
-at::Tensor BlockImpl::mlp_path(const at::Tensor& x) { return dropout2_(mlp_(norm2_(x))); }
-
-at::Tensor BlockImpl::run(const at::Tensor& x, const at::Tensor& rotation) {
-  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation));
-  if (recompute_ != layout::Recompute::selective) return y + mlp_path(y);
-  return y + parallel::recompute([this](const at::Tensor& in) { return mlp_path(in); }, y, again_);
-}
-
 at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
-  if (recompute_ != layout::Recompute::full) return run(x, rotation);
-  return parallel::recompute([this, rotation](const at::Tensor& in) { return run(in, rotation); },
-                             x, again_);
+  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation));
+  return y + dropout2_(mlp_(norm2_(y)));
 }
 
 }  // namespace lockstep::model

@@ -13,11 +13,9 @@
 #include <string>
 
 #include "lockstep/config/model/model_spec.h"
-#include "lockstep/layout/parallel_config.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/linear.h"
-#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::model {
 
@@ -72,17 +70,11 @@ TORCH_MODULE(Mlp);
 
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl(Parts& parts, int64_t layer, layout::Recompute recompute,
-            parallel::RecomputeOptions again);
+  BlockImpl(Parts& parts, int64_t layer);
 
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
 
  private:
-  at::Tensor mlp_path(const at::Tensor& x);
-  at::Tensor run(const at::Tensor& x, const at::Tensor& rotation);
-
-  layout::Recompute recompute_;
-  parallel::RecomputeOptions again_;
   Norm norm1_, norm2_;
   Attention attention_{nullptr};
   Mlp mlp_{nullptr};

@@ -13,8 +13,8 @@ namespace lockstep::model {
 
 LanguageModelImpl::LanguageModelImpl(config::ModelSpec spec, LanguageModelOptions options)
     : spec_(std::move(spec)), random_(std::make_shared<nn::RandomContext>()) {
-  for (const parallel::Layer& layer : language_model_layers(spec_, options, random_))
-    layers_.push_back(layer.build(*this));
+  layers_ = parallel::build_layers(language_model_layers(spec_, options.tensors, random_), *this,
+                                   options.recompute, {.random = random_, .store = options.store});
 }
 
 at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens) {

@@ -18,7 +18,7 @@
 #include "lockstep/nn/init_model.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/parallel/pipeline/layer.h"
-#include "lockstep/parallel/recompute/activation_store.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::model {
 
@@ -26,7 +26,8 @@ using layout::Recompute;
 
 struct LanguageModelOptions {
   at::TensorOptions tensors = {};  // dtype and device of the parameters
-  // selective: each block's MLP is computed again in backward; full: the whole block is.
+  // selective: of each block all but its products and attention is computed again in backward;
+  // full: the whole block is.
   Recompute recompute = Recompute::none;
   // Where the inputs of what is computed again are kept; none: in memory.
   std::shared_ptr<parallel::ActivationStore> store = {};

@@ -45,11 +45,11 @@ std::vector<double> rotary_frequencies(const config::ModelSpec& spec) {
 // What the layers on one rank share.
 struct Shared {
   const config::ModelSpec spec;
-  const LanguageModelOptions options;
+  const at::TensorOptions tensors;
   const std::shared_ptr<nn::RandomContext> random;
   at::Tensor rotation = {};  // llama: made by the first block
 
-  Parts parts() const { return {spec, options.tensors}; }
+  Parts parts() const { return {spec, tensors}; }
 };
 
 LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
@@ -74,11 +74,10 @@ LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
 LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage) {
   if (shared.spec.kind == ModelKind::llama && !shared.rotation.defined()) {
     shared.rotation = nn::rotary_table(rotary_frequencies(shared.spec), shared.spec.positions)
-                          .to(shared.options.tensors.device());
+                          .to(shared.tensors.device());
   }
   Parts parts = shared.parts();
-  Block block(parts, layer, shared.options.recompute,
-              parallel::RecomputeOptions{.random = shared.random, .store = shared.options.store});
+  Block block(parts, layer);
   const std::string path = format("blocks.{}", layer);
   nn::attach_random(*block, shared.random, path + ".");
   parallel::register_layer(stage, path, block.ptr());
@@ -105,17 +104,18 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
 }  // namespace
 
 std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
-                                                   const LanguageModelOptions& options,
+                                                   at::TensorOptions tensors,
                                                    std::shared_ptr<nn::RandomContext> random) {
-  const auto shared = std::make_shared<Shared>(Shared{spec, options, std::move(random)});
+  const auto shared = std::make_shared<Shared>(Shared{spec, tensors, std::move(random)});
   std::vector<parallel::Layer> layers;
-  layers.push_back(
-      {[shared](torch::nn::Module& stage) { return build_embedding(*shared, stage); }});
+  layers.push_back({[shared](torch::nn::Module& stage) { return build_embedding(*shared, stage); },
+                    /*recompute=*/false});
   for (int64_t i = 0; i < spec.layers; ++i) {
     layers.push_back(
         {[shared, i](torch::nn::Module& stage) { return build_block(*shared, i, stage); }});
   }
-  layers.push_back({[shared](torch::nn::Module& stage) { return build_head(*shared, stage); }});
+  layers.push_back({[shared](torch::nn::Module& stage) { return build_head(*shared, stage); },
+                    /*recompute=*/false});
   return layers;
 }
 

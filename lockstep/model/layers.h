@@ -16,9 +16,9 @@ namespace lockstep::model {
 // Embeddings, spec.layers blocks, and the head: from tokens (B, T) to logits (B, T, V), of which
 // tensor-parallel ranks have their columns. Together
 // they have the parameters of spec.tensors(), by the same names. `random` is what their dropout
-// depends on. The spec must be resolved.
+// depends on. Blocks can be computed again. The spec must be resolved.
 std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
-                                                   const LanguageModelOptions& options,
+                                                   at::TensorOptions tensors,
                                                    std::shared_ptr<nn::RandomContext> random);
 
 // Parameters that the head shares with the embeddings: in a pipeline, both stages have them.

@@ -5,11 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
-#include "lockstep/memory/meter.h"
 
 namespace lockstep::train {
 
@@ -17,12 +15,9 @@ namespace lockstep::train {
 // multiply matrices of the configured dtype.
 c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group);
 
-// What CUDA's allocator has had at most; the device that libraries take where none is named; a
-// limit; device_cuda.cpp, or device_no_cuda.cpp in builds without CUDA.
+// What CUDA's allocator has had at most; the device that libraries take where none is named:
+// device_cuda.cpp, or device_no_cuda.cpp in builds without CUDA.
 int64_t peak_cuda_bytes(c10::Device device);
 void make_current(c10::Device device);
-void limit_cuda_memory(int64_t bytes, c10::Device device);
-// What CUDA's allocator refused last, if a limit was set and it has refused something.
-std::optional<OutOfMemory> cuda_refusal();
 
 }  // namespace lockstep::train

@@ -5,7 +5,5 @@ namespace lockstep::train {
 
 int64_t peak_cuda_bytes(c10::Device) { return 0; }
 void make_current(c10::Device) {}
-void limit_cuda_memory(int64_t, c10::Device) {}
-std::optional<OutOfMemory> cuda_refusal() { return std::nullopt; }
 
 }  // namespace lockstep::train

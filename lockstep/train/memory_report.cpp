@@ -12,17 +12,12 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
+#include "lockstep/memory/device_size.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/metrics.h"
 
 namespace lockstep::train {
-
-void limit_cpu_memory(int64_t bytes) {
-  if (bytes == 0 && !memory::Meter::is_installed()) return;
-  memory::Meter::install();
-  memory::Meter::set_limit(bytes);
-}
 
 int64_t peak_tensor_bytes(c10::Device device, const TrainedModel* model) {
   if (!device.is_cpu() || !memory::Meter::is_installed()) return peak_bytes(device);
@@ -59,7 +54,7 @@ plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optim
 }
 
 std::string out_of_memory_message(const std::exception& error, const MemoryReport& report) {
-  const auto refusal = cuda_refusal();
+  const auto refusal = memory::cuda_refusal();
   const std::string what = refusal ? refusal->what() : error.what();
   std::string text = what.substr(0, what.find('\n'));
   const auto line = [&](const std::string& name, int64_t predicted, int64_t measured) {

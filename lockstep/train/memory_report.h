@@ -12,9 +12,6 @@
 
 namespace lockstep::train {
 
-// Holds a rank on the CPU to `bytes` of tensors. 0: no limit.
-void limit_cpu_memory(int64_t bytes);
-
 // The allocator's most, with symmetric memory and arenas, where it is counted; else the most that
 // the system has seen.
 int64_t peak_tensor_bytes(c10::Device device, const TrainedModel* model);

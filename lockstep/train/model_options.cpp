@@ -12,7 +12,6 @@ namespace lockstep::train {
 namespace {
 
 using config::TrainConfig;
-using parallel::ShardingStrategy;
 
 // Blocks, and what comes before and after them.
 bool is_unit(const std::string& path, torch::nn::Module&) {
@@ -36,16 +35,12 @@ parallel::MaterializeOptions initializer(const TrainConfig& config, c10::Device 
                       : model::hugging_face_values(config.model, config.model_path)};
 }
 
-parallel::FullyShardOptions shard_options(const TrainConfig& config, const comm::Group& group) {
-  parallel::FullyShardOptions options{.strategy = config.parallel.shard,
-                                      .units = parallel::ByPredicate(is_unit),
+parallel::FullyShardOptions shard_options(const TrainConfig& config) {
+  parallel::FullyShardOptions options{.units = parallel::ByPredicate(is_unit),
                                       .use_orig_params = true,
                                       .reproducible = config.train.reproducible};
   if (config.offload.any()) options.offload = config.offload;
-  if (options.strategy == ShardingStrategy::hybrid_shard) {
-    options.advanced.hybrid_group_size =
-        config.parallel.shard_size > 0 ? config.parallel.shard_size : group.local_size();
-  }
+  options.advanced.hybrid_group_size = config.parallel.shard_size;
   return options;
 }
 

@@ -10,16 +10,14 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
-#include "lockstep/parallel/recompute/activation_store.h"
+#include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::train {
 
 at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
 parallel::MaterializeOptions initializer(const config::TrainConfig& config, c10::Device device);
-// `group` is the data-parallel ranks.
-parallel::FullyShardOptions shard_options(const config::TrainConfig& config,
-                                          const comm::Group& group);
+parallel::FullyShardOptions shard_options(const config::TrainConfig& config);
 // Null unless activations go to disk. `rank` is this one's, in the world.
 std::shared_ptr<parallel::ActivationStore> activation_store(const config::TrainConfig& config,
                                                             int rank);

@@ -6,11 +6,11 @@
 #include <algorithm>
 
 #include "lockstep/config/pipeline_choice.h"
-#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/format.h"
 #include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/parallel/offload/offload.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/schedule/simulate.h"
 #include "lockstep/train/eval_mode.h"
 #include "lockstep/train/model_options.h"
@@ -18,27 +18,23 @@
 namespace lockstep::train {
 namespace {
 
-parallel::PipelineOptions pipeline_options(const config::TrainConfig& config, c10::Device device,
-                                           const mesh::Mesh& mesh) {
-  const auto schedule = config::schedule_options(config, mesh.size());
-  parallel::PipelineOptions options{
-      .schedule = schedule.kind,
-      .microbatches = schedule.microbatches,
-      .chunks = schedule.chunks,
-      .split = config::layers_per_stage(config.parallel, config.model.layers),
-      .tied = model::tied_parameters(config.model),
-      .plan = config::tensor_plan(config.model),
-      .device = device,
-      .advanced = {.sequence_parallel = config.parallel.sequence_parallel,
-                   .initializer = initializer(config, device),
-                   .group = schedule.group,
-                   .schedule_file = schedule.file}};
+// What a parallel configuration does not speak of.
+parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::Device device,
+                                        const comm::Group& world,
+                                        const std::shared_ptr<nn::RandomContext>& random) {
+  parallel::PipelineOptions options{.tied = model::tied_parameters(config.model),
+                                    .device = device,
+                                    .advanced = {.initializer = initializer(config, device),
+                                                 .random = random,
+                                                 .store = activation_store(config, world.rank()),
+                                                 .group = config.parallel.group,
+                                                 .schedule_file = config.parallel.schedule_file}};
   if (config.offload.params) options.advanced.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression)};
   } else {
-    options.data = shard_options(config, mesh["dp"]);
+    options.data = shard_options(config);
   }
   return options;
 }
@@ -52,18 +48,16 @@ std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& con
 }  // namespace
 
 TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device,
-                           const mesh::Mesh& mesh)
+                           const comm::Group& world)
     : random_(random_context(config)),
       exact_norm_(config.train.reproducible),
       updates_in_backward_(config.offload.any() &&
                            config.offload.advanced.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
-      pipeline_(model::language_model_layers(config.model,
-                                             {.tensors = tensor_options(config, device),
-                                              .recompute = config.recompute(),
-                                              .store = activation_store(config, mesh.rank())},
-                                             random_),
-                mesh, pipeline_options(config, device, mesh)) {}
+      pipeline_(parallel::parallelize(
+          model::language_model_layers(config.model, tensor_options(config, device), random_),
+          config::parallel_config(config, world.size()), world,
+          other_options(config, device, world, random_))) {}
 
 at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,
                               double scale) const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint/slices.h"
+#include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/nn/random/random_context.h"
@@ -30,12 +31,14 @@ struct StepInput {
   double loss_scale = 1;          // of the sum over tokens; gradients are averaged over dp ranks
 };
 
-// A language model over the axes "dp", "tp" and "pp" of a mesh; where "pp" has one rank, a pipeline
-// of one stage. All functions are collective.
+// A language model over the ranks of a job. All functions are collective.
 class TrainedModel {
  public:
   // With its first values.
-  TrainedModel(const config::TrainConfig& config, c10::Device device, const mesh::Mesh& mesh);
+  TrainedModel(const config::TrainConfig& config, c10::Device device, const comm::Group& world);
+
+  // The ranks on the axes "dp", "tp" and "pp".
+  const mesh::Mesh& mesh() const { return pipeline_.mesh(); }
 
   // Forward and backward of all micro-batches. Their losses.
   at::Tensor step(const StepInput& input);

@@ -82,13 +82,6 @@ optim::LrSchedule make_schedule(const TrainConfig& config) {
                             .min_ratio = config.optim.min_lr_ratio});
 }
 
-// The device, and the limit that memory.max_per_device sets there; on CUDA once there is a model.
-c10::Device limited_device(const TrainConfig& config, const comm::Group& group) {
-  const c10::Device device = choose_device(config, group);
-  if (device.is_cpu()) limit_cpu_memory(config.memory.max_per_device);
-  return device;
-}
-
 // With nothing left open that a later reader of the checkpoint would have to know.
 TrainConfig completed(TrainConfig config, const data::Tokenizer& tokenizer) {
   config.model = config::resolve_model(config, tokenizer.vocab_size());
@@ -121,8 +114,6 @@ struct Trainer::State {
   void say_what_was_saved();
 
   const comm::Group world;
-  const mesh::Mesh mesh;
-  const comm::Group dp;
   const config::Data data;
   const TrainConfig config;
   const config::DataIdentities identities;
@@ -130,6 +121,8 @@ struct Trainer::State {
   const c10::Device device;
   const int64_t accumulation, global_batch;
   TrainedModel model;
+  const mesh::Mesh mesh;
+  const comm::Group dp;
   const std::unique_ptr<optim::Optimizer> optimizer;
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
@@ -149,16 +142,16 @@ struct Trainer::State {
 
 Trainer::State::State(TrainConfig given, comm::Group group)
     : world(std::move(group)),
-      mesh(mesh::Mesh::parallel(world, given.dims(world.size()))),
-      dp(mesh["dp"]),
       data(config::open_data(given)),
       config(completed(std::move(given), data.tokenizer)),
       identities(compared(data.identities(config.data), world)),
       threads(set_threads(config, world)),
-      device(limited_device(config, world)),
+      device(choose_device(config, world)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
-      model(config, device, mesh),
+      model(config, device, world),
+      mesh(model.mesh()),
+      dp(mesh["dp"]),
       optimizer(make_optimizer(config, model)),
       schedule(make_schedule(config)),
       guard(world),
@@ -168,9 +161,6 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                  .vocab = config.model.vocab,
                  .max_tokens = config.train.eval_tokens,
                  .device = device}) {
-  if (config.memory.max_per_device > 0 && device.is_cuda()) {
-    limit_cuda_memory(config.memory.max_per_device, device);
-  }
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   }

@@ -27,16 +27,16 @@ void expect_refused(const ParallelConfig& config, int world_size, const std::str
 TEST(ParallelConfig, Defaults) {
   const ParallelConfig config;
   EXPECT_EQ(config.dims, ParallelDims{});
-  EXPECT_EQ(config.num_layers, 24);
-  EXPECT_TRUE(config.layer_split.empty());
+  EXPECT_EQ(config.advanced.num_layers, 0);
+  EXPECT_TRUE(config.advanced.layer_split.empty());
   EXPECT_EQ(config.micro_batch_size, 1);
   EXPECT_EQ(config.memory, MemoryStrategy::standard);
-  EXPECT_EQ(config.communication, CommStrategy::all_reduce);
-  EXPECT_FALSE(config.gradient_checkpointing.has_value());
+  EXPECT_FALSE(config.advanced.communication.has_value());
+  EXPECT_FALSE(config.advanced.gradient_checkpointing.has_value());
   EXPECT_FALSE(config.mixed_precision);
   EXPECT_EQ(config.schedule, PipelineSchedule::interleaved);
-  EXPECT_EQ(config.max_memory_per_device, 8LL * 1024 * 1024 * 1024);
-  EXPECT_EQ(config.communication_timeout, milliseconds{30'000});
+  EXPECT_EQ(config.advanced.max_memory_per_device, 0);
+  EXPECT_EQ(config.advanced.communication_timeout, milliseconds{0});
   EXPECT_NO_THROW(config.validate(1));
 }
 
@@ -53,9 +53,10 @@ TEST(ParallelConfig, StrategySetsRecomputation) {
 TEST(ParallelConfig, ExplicitSwitchWins) {
   for (const auto memory : {MemoryStrategy::basic, MemoryStrategy::standard,
                             MemoryStrategy::aggressive, MemoryStrategy::extreme}) {
-    ParallelConfig config{.memory = memory, .gradient_checkpointing = true};
+    ParallelConfig config{.memory = memory,
+                          .advanced = {.gradient_checkpointing = Recompute::full}};
     EXPECT_EQ(config.recompute(), Recompute::full);
-    config.gradient_checkpointing = false;
+    config.advanced.gradient_checkpointing = Recompute::none;
     EXPECT_EQ(config.recompute(), Recompute::none);
     // The switch is about recomputation; where saved activations rest is the strategy's.
     EXPECT_EQ(config.activations_to_disk(), memory == MemoryStrategy::extreme);
@@ -67,22 +68,45 @@ TEST(ParallelConfig, WorldSizeRule) {
                  "[parallel_dims] dp 2 x tp 2 x pp 3 = 12, must equal world size 8");
 }
 
+ParallelConfig pipeline_of(int pp, PipelineSchedule schedule,
+                           ParallelAdvancedConfig advanced = {}) {
+  return {.dims = {1, 1, pp}, .schedule = schedule, .advanced = std::move(advanced)};
+}
+
 TEST(ParallelConfig, LayersDivideOverStages) {
-  EXPECT_THAT((ParallelConfig{.dims = {1, 1, 4}, .num_layers = 24}.layers_per_stage()),
+  EXPECT_THAT(pipeline_of(4, PipelineSchedule::one_f_one_b).layers_per_stage(24),
               ElementsAre(6, 6, 6, 6));
-  expect_refused(ParallelConfig{.dims = {1, 1, 5}}, 5,
-                 "[parallel_config] 24 layers must be divisible by pp 5, or a layer split "
-                 "must say which stage has how many");
-  expect_refused(ParallelConfig{.num_layers = 0}, 1,
-                 "[parallel_config] 0 layers, must be at least 1");
+  expect_refused(pipeline_of(5, PipelineSchedule::one_f_one_b, {.num_layers = 24}), 5,
+                 "[parallel_config] 24 layers must be divisible by pp 5; or a layer split must say "
+                 "which stage has how many");
+  expect_refused(ParallelConfig{.advanced = {.num_layers = -1}}, 1,
+                 "[parallel_config] -1 layers, must be at least 1, or 0: not said");
+}
+
+// A schedule that needs chunks takes as few as it can, and says what would divide.
+TEST(ParallelConfig, ChunksFollowTheSchedule) {
+  EXPECT_EQ(pipeline_of(2, PipelineSchedule::interleaved).chunks(), 2);
+  EXPECT_EQ(pipeline_of(2, PipelineSchedule::dualpipe_v).chunks(), 2);
+  EXPECT_EQ(pipeline_of(2, PipelineSchedule::gpipe).chunks(), 1);
+  EXPECT_EQ(pipeline_of(2, PipelineSchedule::interleaved, {.chunks = 3}).chunks(), 3);
+  EXPECT_EQ(pipeline_of(1, PipelineSchedule::interleaved).chunks(), 1);
+  EXPECT_THAT(pipeline_of(2, PipelineSchedule::interleaved).layers_per_stage(8),
+              ElementsAre(2, 2, 2, 2));
+  expect_refused(pipeline_of(4, PipelineSchedule::interleaved, {.num_layers = 12}), 4,
+                 "[parallel_config] 12 layers must be divisible by pp 4 x 2 chunks = 8 stages "
+                 "(chunks that divide them: 3; schedule 1f1b takes one); or a layer split must say "
+                 "which stage has how many");
+  expect_refused(pipeline_of(1, PipelineSchedule::interleaved, {.chunks = 2}), 1,
+                 "[parallel_config] chunks is 2, but pp is 1: leave it out");
 }
 
 TEST(ParallelConfig, ExplicitSplitOfLayers) {
   const auto with_split = [](std::vector<int> split) {
-    return ParallelConfig{.dims = {1, 1, 3}, .num_layers = 10, .layer_split = std::move(split)};
+    return pipeline_of(3, PipelineSchedule::one_f_one_b,
+                       {.num_layers = 10, .layer_split = std::move(split)});
   };
   EXPECT_NO_THROW(with_split({3, 4, 3}).validate(3));
-  EXPECT_THAT(with_split({3, 4, 3}).layers_per_stage(), ElementsAre(3, 4, 3));
+  EXPECT_THAT(with_split({3, 4, 3}).layers_per_stage(10), ElementsAre(3, 4, 3));
   expect_refused(with_split({5, 5}), 3,
                  "[parallel_config] layer split (5, 5) has 2 entries, must have one for each "
                  "of pp 3");
@@ -91,6 +115,26 @@ TEST(ParallelConfig, ExplicitSplitOfLayers) {
   expect_refused(with_split({0, 5, 5}), 3,
                  "[parallel_config] layer split (0, 5, 5): every stage must have at least 1 "
                  "layer");
+}
+
+TEST(ParallelConfig, MicroBatchesOfAStep) {
+  EXPECT_EQ((ParallelConfig{.dims = {.dp = 2}, .micro_batch_size = 3}.microbatches()), 1);
+  EXPECT_EQ((ParallelConfig{.dims = {.dp = 2}, .micro_batch_size = 3, .global_batch_size = 24}
+                 .microbatches()),
+            4);
+  expect_refused(
+      ParallelConfig{.dims = {.dp = 2}, .micro_batch_size = 3, .global_batch_size = 9}, 2,
+      "[parallel_config] global batch size 9, must be a multiple of micro-batch size 3 x "
+      "dp 2 = 6, or 0: one micro-batch");
+}
+
+TEST(ParallelConfig, TensorParallelismNeedsAPlan) {
+  expect_refused(ParallelConfig{.dims = {.tp = 2}}, 2,
+                 "[parallel_config] tp is 2, but the tensor plan is empty: it must say which "
+                 "matrices the ranks share");
+  expect_refused(
+      ParallelConfig{.advanced = {.sequence_parallel = true}}, 1,
+      "[parallel_config] sequence parallelism is on, but tp is 1: it must be at least 2");
 }
 
 TEST(LayersPerStage, EqualSharesOrTheSplitOrNothing) {
@@ -106,10 +150,12 @@ TEST(LayersPerStage, EqualSharesOrTheSplitOrNothing) {
 TEST(ParallelConfig, PositiveNumbers) {
   expect_refused(ParallelConfig{.micro_batch_size = 0}, 1,
                  "[parallel_config] micro-batch size 0, must be greater than 0");
-  expect_refused(ParallelConfig{.max_memory_per_device = -1}, 1,
-                 "[parallel_config] max memory per device -1 bytes, must be greater than 0");
-  expect_refused(ParallelConfig{.communication_timeout = milliseconds{0}}, 1,
-                 "[parallel_config] communication timeout 0 ms, must be greater than 0");
+  expect_refused(ParallelConfig{.advanced = {.max_memory_per_device = -1}}, 1,
+                 "[parallel_config] max memory per device -1 bytes, must be greater than 0, or 0: "
+                 "no limit");
+  expect_refused(ParallelConfig{.advanced = {.communication_timeout = milliseconds{-1}}}, 1,
+                 "[parallel_config] communication timeout -1 ms, must be greater than 0, or 0: the "
+                 "group's");
 }
 
 template <class Enum, class Parse>

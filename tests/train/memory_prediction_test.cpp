@@ -322,8 +322,7 @@ Measured measure(const TrainConfig& config) {
   least = std::min(least, memory::Meter::current());
   least_symmetric = std::min(least_symmetric, static_cast<int64_t>(symmetric_memory()));
   const int64_t before = least + (offloads ? 0 : least_symmetric);
-  const auto mesh = mesh::Mesh::parallel(world(), config.dims(world().size()));
-  TrainedModel model(config, at::kCPU, mesh);
+  TrainedModel model(config, at::kCPU, world());
   const auto optimizer = optimizer_of(model, offloads);
   const int64_t rows = config.train.micro_batch, length = config.train.seq_len;
   const auto next = [&] {

@@ -6,6 +6,9 @@
 namespace lockstep::config {
 
 void Tape::record(Node node) {
+  if (products_ && !products_->second_call && !node.saved.empty()) {
+    products_->needed = products_->kept.size();
+  }
   if (records_) entries_.push_back({.node = std::move(node)});
 }
 
@@ -17,13 +20,27 @@ void Tape::join() {
   if (records_) entries_.push_back({.kind = Kind::join});
 }
 
-Buffer Tape::recompute(const Buffer& input, const Forward& function) {
+Buffer Tape::recompute(const Buffer& input, const Forward& function, bool keeps_products) {
   Tape unrecorded(ledger_, false);
+  if (keeps_products) unrecorded.products_ = std::make_shared<Products>();
   Buffer output = function(unrecorded);
+  if (keeps_products) unrecorded.products_->kept.resize(unrecorded.products_->needed);
   if (records_) {
-    entries_.push_back({.kind = Kind::recompute, .node = {.saved = {input}}, .again = function});
+    entries_.push_back({.kind = Kind::recompute,
+                        .node = {.saved = {input}},
+                        .again = function,
+                        .products = unrecorded.products_});
   }
   return output;
+}
+
+Buffer Tape::product(int64_t bytes) {
+  if (!products_) return take(bytes);
+  if (products_->second_call) {
+    return products_->next < products_->kept.size() ? products_->kept[products_->next++] : take(0);
+  }
+  products_->kept.push_back(take(bytes));
+  return products_->kept.back();
 }
 
 void Tape::make_weights(int64_t bytes, WeightGradients weights) {
@@ -46,12 +63,17 @@ Buffer Tape::run(Buffer gradient, bool whole, WeightGradients weights) {
         break;
       case Kind::recompute: {
         entry.inner = std::make_shared<Tape>(ledger_);
+        if (entry.products) {
+          entry.products->second_call = true;
+          entry.inner->products_ = entry.products;
+        }
         entry.again(*entry.inner);
         gradient = entry.inner->run(std::move(gradient), whole, weights);
         if (!whole) break;
         for (Buffer& made : entry.inner->weights_) weights_.push_back(std::move(made));
         entry.inner.reset();
         entry.again = {};  // it holds its input
+        entry.products.reset();
         node.saved.clear();
         break;
       }
@@ -99,6 +121,7 @@ void Tape::backward_weight(WeightGradients weights) {
       for (Buffer& made : entry.inner->weights_) weights_.push_back(std::move(made));
       entry.inner->weights_.clear();
       entry.again = {};
+      entry.products.reset();
     } else if (entry.node.weights > 0) {
       make_weights(entry.node.weights, weights);
     }

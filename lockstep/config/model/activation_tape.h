@@ -52,16 +52,21 @@ class Tape {
   explicit Tape(Ledger& ledger, bool records = true) : ledger_(ledger), records_(records) {}
 
   Buffer take(int64_t bytes) { return ledger_.take(bytes); }
-  // For a moment.
-  void touch(int64_t bytes) { ledger_.take(bytes); }
   void record(Node node);
 
   // x + f(x): fork before f, join when the sum is made. The gradient of x is the sum of two,
   // written over the first.
   void fork();
   void join();
-  // Keeps `input` instead of what the function would, and calls it again in backward.
-  Buffer recompute(const Buffer& input, const Forward& function);
+  // Keeps `input` instead of what the function would, and calls it again in backward. With
+  // `keeps_products` its products are kept as well, up to the last that the second call needs.
+  Buffer recompute(const Buffer& input, const Forward& function, bool keeps_products = false);
+  // The result of a matrix product or of attention.
+  Buffer product(int64_t bytes);
+  // What computing it takes for a moment.
+  void touch_for_product(int64_t bytes) {
+    if (!products_ || !products_->second_call) ledger_.take(bytes);
+  }
 
   // Returns the gradient of the first input.
   Buffer backward(Buffer gradient, WeightGradients weights);
@@ -73,10 +78,17 @@ class Tape {
 
  private:
   enum class Kind { plain, fork, join, recompute };
+  // Of a function that is computed again, as parallel::detail::KeptProducts has them.
+  struct Products {
+    std::vector<Buffer> kept;
+    size_t needed = 0, next = 0;
+    bool second_call = false;
+  };
   struct Entry {
     Kind kind = Kind::plain;
     Node node = {};
     Forward again = {};
+    std::shared_ptr<Products> products = {};
     std::shared_ptr<Tape> inner = {};
     Buffer gradient = {};  // of the output, for the second half
   };
@@ -86,6 +98,7 @@ class Tape {
 
   Ledger& ledger_;
   bool records_;
+  std::shared_ptr<Products> products_ = {};
   std::vector<Entry> entries_;
   std::vector<Buffer> weights_;
 };

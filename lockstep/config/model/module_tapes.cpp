@@ -66,7 +66,7 @@ Buffer linear(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Linear
   if (shape.sharing_out > 1) node.extra = out;    // the gathered gradient of the output
   tape.record(std::move(node));
   const Buffer gathered = tape.take(shape.sharing_in > 1 ? in : 0);
-  Buffer whole = tape.take(out);
+  Buffer whole = tape.product(out);
   return shape.sharing_out > 1 ? tape.take(out / shape.sharing_out) : whole;
 }
 
@@ -95,10 +95,9 @@ Heads split_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
 
 // Saves q, k, v, the result and its logarithms (B, H, T). The result is (B, T, H, D) in memory.
 Buffer fused_attention(Tape& tape, const LayerSizes& sizes, const Heads& heads) {
-  Buffer out = tape.take(sizes.queries());
-  tape.record(
-      {.saved = {heads.q, heads.k, heads.v, out, tape.take(sizes.tokens() * sizes.heads * kFloat)},
-       .gradient = sizes.qkv()});
+  Buffer out = tape.product(sizes.queries());
+  const Buffer logarithms = tape.product(sizes.tokens() * sizes.heads * kFloat);
+  tape.record({.saved = {heads.q, heads.k, heads.v, out, logarithms}, .gradient = sizes.qkv()});
   return out;
 }
 
@@ -123,8 +122,8 @@ Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& hea
   tape.record({.saved = {heads.q, heads.k, heads.v},
                .gradient = sizes.qkv(),
                .extra = copied + gradient + 2 * gathered + 2 * probabilities + part});
-  Buffer out = tape.take(sizes.queries());
-  tape.touch(copied + gathered + probabilities + part);
+  Buffer out = tape.product(sizes.queries());
+  tape.touch_for_product(copied + gathered + probabilities + part);
   return out;
 }
 
@@ -170,10 +169,7 @@ Buffer run_block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
     return tape.take(sizes.stream());
   };
   const Buffer y = residual([&] { return attention_path(tape, sizes, x); });
-  return residual([&] {
-    if (sizes.recompute != layout::Recompute::selective) return mlp_path(tape, sizes, y);
-    return tape.recompute(y, [&sizes, y](Tape& inner) { return mlp_path(inner, sizes, y); });
-  });
+  return residual([&] { return mlp_path(tape, sizes, y); });
 }
 
 }  // namespace
@@ -190,11 +186,15 @@ Buffer embedding(Tape& tape, const LayerSizes& sizes) {
 }
 
 Buffer block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
-  if (sizes.recompute != layout::Recompute::full) return run_block(tape, sizes, x);
-  if (!sizes.inputs_on_disk)
-    return tape.recompute(x, [&sizes, x](Tape& inner) { return run_block(inner, sizes, x); });
+  if (sizes.recompute == layout::Recompute::none) return run_block(tape, sizes, x);
+  const bool keeps_products = sizes.recompute == layout::Recompute::selective;
+  if (!sizes.inputs_on_disk) {
+    return tape.recompute(
+        x, [&sizes, x](Tape& inner) { return run_block(inner, sizes, x); }, keeps_products);
+  }
   return tape.recompute(
-      {}, [&sizes](Tape& inner) { return run_block(inner, sizes, inner.take(sizes.stream())); });
+      {}, [&sizes](Tape& inner) { return run_block(inner, sizes, inner.take(sizes.stream())); },
+      keeps_products);
 }
 
 Buffer head(Tape& tape, const LayerSizes& sizes, const Buffer& x) {

@@ -1,12 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/device_size.h"
+#include "lockstep/memory/meter.h"
 
 namespace lockstep::memory {
+namespace {
+
+// Of the process, like the allocator whose observer writes them.
+std::atomic<int64_t> cuda_limit{0}, cuda_refused{0}, cuda_held{0};
+
+void watch_refusals() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::cuda::CUDACachingAllocator::attachOutOfMemoryObserver([](int64_t device, int64_t asked,
+                                                                  int64_t, int64_t) {
+      cuda_refused = asked;
+      const auto stats =
+          c10::cuda::CUDACachingAllocator::getDeviceStats(static_cast<c10::DeviceIndex>(device));
+      cuda_held = stats.allocated_bytes[0].current;  // of all pools
+    });
+  });
+}
+
+}  // namespace
 
 int64_t device_bytes(c10::Device device) {
   if (!device.is_cuda()) return static_cast<int64_t>(available_memory());
@@ -14,6 +40,22 @@ int64_t device_bytes(c10::Device device) {
   size_t available = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&available, &total));
   return static_cast<int64_t>(total);
+}
+
+void limit_device(c10::Device device, int64_t bytes) {
+  if (!device.is_cuda()) return Meter::set_limit(bytes);
+  if (bytes == 0 && cuda_limit == 0) return;
+  watch_refusals();
+  cuda_limit = bytes;
+  const c10::cuda::CUDAGuard guard(device);
+  const auto total = static_cast<double>(device_bytes(device));
+  const double share = bytes == 0 ? 1 : std::min(1.0, static_cast<double>(bytes) / total);
+  c10::cuda::CUDACachingAllocator::setMemoryFraction(share, c10::cuda::current_device());
+}
+
+std::optional<OutOfMemory> cuda_refusal() {
+  if (cuda_limit == 0 || cuda_refused == 0) return std::nullopt;
+  return OutOfMemory(cuda_refused, cuda_held, cuda_limit);
 }
 
 }  // namespace lockstep::memory

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/device_size.h"
+#include "lockstep/memory/meter.h"
 
 namespace lockstep::memory {
 
 int64_t device_bytes(c10::Device) { return static_cast<int64_t>(available_memory()); }
+void limit_device(c10::Device, int64_t bytes) { Meter::set_limit(bytes); }
+std::optional<OutOfMemory> cuda_refusal() { return std::nullopt; }
 
 }  // namespace lockstep::memory

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/pipeline/layer.h"
 
+#include <set>
+
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -17,6 +19,31 @@ void register_layer(torch::nn::Module& stage, const std::string& path,
         format("[pipeline] a layer is named '{}', must be a name that no other layer has", path));
   }
   parent.register_module(name, std::move(module));
+}
+
+std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
+                                       layout::Recompute recompute,
+                                       const RecomputeOptions& options) {
+  std::vector<LayerForward> built;
+  std::set<std::shared_ptr<torch::nn::Module>> known;
+  for (const Layer& layer : layers) {
+    LayerForward forward = layer.build(stage);
+    RecomputeOptions again = options;
+    again.keep_products = recompute == layout::Recompute::selective;
+    for (const auto& module : stage.modules(/*include_self=*/false)) {
+      if (known.insert(module).second) again.modules.push_back(module);
+    }
+    // It may compute with modules of layers before it.
+    if (again.modules.empty()) again.modules.assign(known.begin(), known.end());
+    if (recompute == layout::Recompute::none || !layer.recompute) {
+      built.push_back(std::move(forward));
+      continue;
+    }
+    built.push_back([forward = std::move(forward), again = std::move(again)](const Tensors& x) {
+      return parallel::recompute(forward, x, again);
+    });
+  }
+  return built;
 }
 
 namespace detail {

@@ -13,11 +13,14 @@
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lockstep/layout/parallel_config.h"
 #include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::parallel {
 
@@ -29,7 +32,16 @@ struct Layer {
   // Builds the layer's modules and registers them in the stage's module, under names that are its
   // own in the whole model; returns what computes with them. Called on the rank that has the layer.
   std::function<LayerForward(torch::nn::Module& stage)> build;
+  // Off: what it keeps for backward stays in memory whatever is done about activations. For a layer
+  // that keeps little, or that is the last and would be computed twice in a row.
+  bool recompute = true;
 };
+
+// Builds the layers in the stage's module and returns what computes with them, with `recompute`
+// applied to those that allow it.
+std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
+                                       layout::Recompute recompute,
+                                       const RecomputeOptions& options = {});
 
 // For a Layer::build of your own: registers a layer's module in the stage's, under a path in which
 // dots separate modules. Throws ConfigError if another layer has that path.

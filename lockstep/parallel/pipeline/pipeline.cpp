@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/pipeline/pipeline.h"
 
+#include <ATen/ATen.h>
+
 #include "lockstep/parallel/pipeline/engine.h"
 #include "lockstep/parallel/shard/consumed_norm.h"
 
@@ -26,18 +28,29 @@ std::shared_ptr<detail::PipelineEngine> make_engine(const std::vector<Layer>& la
 
 Pipeline::Pipeline(const std::vector<Layer>& layers, const mesh::Mesh& mesh,
                    PipelineOptions options)
-    : engine_(make_engine(layers, mesh, std::move(options))) {}
+    : mesh_(mesh), engine_(make_engine(layers, mesh, std::move(options))) {}
 Pipeline::Pipeline(const std::vector<Layer>& layers, const comm::Group& group,
                    PipelineOptions options)
-    : engine_(std::make_shared<detail::PipelineEngine>(
-          layers, detail::Axes{.pipeline = group, .data = {}, .tensor = {}, .all = group},
-          std::move(options))) {}
+    : Pipeline(layers, mesh::Mesh::linear(group, "pp"), std::move(options)) {}
 
 at::Tensor Pipeline::step(const PipelineBatch& batch, PipelineStep options) {
   return engine_->step(batch, options);
 }
 at::Tensor Pipeline::evaluate(const PipelineBatch& batch, int microbatches) {
   return engine_->evaluate(batch, microbatches);
+}
+
+std::vector<Tensors> Pipeline::forward(const std::function<Tensors(int microbatch)>& inputs,
+                                       int microbatches) {
+  std::vector<Tensors> outputs(has_last_stage() ? static_cast<size_t>(microbatches) : 0);
+  evaluate({.inputs = inputs,
+            .loss =
+                [&](int i, const Tensors& given) {
+                  outputs[static_cast<size_t>(i)] = given;
+                  return at::zeros({});
+                }},
+           microbatches);
+  return outputs;
 }
 
 std::vector<optim::NamedParameter> Pipeline::named_parameters() const {

@@ -30,7 +30,7 @@
 #include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/pipeline/layer.h"
-#include "lockstep/parallel/recompute/activation_store.h"
+#include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/tensor/tensor.h"
 
@@ -48,9 +48,10 @@ struct PipelineAdvancedOptions {
   int max_unsharded = 3;
   // Layers are built without memory, and get their initial values by this.
   std::optional<MaterializeOptions> initializer = std::nullopt;
-  // Each layer is computed again in backward; `random` is what its random layers share, and `store`
-  // where its inputs are kept, in memory if there is none.
-  bool recompute = false;
+  // What of each layer is computed again in backward: nothing, all but products, convolutions and
+  // attention, or all of it. `random` is what its random layers share, and `store` where its inputs
+  // are kept, in memory if there is none.
+  layout::Recompute recompute = layout::Recompute::none;
   std::shared_ptr<nn::RandomContext> random = {};
   std::shared_ptr<ActivationStore> store = {};
   int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
@@ -119,6 +120,10 @@ class Pipeline {
   at::Tensor step(const PipelineBatch& batch, PipelineStep options = {});
   // Forward alone, in the mode that train() or eval() set, of any number of micro-batches.
   at::Tensor evaluate(const PipelineBatch& batch, int microbatches);
+  // The same without a loss: what the last layer gives for each micro-batch, on the ranks that have
+  // the last stage; nothing on the others. `inputs` is called on those that have the first.
+  std::vector<Tensors> forward(const std::function<Tensors(int microbatch)>& inputs,
+                               int microbatches = 1);
 
   // For the optimizer: of this rank's stages, what it is to update.
   std::vector<optim::NamedParameter> named_parameters() const;
@@ -143,6 +148,8 @@ class Pipeline {
   std::vector<std::string> tied_copies(size_t stage) const;
 
   const PipelineOptions& options() const;
+  // The ranks that it was made on. Made on a group, they are all on the axis "pp".
+  const mesh::Mesh& mesh() const { return mesh_; }
   PipelineStats stats() const;
   // For programs in this tree, which have schedule/lower.h and pipeline/timeline.h: what the
   // pipeline does, and what this rank computed in the last step, in order.
@@ -151,6 +158,7 @@ class Pipeline {
   std::span<const TimedAction> timeline() const;
 
  private:
+  mesh::Mesh mesh_;
   std::shared_ptr<detail::PipelineEngine> engine_;
 };
 

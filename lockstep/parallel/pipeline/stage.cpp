@@ -8,7 +8,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel::detail {
@@ -19,22 +18,6 @@ using torch::autograd::Engine;
 using torch::autograd::impl::gradient_edge;
 
 bool needs_gradient(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
-
-std::shared_ptr<StageModule> build(std::span<const Layer> layers) {
-  auto module = std::make_shared<StageModule>();
-  for (const Layer& layer : layers) module->layers.push_back(layer.build(*module));
-  return module;
-}
-
-void recompute_layers(StageModule& module, const PipelineOptions& options) {
-  if (!options.advanced.recompute) return;
-  for (LayerForward& layer : module.layers) {
-    layer = [layer, again = RecomputeOptions{.random = options.advanced.random,
-                                             .store = options.advanced.store}](const Tensors& x) {
-      return parallel::recompute(layer, x, again);
-    };
-  }
-}
 
 }  // namespace
 
@@ -47,9 +30,11 @@ void recompute_layers(StageModule& module, const PipelineOptions& options) {
 Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParallel& tensor,
              const PipelineOptions& options) {
   const auto make = [&] {
-    auto module = build(layers);
+    auto module = std::make_shared<StageModule>();
+    module->layers =
+        build_layers(layers, *module, options.advanced.recompute,
+                     {.random = options.advanced.random, .store = options.advanced.store});
     tensor.apply(*module);
-    recompute_layers(*module, options);
     return module;
   };
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/recompute/activation_store.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 #include <iterator>
 

@@ -10,6 +10,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
 
 #include <mutex>
 #include <optional>
@@ -80,6 +81,29 @@ class Past {
   nn::RandomContext now_;
 };
 
+// Leaves the buffers of modules as they were before it, and autograd unaware: whoever has saved one
+// of them has saved what it will be again.
+class UnchangedBuffers {
+ public:
+  explicit UnchangedBuffers(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+    for (const auto& module : modules) {
+      for (const at::Tensor& buffer : module->buffers(/*recurse=*/false)) {
+        if (buffer.defined())
+          buffers_.emplace_back(buffer.variable_data(), buffer.detach().clone());
+      }
+    }
+  }
+  ~UnchangedBuffers() {
+    const at::NoGradGuard no_grad;
+    for (const auto& [buffer, was] : buffers_) buffer.copy_(was);
+  }
+  UnchangedBuffers(const UnchangedBuffers&) = delete;
+  UnchangedBuffers& operator=(const UnchangedBuffers&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+};
+
 // Thrown out of the second call when all that was asked for is there.
 struct Enough {};
 
@@ -94,6 +118,7 @@ struct Frame {
         inputs(std::move(options.store), inputs),
         random(std::move(options.random)),
         was(random ? *random : nn::RandomContext{}),
+        modules(std::move(options.modules)),
         cpu(optim::current_autocast(at::kCPU)),
         cuda(optim::current_autocast(at::kCUDA)) {
     if (options.keep_products) products.emplace();
@@ -109,6 +134,7 @@ struct Frame {
   const StoredInputs inputs;
   const std::shared_ptr<nn::RandomContext> random;
   const nn::RandomContext was;
+  const std::vector<std::shared_ptr<torch::nn::Module>> modules;
   const GeneratorStates generators;
   const optim::AutocastOptions cpu, cuda;
   std::optional<KeptProducts> products;
@@ -218,6 +244,7 @@ void Frame::repeat() {
   const std::vector<at::Tensor> found = inputs.tensors();
   const trace::Span span("recompute", "recompute");
   const Past past(generators, random, was);
+  const UnchangedBuffers buffers(modules);
   if (products) products->begin_second_call();
   const KeptProducts::Scope kept_products(products ? &*products : nullptr);
   const optim::AutocastGuard cpu_autocast(cpu);

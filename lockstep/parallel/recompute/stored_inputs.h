@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lockstep/memory/disk_store.h"
-#include "lockstep/parallel/recompute/activation_store.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::parallel::detail {
 

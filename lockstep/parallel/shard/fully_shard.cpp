@@ -11,6 +11,7 @@
 #include <set>
 #include <tuple>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/same_model.h"
@@ -35,6 +36,24 @@ NamedTensors list(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
   return named;
 }
 
+// Ranks of a host, where every host has as many and they follow each other. Collective.
+int ranks_of_a_host(const comm::Group& group) {
+  const at::Tensor mine = at::tensor(std::vector<int64_t>{group.local_size(), group.local_rank()});
+  const at::Tensor all = at::empty({group.size(), 2}, at::kLong);
+  comm::all_gather(all, mine, group, {.tag = "hosts of hybrid_shard"}).wait();
+  const auto values = all.accessor<int64_t, 2>();
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto [size, place] = std::pair(values[rank][0], values[rank][1]);
+    if (size == values[0][0] && place == rank % size) continue;
+    throw ConfigError(format(
+        "[fully_shard] hybrid_shard takes the ranks of each host as a group, but rank {} is "
+        "number {} of {} on its host, and rank 0's host has {}: every host must have as many "
+        "ranks, one after the other; or give hybrid_group_size",
+        rank, place, size, values[0][0]));
+  }
+  return group.local_size();
+}
+
 // A mesh of two axes for hybrid_shard; of one for the others.
 mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
   const int size = mesh.size();
@@ -48,7 +67,8 @@ mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
     return mesh;
   }
   if (mesh.axes().size() == 2) return mesh;
-  const int inner = options.advanced.hybrid_group_size;
+  const int given = options.advanced.hybrid_group_size;
+  const int inner = given == 0 && mesh.axes().size() < 2 ? ranks_of_a_host(mesh.group()) : given;
   if (mesh.axes().size() > 2 || inner < 1 || size % inner != 0) {
     throw ConfigError(format(
         "[fully_shard] hybrid_shard over {} ranks ({}) with hybrid_group_size {}; give a mesh "
@@ -200,6 +220,9 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   const at::NoGradGuard no_grad;
   validate(options);
   const mesh::Mesh mesh = arranged(given_mesh, options);
+  if (options.strategy == Strategy::hybrid_shard) {
+    options.advanced.hybrid_group_size = mesh.shape()[1];  // for those who ask
+  }
   const NamedTensors parameters = list(model->named_parameters());
   check_not_sharded(parameters);
   const bool needs_engine = mesh.size() > 1 || options.reproducible ||

@@ -65,7 +65,7 @@ using Offload = std::variant<NoOffload, HostOffload, layout::OffloadOptions>;
 
 struct FullyShardAdvancedOptions {
   // hybrid_shard over a group that is no mesh of two axes: neighbouring ranks that share parameters
-  // out among them. Divides the group's size.
+  // out among them. Divides the group's size. 0: the ranks of a host.
   int hybrid_group_size = 0;
   Prefetch forward_prefetch = Prefetch::pre;
   Prefetch backward_prefetch = Prefetch::pre;

@@ -181,10 +181,15 @@ inline PipelineTrained train_pipeline(
       .tied = model::tied_parameters(spec),
       .plan = config::tensor_plan(spec),
       .device = c.device,
-      .advanced = {.sequence_parallel = c.sequence_parallel,
-                   .max_unsharded = c.max_unsharded,
-                   .initializer = parallel::MaterializeOptions{
-                       .seed = 3, .device = c.device, .rule = model::initial_values(spec)}}};
+      .advanced = {
+          .sequence_parallel = c.sequence_parallel,
+          .max_unsharded = c.max_unsharded,
+          .initializer =
+              parallel::MaterializeOptions{
+                  .seed = 3, .device = c.device, .rule = model::initial_values(spec)},
+          .recompute = c.recompute,
+          .random = random,
+          .store = c.disk.empty() ? nullptr : std::make_shared<parallel::ActivationStore>(c.disk)}};
   if (c.stages() == 1) options.split = {static_cast<int>(spec.layers) + 2};
   if (c.shard) {
     options.data = *c.shard;
@@ -192,13 +197,8 @@ inline PipelineTrained train_pipeline(
     options.data = parallel::DdpOptions{.reproducible = c.reproducible};
   }
   parallel::Pipeline pipeline(
-      model::language_model_layers(
-          spec,
-          {.tensors = at::TensorOptions().device(c.device),
-           .recompute = c.recompute,
-           .store = c.disk.empty() ? nullptr : std::make_shared<parallel::ActivationStore>(c.disk)},
-          random),
-      mesh, options);
+      model::language_model_layers(spec, at::TensorOptions().device(c.device), random), mesh,
+      options);
   pipeline.train(!c.evals);
   optim::AdamW optimizer(pipeline.named_parameters(), adamw());
   const comm::Group dp = mesh["dp"];

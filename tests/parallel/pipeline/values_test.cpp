@@ -192,7 +192,7 @@ TEST(PipelineValues, Buffers) {
 TEST(PipelineValues, Recomputed) {
   const TempDir folder;
   for (PipelineOptions options : kinds()) {
-    options.advanced.recompute = true;
+    options.advanced.recompute = layout::Recompute::full;
     follow({.layers = blocks(4)}, 2, options);
     options.advanced.store = std::make_shared<parallel::ActivationStore>(folder.path());
     follow({.layers = blocks(4)}, 2, options);

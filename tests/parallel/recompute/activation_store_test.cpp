@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Recomputation with its inputs on disk.
-#include "lockstep/parallel/recompute/activation_store.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -94,7 +94,6 @@ TEST(Sharding, RejectsBadOptions) {
               HasSubstr("mixed_precision.buffer is Bool"));
   EXPECT_THAT(refusal({.no_sync = parallel::NoSyncGradients::sharded, .reproducible = true}),
               HasSubstr("reproducible and no_sync = sharded"));
-  EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard}), HasSubstr("hybrid_group_size 0"));
   EXPECT_THAT(
       refusal({.strategy = Strategy::hybrid_shard, .advanced = {.hybrid_group_size = 2}}, 3),
       AllOf(HasSubstr("over 3 ranks"), HasSubstr("hybrid_group_size 2")));

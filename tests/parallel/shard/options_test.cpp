@@ -137,6 +137,31 @@ TEST(Stats, BytesOfAStep) {
 
 // ---- hybrid ----
 
+// Without a size the ranks of each host are a group.
+TEST(Hybrid, TakesTheHosts) {
+  const FullyShardOptions options = weights_only(Strategy::hybrid_shard);
+  const auto run = [&](std::vector<int> hosts, int expected) {
+    comm::run_threads(
+        4,
+        [&](const comm::Group& group) {
+          Layers model;
+          const auto sharded = fully_shard(*model, group, options);
+          EXPECT_EQ(sharded.options().advanced.hybrid_group_size, expected);
+          const auto info = sharded.shard_info("layer0.weight");
+          EXPECT_EQ(info.size, 1024 / expected);
+          EXPECT_EQ(info.rank, group.rank() % expected);
+        },
+        {.backend = "thread"}, std::move(hosts));
+  };
+  run({0, 0, 1, 1}, 2);
+  run({}, 4);
+  EXPECT_THAT(error_of([&] {
+                run({0, 1, 0, 1}, 2);
+              }),
+              HasSubstr("rank 1 is number 0 of 2 on its host"));
+  EXPECT_THAT(error_of([&] { run({0, 1, 1, 1}, 2); }), HasSubstr("rank 0's host has 1"));
+}
+
 TEST(Hybrid, MeshAndGroupSizeAreTheSame) {
   const FullyShardOptions options = weights_only(Strategy::hybrid_shard);
   FullyShardOptions by_size = options;
