@@ -226,6 +226,9 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         LayoutCase{"selective", {}}, LayoutCase{"full", {.memory = MemoryStrategy::aggressive}},
         LayoutCase{"disk", {.memory = MemoryStrategy::extreme}},
+        LayoutCase{"everything_on_disk",
+                   {.memory = MemoryStrategy::extreme,
+                    .advanced = {.gradient_checkpointing = Recompute::none}}},
         LayoutCase{"dp2", {.dims = {.dp = 2}, .memory = MemoryStrategy::basic}},
         LayoutCase{"dp4_shard_full", {.dims = {.dp = 4}, .sharding = ShardingStrategy::full_shard}},
         LayoutCase{"dp2_shard_grad_op",
@@ -284,11 +287,18 @@ TEST(ParallelizeFields, SizesBatchesAndSchedule) {
 
 TEST(ParallelizeFields, TensorPlanAndSequence) {
   for (const bool sequence : {false, true}) {
-    ParallelConfig config{
-        .dims = {.tp = 2}, .tensor_plan = kPlan, .advanced = {.sequence_parallel = sequence}};
-    if (sequence) config.tensor_plan.push_back({"attention*.norm", layout::TensorStyle::sequence});
-    with(config, [&](auto& model) {
+    const ParallelConfig config{.dims = {.tp = 2},
+                                .tensor_plan = {{"mlp1.up", layout::TensorStyle::column},
+                                                {"mlp1.down", layout::TensorStyle::row}},
+                                .advanced = {.sequence_parallel = sequence}};
+    comm::run_threads(2, [&](const comm::Group& group) {
+      auto model = parallel::parallelize(
+          std::vector<Layer>{layer("mlp1", [] { return MlpBlock(); })}, config, group);
       EXPECT_EQ(model.modules()[0]->named_parameters()["mlp1.up.weight"].size(0), 2 * kWidth);
+      // Of a sequence of 4 each rank sees 2.
+      const int64_t seen = sequence ? 2 : 4;
+      const auto out = model.forward([&](int) { return Tensors{at::ones({1, seen, kWidth})}; });
+      EXPECT_EQ(out[0][0].size(1), seen);
       EXPECT_EQ(model.tensor().options().sequence_parallel, sequence);
     });
   }
@@ -325,6 +335,7 @@ TEST(ParallelizeFields, MemoryStrategyAndItsSwitch) {
         Case{MemoryStrategy::standard, {}, Recompute::selective, 2, false},
         Case{MemoryStrategy::aggressive, {}, Recompute::full, 2, false},
         Case{MemoryStrategy::extreme, {}, Recompute::full, 2, true},
+        Case{MemoryStrategy::extreme, Recompute::none, Recompute::none, 1, true},
         Case{MemoryStrategy::basic, Recompute::full, Recompute::full, 2, false},
         Case{MemoryStrategy::aggressive, Recompute::none, Recompute::none, 1, false}}) {
     with({.memory = c.memory, .advanced = {.gradient_checkpointing = c.explicit_switch}},
@@ -384,7 +395,7 @@ TEST(ParallelizeFields, RecomputationLeavesBuffersAlone) {
 
 // ---- a module, and what is refused ----
 
-TEST(Parallelize, AModuleKeepsItsNamesAndValues) {
+TEST(ParallelizeInput, AModuleKeepsItsNamesAndValues) {
   for (const ShardingStrategy sharding :
        {ShardingStrategy::no_shard, ShardingStrategy::full_shard}) {
     comm::run_threads(2, [&](const comm::Group& group) {
@@ -407,7 +418,7 @@ TEST(Parallelize, AModuleKeepsItsNamesAndValues) {
               HasSubstr("a module is one layer, but pp is 2"));
 }
 
-TEST(Parallelize, RefusesWhatIsSaidTwiceOrDoesNotFit) {
+TEST(ParallelizeInput, RefusesWhatIsSaidTwiceOrDoesNotFit) {
   const auto refusal = [](const ParallelConfig& config, parallel::PipelineOptions options) {
     return error_of([&] { parallel::parallelize(layers(), config, comm::Group(), options); });
   };

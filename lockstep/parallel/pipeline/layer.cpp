@@ -35,6 +35,13 @@ std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn:
     }
     // It may compute with modules of layers before it.
     if (again.modules.empty()) again.modules.assign(known.begin(), known.end());
+    if (recompute == layout::Recompute::none && again.store) {
+      built.push_back([forward = std::move(forward), again = std::move(again)](const Tensors& x) {
+        const detail::StoreScope scope(again.store, again.modules);
+        return forward(x);
+      });
+      continue;
+    }
     if (recompute == layout::Recompute::none || !layer.recompute) {
       built.push_back(std::move(forward));
       continue;

@@ -38,7 +38,7 @@ struct Layer {
 };
 
 // Builds the layers in the stage's module and returns what computes with them, with `recompute`
-// applied to those that allow it.
+// applied to those that allow it. none with a store: what autograd saves is stored.
 std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
                                        layout::Recompute recompute,
                                        const RecomputeOptions& options = {});

@@ -50,7 +50,8 @@ struct PipelineAdvancedOptions {
   std::optional<MaterializeOptions> initializer = std::nullopt;
   // What of each layer is computed again in backward: nothing, all but products, convolutions and
   // attention, or all of it. `random` is what its random layers share, and `store` where its inputs
-  // are kept, in memory if there is none.
+  // are kept, or all that autograd saves where nothing is computed again; in memory if there is
+  // none.
   layout::Recompute recompute = layout::Recompute::none;
   std::shared_ptr<nn::RandomContext> random = {};
   std::shared_ptr<ActivationStore> store = {};

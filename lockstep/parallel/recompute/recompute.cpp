@@ -153,9 +153,32 @@ struct Frame {
 
 namespace {
 
+// Of one scope in which saved tensors go to a store.
+struct SavedTensors {
+  // Smaller tensors take more of the store's books than of memory.
+  static constexpr size_t kLeastBytes = 4096;
+
+  struct Stored {
+    // Holds the storage's place, not its memory: another storage never looks like this one.
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t offset;
+    std::vector<int64_t> sizes, strides;
+    uint32_t version;
+    std::weak_ptr<StoredInputs> inputs;
+  };
+
+  // A tensor that several nodes save is stored once.
+  std::shared_ptr<StoredInputs> put(const at::Tensor& tensor);
+
+  const std::shared_ptr<ActivationStore> store;
+  std::set<const c10::StorageImpl*> stay;  // in memory
+  std::vector<Stored> known = {};
+};
+
 struct Call {
-  std::shared_ptr<Frame> frame;  // none: recomputation is off in a scope
+  std::shared_ptr<Frame> frame = {};
   bool collects = false;
+  std::shared_ptr<SavedTensors> stores = {};  // instead of a frame
 };
 
 // Whose saved tensors these are is a matter of the thread that runs the operators, as for autograd
@@ -214,10 +237,25 @@ class Collecting : public Complete<SavedVariableHooks> {
   Frame& frame_;
 };
 
+class Storing : public Complete<SavedVariableHooks> {
+ public:
+  explicit Storing(std::shared_ptr<SavedTensors> saved) : saved_(std::move(saved)) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    inputs_ = saved_->put(tensor);
+    saved_.reset();
+  }
+  at::Tensor call_unpack_hook() override { return inputs_->tensors()[0]; }
+
+ private:
+  std::shared_ptr<SavedTensors> saved_;
+  std::shared_ptr<StoredInputs> inputs_;
+};
+
 std::unique_ptr<SavedVariableHooks> hooks_for_saved_tensor() {
   const auto& stack = active();
   if (stack.empty()) return nullptr;
   const Call& top = stack.back();
+  if (top.stores) return std::make_unique<Storing>(top.stores);
   if (top.collects) return std::make_unique<Collecting>(*top.frame);
   return std::make_unique<Numbered>(top.frame);
 }
@@ -234,6 +272,35 @@ bool can_recompute() {
     return is;
   }();
   return allowed;
+}
+
+std::shared_ptr<StoredInputs> SavedTensors::put(const at::Tensor& tensor) {
+  const auto in_memory = [&] {
+    return std::make_shared<StoredInputs>(nullptr, std::vector<at::Tensor>{tensor});
+  };
+  if (!tensor.has_storage() || tensor.is_inference() || tensor.nbytes() < kLeastBytes) {
+    return in_memory();
+  }
+  c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+  if (stay.contains(storage)) return in_memory();
+  const uint32_t version = tensor._version();
+  for (const Stored& each : known) {
+    if (each.storage._unsafe_get_target() != storage || each.offset != tensor.storage_offset() ||
+        each.version != version || tensor.sizes() != each.sizes ||
+        tensor.strides() != each.strides) {
+      continue;
+    }
+    if (auto inputs = each.inputs.lock()) return inputs;
+  }
+  auto inputs = std::make_shared<StoredInputs>(store, std::vector<at::Tensor>{tensor});
+  known.push_back({.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+                       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)),
+                   .offset = tensor.storage_offset(),
+                   .sizes = tensor.sizes().vec(),
+                   .strides = tensor.strides().vec(),
+                   .version = version,
+                   .inputs = inputs});
+  return inputs;
 }
 
 }  // namespace
@@ -321,5 +388,29 @@ RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const 
 }
 
 RecomputeScope::~RecomputeScope() = default;
+
+StoreScope::StoreScope(std::shared_ptr<ActivationStore> store,
+                       const std::vector<std::shared_ptr<torch::nn::Module>>& modules)
+    : active_(c10::GradMode::is_enabled() && can_recompute()) {
+  if (!active_) return;
+  install_saved_tensor_engine(&hooks_for_saved_tensor);
+  auto saved = std::make_shared<SavedTensors>(SavedTensors{.store = std::move(store), .stay = {}});
+  const auto keep = [&](const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined() && tensor.has_storage()) {
+        saved->stay.insert(tensor.storage().unsafeGetStorageImpl());
+      }
+    }
+  };
+  for (const auto& module : modules) {
+    keep(module->parameters(/*recurse=*/false));
+    keep(module->buffers(/*recurse=*/false));
+  }
+  active().push_back({.stores = std::move(saved)});
+}
+
+StoreScope::~StoreScope() {
+  if (active_) active().pop_back();
+}
 
 }  // namespace lockstep::parallel::detail

@@ -94,6 +94,20 @@ class RecomputeScope {
   std::unique_ptr<Active> active_;
 };
 
+// While it lives, what autograd would keep on this thread is kept in the store, but for parameters
+// and buffers of the modules and for what is too small to gain.
+class StoreScope {
+ public:
+  StoreScope(std::shared_ptr<ActivationStore> store,
+             const std::vector<std::shared_ptr<torch::nn::Module>>& modules);
+  ~StoreScope();
+  StoreScope(const StoreScope&) = delete;
+  StoreScope& operator=(const StoreScope&) = delete;
+
+ private:
+  bool active_;
+};
+
 }  // namespace detail
 
 // Calls the function with the inputs and returns what it returns. Of what autograd would keep for

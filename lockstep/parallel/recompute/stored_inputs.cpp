@@ -90,7 +90,9 @@ std::vector<at::Tensor> StoredInputs::tensors() const {
   std::vector<at::Tensor> all;
   for (const Input& input : inputs_) {
     if (input.version.enabled() && input.version.current_version() != input.saved_version) {
-      throw Error("[recompute] an input of the function was changed in place before backward");
+      throw Error(
+          "[recompute] a tensor that backward needs was changed in place since the function was "
+          "called");
     }
     all.push_back(get(input));
   }

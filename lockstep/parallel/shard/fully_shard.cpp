@@ -54,6 +54,19 @@ int ranks_of_a_host(const comm::Group& group) {
   return group.local_size();
 }
 
+// With the group size that is meant, also for those who ask. Collective.
+FullyShardOptions completed(FullyShardOptions options, const mesh::Mesh& mesh) {
+  validate(options);
+  if (options.strategy != Strategy::hybrid_shard) return options;
+  int& size = options.advanced.hybrid_group_size;
+  if (mesh.axes().size() == 2) {
+    size = mesh.shape()[1];
+  } else if (size == 0 && mesh.axes().size() == 1) {
+    size = ranks_of_a_host(mesh.group());
+  }
+  return options;
+}
+
 // A mesh of two axes for hybrid_shard; of one for the others.
 mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
   const int size = mesh.size();
@@ -67,8 +80,7 @@ mesh::Mesh arranged(const mesh::Mesh& mesh, const FullyShardOptions& options) {
     return mesh;
   }
   if (mesh.axes().size() == 2) return mesh;
-  const int given = options.advanced.hybrid_group_size;
-  const int inner = given == 0 && mesh.axes().size() < 2 ? ranks_of_a_host(mesh.group()) : given;
+  const int inner = options.advanced.hybrid_group_size;
   if (mesh.axes().size() > 2 || inner < 1 || size % inner != 0) {
     throw ConfigError(format(
         "[fully_shard] hybrid_shard over {} ranks ({}) with hybrid_group_size {}; give a mesh "
@@ -216,13 +228,10 @@ void check_not_sharded(const NamedTensors& parameters) {
 ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions wanted,
                                      const mesh::Mesh& given_mesh, const Recording* recording,
                                      const MaterializeOptions& initializer)
-    : model(given.weak_from_this().lock(), &given), options(std::move(wanted)) {
+    : model(given.weak_from_this().lock(), &given),
+      options(completed(std::move(wanted), given_mesh)) {
   const at::NoGradGuard no_grad;
-  validate(options);
   const mesh::Mesh mesh = arranged(given_mesh, options);
-  if (options.strategy == Strategy::hybrid_shard) {
-    options.advanced.hybrid_group_size = mesh.shape()[1];  // for those who ask
-  }
   const NamedTensors parameters = list(model->named_parameters());
   check_not_sharded(parameters);
   const bool needs_engine = mesh.size() > 1 || options.reproducible ||
