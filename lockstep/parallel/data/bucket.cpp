@@ -34,15 +34,14 @@ at::Tensor allocate(int64_t count, const at::Tensor& like, const comm::Group& gr
 
 }  // namespace
 
-std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> parameters,
-                                              std::span<const size_t> order, size_t first_bytes,
-                                              size_t bytes) {
+BucketPlan plan_buckets(std::span<const Parameter> parameters, std::span<const size_t> order,
+                        size_t first_bytes, size_t bytes) {
   struct Open {
     std::vector<size_t> members;
     size_t bytes = 0;
     size_t limit = 0;
   };
-  std::vector<std::vector<size_t>> plan;
+  BucketPlan plan;
   std::vector<std::pair<std::pair<at::ScalarType, c10::Device>, Open>> open;  // few: a list will do
   for (const size_t index : order) {
     const at::Tensor& tensor = parameters[index].tensor;
@@ -76,8 +75,7 @@ std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> paramet
   return plan;
 }
 
-std::vector<Bucket> make_buckets(std::span<const Parameter> parameters,
-                                 const std::vector<std::vector<size_t>>& plan,
+std::vector<Bucket> make_buckets(std::span<const Parameter> parameters, const BucketPlan& plan,
                                  const comm::Group& group) {
   std::vector<Bucket> buckets;
   int num_dense = 0;

@@ -25,16 +25,16 @@ struct Bucket : GradientBucket {
   std::string tag;              // names it in messages about its collective
 };
 
+using BucketPlan = std::vector<std::vector<size_t>>;  // the members of each
+
 // Which parameters share a bucket. Takes them in `order`; a bucket holds one dtype on one device
 // and at most its limit (the first limit for the first bucket of each kind), or one larger tensor.
 // Buckets come in the order in which they fill.
-std::vector<std::vector<size_t>> plan_buckets(std::span<const Parameter> parameters,
-                                              std::span<const size_t> order, size_t first_bytes,
-                                              size_t bytes);
+BucketPlan plan_buckets(std::span<const Parameter> parameters, std::span<const size_t> order,
+                        size_t first_bytes, size_t bytes);
 
 // Collective: allocates symmetric memory for parameters on the CPU.
-std::vector<Bucket> make_buckets(std::span<const Parameter> parameters,
-                                 const std::vector<std::vector<size_t>>& plan,
+std::vector<Bucket> make_buckets(std::span<const Parameter> parameters, const BucketPlan& plan,
                                  const comm::Group& group);
 
 }  // namespace lockstep::parallel::detail

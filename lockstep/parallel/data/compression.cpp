@@ -19,9 +19,13 @@ class NarrowBuffers {
   explicit NarrowBuffers(DType dtype) : dtype_(dtype) {}
 
   at::Tensor& of(const GradientBucket& bucket, const comm::Group& group) {
-    at::Tensor& buffer = buffers_[bucket.index];
     const int64_t count = bucket.flat.numel();
-    if (buffer.defined() && buffer.numel() == count) return buffer;
+    const auto fits = [&](const at::Tensor& buffer) {
+      return buffer.defined() && buffer.numel() == count && buffer.device() == bucket.flat.device();
+    };
+    if (fits(buffers_[bucket.index])) return buffers_[bucket.index];
+    if (bucket.index == 0) buffers_.clear();  // of buckets that are no more
+    at::Tensor& buffer = buffers_[bucket.index];
     buffer = comm::symmetric_empty(std::span(&count, 1), dtype_, group, bucket.flat.device());
     return buffer;
   }

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <set>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/reducer.h"
@@ -72,12 +73,13 @@ class Ddp {
       : model_(model.weak_from_this().lock(), &model), group_(group), options_(std::move(options)) {
     const NamedTensors parameters = list(model.named_parameters());
     check_options(options_, parameters);
+    buffers_ = list(model.named_buffers());
+    NamedTensors all = parameters;
+    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    for (const auto& [name, tensor] : all) tensors_.push_back(tensor);
     if (group_.size() == 1 && !options_.reproducible) return;
     // Of its own, so that collectives of the user, or of layers in backward, do not mix with ours.
     private_group_ = group_.size() == 1 ? group_ : group_.split(0, group_.rank());
-    NamedTensors all = parameters;
-    buffers_ = list(model.named_buffers());
-    all.insert(all.end(), buffers_.begin(), buffers_.end());
     check_same_model(all, private_group_);
     check_same_strides(parameters, private_group_);
     check_own_devices("ddp", parameters, private_group_);
@@ -137,6 +139,63 @@ class Ddp {
     if (reducer_) reducer_->set_syncing(no_sync_ == 0);
   }
 
+  std::optional<c10::Device> input_device() const {
+    if (tensors_.empty()) return std::nullopt;
+    const c10::Device device = tensors_[0].device();
+    for (const at::Tensor& tensor : tensors_) {
+      if (tensor.device() != device) return std::nullopt;
+    }
+    return device;
+  }
+
+  void set_bucket_size(size_t bytes) {
+    if (reducer_) {
+      announce_layout("set_bucket_size");
+      lay_out_again(bytes, std::nullopt);
+    } else {
+      options_.bucket_bytes = agree_on_bucket_size(bytes, comm::Group());
+    }
+  }
+
+  void zero_grad() {
+    model_->zero_grad();
+    if (reducer_) reducer_->drop_accumulated();
+  }
+
+  void to(c10::Device device) {
+    device = at::empty({0}, at::TensorOptions(device)).device();  // "cuda" is the current GPU
+    if (reducer_) {
+      announce_layout("to");
+      lay_out_again(options_.bucket_bytes, device);
+    } else {
+      move_model(device);
+    }
+  }
+
+  void announce_layout(const char* operation) {
+    reducer_->check_between_rounds(operation);
+    if (options_.uneven_inputs && group_.size() > 1) reducer_->take_part(Activity::layout);
+  }
+
+  // A rank that has no more data follows the others' size, and stays where it is.
+  void lay_out_again(std::optional<size_t> bytes, std::optional<c10::Device> device) {
+    const size_t agreed = agree_on_bucket_size(bytes, private_group_);
+    if (!tensors_.empty())
+      check_own_devices("ddp", device.value_or(tensors_[0].device()), private_group_);
+    options_.bucket_bytes = agreed;
+    if (device) move_model(*device);
+    reducer_->lay_out_again();
+  }
+
+  void move_model(c10::Device device) {
+    const at::NoGradGuard no_grad;
+    model_->to(device);
+    for (const at::Tensor& parameter : model_->parameters()) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (gradient.defined()) gradient = gradient.to(device);
+    }
+  }
+
   void sync_gradients() {
     if (reducer_ && model_->is_training()) reducer_->reduce_now();
   }
@@ -149,6 +208,8 @@ class Ddp {
       if (attendance.active == 0) break;
       if (attendance.activity == Activity::buffers) {
         broadcast_tensors(buffers_, private_group_, attendance.leader);
+      } else if (attendance.activity == Activity::layout) {
+        lay_out_again(std::nullopt, std::nullopt);
       } else {
         reducer_->shadow(attendance);
         if (step) step();
@@ -172,6 +233,7 @@ class Ddp {
   comm::Group group_, private_group_;
   DdpOptions options_;
   NamedTensors buffers_;
+  std::vector<at::Tensor> tensors_;  // all parameters and buffers
   int no_sync_ = 0;
   std::shared_ptr<Reducer> reducer_;  // none on a group of one
 };
@@ -198,6 +260,10 @@ void DdpHandle::reduce_gradients() {
   if (ddp_->reducer_) ddp_->reducer_->reduce_now();
 }
 void DdpHandle::sync_gradients() { ddp_->sync_gradients(); }
+void DdpHandle::set_bucket_size(size_t bytes) { ddp_->set_bucket_size(bytes); }
+void DdpHandle::zero_grad() { ddp_->zero_grad(); }
+void DdpHandle::to(c10::Device device) { ddp_->to(device); }
+std::optional<c10::Device> DdpHandle::input_device() const { return ddp_->input_device(); }
 void DdpHandle::join(const std::function<void()>& step) { ddp_->join(step); }
 const comm::Group& DdpHandle::group() const { return ddp_->group_; }
 const DdpOptions& DdpHandle::options() const { return ddp_->options_; }
@@ -211,6 +277,19 @@ c10::Device detected_device(const comm::Group& group) {
   if (count == 0) return {at::kCPU};
   const size_t index = static_cast<size_t>(group.local_rank()) % count;
   return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
+}
+
+c10::Device device_among(const std::vector<c10::Device>& devices, const comm::Group& group) {
+  // Asked of all ranks, so that all of them refuse a list that is too short for one host.
+  const at::Tensor most = at::full({1}, group.local_size(), at::kLong);
+  comm::all_reduce(most, group, {.op = comm::ReduceOp::max, .tag = "ranks of a host"}).wait();
+  if (most.item<int64_t>() > static_cast<int64_t>(devices.size())) {
+    throw ConfigError(
+        format("[ddp] the number of devices is {}, but a host has {} ranks of the group; list a "
+               "device for each of them",
+               devices.size(), most.item<int64_t>()));
+  }
+  return devices[static_cast<size_t>(group.local_rank())];
 }
 
 }  // namespace lockstep::parallel

@@ -10,10 +10,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <concepts>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -27,13 +29,14 @@
 namespace lockstep::parallel {
 
 struct DdpAdvancedOptions {
-  size_t first_bucket_bytes = size_t{1} << 20;  // small, so that communication begins early
+  // Small, so that communication begins early; at most bucket_bytes.
+  size_t first_bucket_bytes = size_t{1} << 20;
   bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
   bool delay_all_reduce = false;        // begin to reduce when backward is done
 };
 
 struct DdpOptions {
-  size_t bucket_bytes = size_t{25} << 20;
+  size_t bucket_bytes = size_t{25} << 20;  // set_bucket_size() changes it later
   // Some parameters may get no gradient in a step. Where only some ranks have one, all get the
   // average, counting zeros; where no rank has one, an undefined gradient stays undefined.
   bool find_unused_parameters = false;
@@ -64,17 +67,95 @@ namespace detail {
 
 class Ddp;
 
-// The tensors in what a forward returned: a tensor, or tuples and ranges of such.
+// The tensors in what a forward takes or returns: a tensor, or tuples, optionals and ranges of
+// such.
 template <class T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
     found.push_back(value);
   } else if constexpr (requires { std::tuple_size<T>::value; }) {
     std::apply([&](const auto&... item) { (collect_tensors(item, found), ...); }, value);
+  } else if constexpr (requires {
+                         value.has_value();
+                         *value;
+                       }) {
+    if (value.has_value()) collect_tensors(*value, found);
   } else if constexpr (requires { value.begin() != value.end(); }) {
     for (const auto& item : value) collect_tensors(item, found);
   }
 }
+
+// Whether a copy of such a value can have its tensors on another device. Views (spans, ArrayRef)
+// are someone else's tensors.
+template <class T>
+constexpr bool holds_tensors() {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return true;
+  } else if constexpr (requires { std::tuple_size<T>::value; }) {
+    return []<size_t... I>(std::index_sequence<I...>) {
+      return (holds_tensors<std::tuple_element_t<I, T>>() || ...);
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
+  } else if constexpr (requires(T & value) {
+                         value.has_value();
+                         *value;
+                       }) {
+    return holds_tensors<std::remove_reference_t<decltype(*std::declval<T&>())>>();
+  } else if constexpr (std::ranges::range<T> && !std::ranges::view<T> && !std::is_array_v<T>) {
+    using Item = std::remove_reference_t<std::ranges::range_reference_t<T>>;
+    return !std::is_same_v<std::remove_const_t<Item>, T> && holds_tensors<Item>();
+  } else {
+    return false;
+  }
+}
+
+template <class T>
+void move_tensors(T& value, c10::Device device) {
+  if constexpr (!holds_tensors<T>()) {
+    return;
+  } else if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (value.defined()) value = value.to(device);
+  } else if constexpr (requires { std::tuple_size<T>::value; }) {
+    std::apply([&](auto&... item) { (move_tensors(item, device), ...); }, value);
+  } else if constexpr (requires { value.has_value(); }) {
+    if (value.has_value()) move_tensors(*value, device);
+  } else {
+    for (auto& item : value) move_tensors(item, device);
+  }
+}
+
+// An argument of a forward, of the type that a forwarding reference has: itself or, where a tensor
+// in it is on another device than the model, a copy whose tensors are on the model's.
+template <class T>
+class Placed {
+ public:
+  using Value = std::remove_cvref_t<T>;
+
+  Placed(T&& value, std::optional<c10::Device> device) : value_(value) {
+    if constexpr (holds_tensors<Value>()) {
+      std::vector<at::Tensor> tensors;
+      collect_tensors(value, tensors);
+      const auto elsewhere = [&](const at::Tensor& tensor) {
+        return device && tensor.defined() && tensor.device() != *device;
+      };
+      if (std::none_of(tensors.begin(), tensors.end(), elsewhere)) return;
+      copy_.emplace(value);
+      move_tensors(*copy_, *device);
+    }
+  }
+
+  T&& get() {
+    if constexpr (holds_tensors<Value>()) {
+      if (copy_) return static_cast<T&&>(*copy_);
+    }
+    return static_cast<T&&>(value_);
+  }
+
+ private:
+  std::remove_reference_t<T>& value_;
+  std::conditional_t<holds_tensors<Value>(), std::optional<Value>, std::nullopt_t> copy_{
+      std::nullopt};
+};
 
 // A module holder, or a pointer to a module.
 template <class Model>
@@ -114,6 +195,15 @@ class DdpHandle {
   // the averaged gradients in place, so that optimizer state keeps up.
   void join(const std::function<void()>& step = {});
 
+  // Bytes of a bucket from the next backward on; gradients that are being accumulated stay. The
+  // same on all ranks, or all throw ConfigError. Collective; not during a backward.
+  void set_bucket_size(size_t bytes);
+  // Clears the model's gradients, with what reproducible mode has accumulated under no_sync.
+  void zero_grad();
+  // Moves the model with its gradients, and the buckets. An optimizer's state stays where it is.
+  // Collective; not during a backward.
+  void to(c10::Device device);
+
   const comm::Group& group() const;
   int rank() const { return group().rank(); }
   int world_size() const { return group().size(); }
@@ -127,6 +217,8 @@ class DdpHandle {
   // As sync_gradients(), in any mode.
   void reduce_gradients();
   void before_forward();
+  // The device of all parameters and buffers; none, if they are on several or there are none.
+  std::optional<c10::Device> input_device() const;
   void after_forward(const std::vector<at::Tensor>& outputs);
 
  private:
@@ -141,11 +233,14 @@ class DistributedDataParallel : public DdpHandle {
   DistributedDataParallel(Model model, const comm::Group& group, DdpOptions options)
       : DdpHandle(*model, group, std::move(options)), model_(std::move(model)) {}
 
-  // Calls the model's own forward.
+  // Calls the model's own forward, with tensors on the model's device: arguments that are tensors,
+  // or tuples, optionals and containers of tensors, are copied there where they are elsewhere. A
+  // model on several devices gets them as they are.
   template <class... Args>
   auto forward(Args&&... args) {
+    const std::optional<c10::Device> device = input_device();
     before_forward();
-    auto output = model_->forward(std::forward<Args>(args)...);
+    auto output = model_->forward(detail::Placed<Args>(std::forward<Args>(args), device).get()...);
     std::vector<at::Tensor> outputs;
     detail::collect_tensors(output, outputs);
     after_forward(outputs);
@@ -153,6 +248,12 @@ class DistributedDataParallel : public DdpHandle {
   }
 
   Model& module() { return model_; }
+  // Those of the model.
+  void train(bool on = true) { model_->train(on); }
+  void eval() { model_->eval(); }
+  bool is_training() const { return model_->is_training(); }
+  auto parameters() const { return model_->parameters(); }
+  auto named_parameters() const { return model_->named_parameters(); }
 
  private:
   Model model_;
@@ -174,7 +275,12 @@ DistributedDataParallel<Model> ddp(Model model, const comm::Group& group, DdpOpt
 // The CUDA device for this rank, by its place on the host, or the CPU where there is none.
 c10::Device detected_device(const comm::Group& group);
 
-// The same with the model moved to detected_device(group) first.
+// This rank's entry of a list of the devices of a host, the same for all hosts: entry i is for the
+// i-th rank of the group on its host. ConfigError on all ranks where a host has more ranks than the
+// list has devices. Collective.
+c10::Device device_among(const std::vector<c10::Device>& devices, const comm::Group& group);
+
+// The same as ddp() with the model moved to detected_device(group) first.
 template <std::derived_from<torch::nn::Module> Module>
 DistributedDataParallel<std::shared_ptr<Module>> ddp_on_detected_device(Module& model,
                                                                         const comm::Group& group,
@@ -186,6 +292,22 @@ template <detail::LeadsToModule Model>
 DistributedDataParallel<Model> ddp_on_detected_device(Model model, const comm::Group& group,
                                                       DdpOptions options = {}) {
   model->to(detected_device(group));
+  return {std::move(model), group, std::move(options)};
+}
+
+// The same with the model moved to device_among(devices, group) first. Collective.
+template <std::derived_from<torch::nn::Module> Module>
+DistributedDataParallel<std::shared_ptr<Module>> ddp_on_devices(
+    Module& model, const comm::Group& group, const std::vector<c10::Device>& devices,
+    DdpOptions options = {}) {
+  model.to(device_among(devices, group));
+  return ddp(model, group, std::move(options));
+}
+template <detail::LeadsToModule Model>
+DistributedDataParallel<Model> ddp_on_devices(Model model, const comm::Group& group,
+                                              const std::vector<c10::Device>& devices,
+                                              DdpOptions options = {}) {
+  model->to(device_among(devices, group));
   return {std::move(model), group, std::move(options)};
 }
 

@@ -36,9 +36,9 @@ Reducer::Reducer(std::vector<Parameter> parameters, std::vector<Parameter> froze
       options_(options),
       states_(parameters_.size()) {
   // Backward produces gradients roughly in reverse; the first step tells better.
-  std::vector<size_t> order(parameters_.size());
-  std::iota(order.rbegin(), order.rend(), size_t{0});
-  use_buckets(order);
+  order_.resize(parameters_.size());
+  std::iota(order_.rbegin(), order_.rend(), size_t{0});
+  use_buckets(plan());
 }
 
 void Reducer::start() {
@@ -57,11 +57,17 @@ bool Reducer::overlaps() const {
   return !options_.advanced.delay_all_reduce && (learned_ || !options_.static_graph);
 }
 
-void Reducer::use_buckets(const std::vector<size_t>& order) {
+BucketPlan Reducer::plan() const {
+  // A bucket size below the first bucket's holds for the first one, too.
+  const size_t first = std::min(options_.advanced.first_bucket_bytes, options_.bucket_bytes);
+  return plan_buckets(parameters_, order_, first, options_.bucket_bytes);
+}
+
+void Reducer::use_buckets(const BucketPlan& plan) {
   const c10::AutoGradMode no_grad(false);
-  const auto plan =
-      plan_buckets(parameters_, order, options_.advanced.first_bucket_bytes, options_.bucket_bytes);
+  completions_.clear();  // they hold the old ones
   std::vector<Bucket> buckets = make_buckets(parameters_, plan, group_);
+  std::vector<SumTree> sums = sums_for(buckets);
   for (State& state : states_) state.in_bucket = false;
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (size_t place = 0; place < buckets[b].members.size(); ++place) {
@@ -72,13 +78,57 @@ void Reducer::use_buckets(const std::vector<size_t>& order) {
       state.in_bucket = true;
       // Gradients move along, so that the old buckets can go.
       at::Tensor& gradient = parameters_[index].tensor.mutable_grad();
-      if (gradient.defined() && !buckets[b].sparse && options_.advanced.gradient_as_bucket_view) {
+      if (gradient.defined() && !gradient.is_sparse() && !buckets[b].sparse &&
+          options_.advanced.gradient_as_bucket_view) {
         buckets[b].gradients[place].copy_(gradient);
         gradient = buckets[b].gradients[place].detach();
       }
     }
   }
   buckets_ = std::move(buckets);
+  sums_ = std::move(sums);
+}
+
+// Reproducible mode, in the middle of an accumulation: its partial sums, laid out as the buckets
+// are. All buckets' trees have the same places.
+std::vector<SumTree> Reducer::sums_for(const std::vector<Bucket>& buckets) const {
+  std::vector<SumTree> trees(buckets.size());
+  if (sums_.empty() || sums_[0].is_empty()) return trees;
+  const auto part = [](const at::Tensor& sum, const Bucket& bucket, size_t place) {
+    const at::Tensor& view = bucket.gradients[place];
+    return sum.as_strided(view.sizes(), view.strides(),
+                          view.storage_offset() - bucket.flat.storage_offset());
+  };
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    trees[b] = sums_[0].laid_out([&](const SumTree::Place& at) {
+      const at::Tensor sum = at::zeros_like(buckets[b].flat);
+      for (size_t place = 0; place < buckets[b].members.size(); ++place) {
+        const State& old = states_[buckets[b].members[place]];
+        part(sum, buckets[b], place)
+            .copy_(part(sums_[old.bucket].sum(at), buckets_[old.bucket], old.place));
+      }
+      return sum;
+    });
+  }
+  return trees;
+}
+
+void Reducer::check_between_rounds(const char* operation) {
+  const std::lock_guard lock(rounds_.mutex());
+  if (rounds_.is_between_rounds()) return;
+  throw ConfigError(format("[ddp] rank {}: {} during a backward; call it before or after one",
+                           group_.rank(), operation));
+}
+
+void Reducer::lay_out_again() {
+  const std::lock_guard lock(rounds_.mutex());
+  start();
+  use_buckets(plan());
+}
+
+void Reducer::drop_accumulated() {
+  const std::lock_guard lock(rounds_.mutex());
+  for (State& state : states_) state.unreduced = false;
   sums_.assign(buckets_.size(), {});
 }
 
@@ -374,12 +424,12 @@ void Reducer::learn(const at::Tensor& totals) {
     if (!options_.static_graph || totals.data_ptr<int64_t>()[index] > 0)
       order.push_back(static_cast<size_t>(index));
   }
-  const auto plan =
-      plan_buckets(parameters_, order, options_.advanced.first_bucket_bytes, options_.bucket_bytes);
+  order_ = std::move(order);
+  const BucketPlan better = plan();
   const bool same =
-      std::equal(plan.begin(), plan.end(), buckets_.begin(), buckets_.end(),
+      std::equal(better.begin(), better.end(), buckets_.begin(), buckets_.end(),
                  [](auto& members, auto& bucket) { return members == bucket.members; });
-  if (!same) use_buckets(order);
+  if (!same) use_buckets(better);
 }
 
 void Reducer::reduce_now() {

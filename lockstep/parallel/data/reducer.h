@@ -31,8 +31,15 @@ class Reducer final : public BackwardRounds::Listener,
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Begins to listen to the parameters' gradients; once, when a shared_ptr owns this.
+  // Begins to listen to the parameters' gradients, when a shared_ptr owns this.
   void start();
+  // ConfigError where a backward is in progress.
+  void check_between_rounds(const char* operation);
+  // New buckets, of the sizes in the options and on the parameters' devices. Gradients that were
+  // accumulated move along. Collective.
+  void lay_out_again();
+  // Forgets what was accumulated without the other ranks; the caller clears the gradients.
+  void drop_accumulated();
   void set_syncing(bool syncing) { syncing_ = syncing; }
   void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
   // In backward: a round begins, if none is under way; its end is queued on the graph that runs
@@ -75,7 +82,9 @@ class Reducer final : public BackwardRounds::Listener,
   void check_flags(const at::Tensor& totals, const at::Tensor& mine) const;
   void finalize_gradients(const at::Tensor& totals);
   void learn(const at::Tensor& totals);
-  void use_buckets(const std::vector<size_t>& order);
+  BucketPlan plan() const;
+  void use_buckets(const BucketPlan& plan);
+  std::vector<SumTree> sums_for(const std::vector<Bucket>& buckets) const;
   at::Tensor& view(size_t index);
   bool overlaps() const;
 
@@ -84,6 +93,7 @@ class Reducer final : public BackwardRounds::Listener,
   comm::Group group_;
   const DdpOptions& options_;
   std::vector<State> states_;
+  std::vector<size_t> order_;  // in which gradients arrive
   std::vector<Bucket> buckets_;
   std::vector<SumTree> sums_;  // per bucket; reproducible mode
 

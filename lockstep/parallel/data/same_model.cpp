@@ -123,8 +123,11 @@ void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, in
 
 void check_own_devices(const char* operation, const NamedTensors& parameters,
                        const comm::Group& group) {
-  if (group.backend() != "thread" || parameters.empty()) return;
-  const c10::Device device = parameters[0].second.device();
+  if (!parameters.empty()) check_own_devices(operation, parameters[0].second.device(), group);
+}
+
+void check_own_devices(const char* operation, c10::Device device, const comm::Group& group) {
+  if (group.backend() != "thread") return;
   const at::Tensor all = at::empty({group.size()}, at::kLong);
   const int64_t mine = device.is_cuda() ? device.index() : -1 - group.rank();
   comm::all_gather(all, at::full({1}, mine, at::kLong), group).wait();
@@ -134,6 +137,25 @@ void check_own_devices(const char* operation, const NamedTensors& parameters,
       format("[{}] {} ranks that are threads train on {} devices; give each a GPU of its own, or "
              "make them processes",
              operation, group.size(), distinct.size()));
+}
+
+size_t agree_on_bucket_size(std::optional<size_t> bytes, const comm::Group& group) {
+  const at::Tensor mine = at::zeros({1, 2}, at::kLong);  // whether there is one, and the size
+  mine.data_ptr<int64_t>()[0] = bytes ? 1 : 0;
+  mine.data_ptr<int64_t>()[1] = static_cast<int64_t>(bytes.value_or(0));
+  const at::Tensor all = at::empty({group.size(), 2}, at::kLong);
+  comm::all_gather(all, mine, group, {.tag = "bucket size"}).wait();
+  std::vector<std::string> texts;
+  std::set<size_t> sizes;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const int64_t* const theirs = all[rank].data_ptr<int64_t>();
+    texts.push_back(theirs[0] > 0 ? format("{}", static_cast<size_t>(theirs[1])) : "none");
+    if (theirs[0] > 0) sizes.insert(static_cast<size_t>(theirs[1]));
+  }
+  if (sizes.size() == 1 && *sizes.begin() > 0) return *sizes.begin();
+  throw ConfigError(format(
+      "[ddp] set_bucket_size: the size is {}; all ranks must give the same size, at least 1 byte",
+      who_has_what(texts)));
 }
 
 void check_same_threads(const char* operation, const comm::Group& group) {

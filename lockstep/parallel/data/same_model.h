@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,6 +30,10 @@ void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, in
 // process, which cannot wait for itself. Collective; ConfigError on all ranks.
 void check_own_devices(const char* operation, const NamedTensors& parameters,
                        const comm::Group& group);
+void check_own_devices(const char* operation, c10::Device device, const comm::Group& group);
+// The bucket size that the ranks give; none: this rank takes the others'. Collective; ConfigError
+// on all ranks where sizes differ, or are 0.
+size_t agree_on_bucket_size(std::optional<size_t> bytes, const comm::Group& group);
 // Bits depend on the number of threads that compute. Collective; ConfigError on all ranks.
 void check_same_threads(const char* operation, const comm::Group& group);
 

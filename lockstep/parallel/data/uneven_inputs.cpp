@@ -8,6 +8,20 @@
 #include "lockstep/core/format.h"
 
 namespace lockstep::parallel::detail {
+namespace {
+
+const char* place_of(Activity activity) {
+  switch (activity) {
+    case Activity::buffers:
+      return "forward";
+    case Activity::gradients:
+      return "backward";
+    default:
+      return "set_bucket_size or to";
+  }
+}
+
+}  // namespace
 
 Attendance announce(Activity activity, const comm::Group& group) {
   // One place for each rank: what it does.
@@ -23,8 +37,7 @@ Attendance announce(Activity activity, const comm::Group& group) {
     if (attendance.active > 0 && theirs != attendance.activity) {
       throw MismatchError(
           format("[ddp] rank {} is in {}, rank {} in {}; ranks with data must take the same steps",
-                 rank, theirs == Activity::buffers ? "forward" : "backward", attendance.leader,
-                 attendance.activity == Activity::buffers ? "forward" : "backward"));
+                 rank, place_of(theirs), attendance.leader, place_of(attendance.activity)));
     }
     attendance = {.activity = theirs, .active = attendance.active + 1, .leader = rank};
   }

@@ -7,7 +7,7 @@
 namespace lockstep::parallel::detail {
 
 // What a rank is about to do; ranks that have left follow the others.
-enum class Activity { none, buffers, gradients };
+enum class Activity { none, buffers, gradients, layout };
 
 struct Attendance {
   Activity activity = Activity::none;

@@ -43,13 +43,17 @@ class BackwardRounds::AfterHook final : public torch::autograd::FunctionPostHook
   size_t index_;
 };
 
-BackwardRounds::~BackwardRounds() {
+BackwardRounds::~BackwardRounds() { remove_hooks(); }
+
+void BackwardRounds::remove_hooks() {
   for (const Hook& hook : hooks_) hook.accumulator->del_post_hook(hook.after);
+  hooks_.clear();
 }
 
 void BackwardRounds::listen(std::span<const at::Tensor> parameters,
                             std::weak_ptr<Listener> listener, bool before) {
   listener_ = std::move(listener);
+  remove_hooks();
   for (size_t i = 0; i < parameters.size(); ++i) {
     Hook hook{.accumulator = torch::autograd::impl::grad_accumulator(parameters[i])};
     hook.after = hook.accumulator->add_post_hook(std::make_unique<AfterHook>(listener_, i));
@@ -93,6 +97,11 @@ void BackwardRounds::run() {
   if (!listener->open_round(/*in_backward=*/false)) return;
   open_ = true;
   close(*listener);
+}
+
+bool BackwardRounds::is_between_rounds() {
+  if (open_ && end_.expired()) abandon(*listener_.lock());
+  return !open_;
 }
 
 void BackwardRounds::close(Listener& listener) {

@@ -40,14 +40,16 @@ class BackwardRounds {
   BackwardRounds(const BackwardRounds&) = delete;
   BackwardRounds& operator=(const BackwardRounds&) = delete;
 
-  // Once. The listener owns this. Without `before`, before_gradient() is not called.
+  // The listener owns this. Without `before`, before_gradient() is not called. Again where the
+  // parameters were moved to another device, which takes autograd's hooks away.
   void listen(std::span<const at::Tensor> parameters, std::weak_ptr<Listener> listener,
               bool before = false);
   // Who listens to the parameter's gradients.
   static std::vector<std::shared_ptr<Listener>> listeners_of(const at::Tensor& parameter);
 
-  // Gradients of different devices arrive on different threads.
-  std::mutex& mutex() { return mutex_; }
+  // Gradients of different devices arrive on different threads. Recursive: what a round calls (a
+  // user's hook) may ask about the round.
+  std::recursive_mutex& mutex() { return mutex_; }
   // With the mutex held, in backward: opens a round if none is open; its end is queued on the graph
   // that runs now. One whose backward has failed is abandoned first.
   void begin_backward();
@@ -55,6 +57,8 @@ class BackwardRounds {
   void run();
   // With the mutex held.
   bool is_open() const { return open_; }
+  // With the mutex held: no round is open. One whose backward has failed is abandoned first.
+  bool is_between_rounds();
 
  private:
   class BeforeHook;
@@ -63,12 +67,13 @@ class BackwardRounds {
     std::shared_ptr<torch::autograd::Node> accumulator;  // the tensor itself holds it weakly
     uintptr_t after = 0;
   };
+  void remove_hooks();
   void close(Listener& listener);
   void abandon(Listener& listener);
 
   std::weak_ptr<Listener> listener_;
   std::vector<Hook> hooks_;
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;
   bool open_ = false;
   std::weak_ptr<bool> end_;  // gone, if the backward of the round was ended by an exception
 };

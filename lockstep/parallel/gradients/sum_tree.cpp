@@ -42,6 +42,13 @@ void SumTree::finish(const at::Tensor& leaf) {
   next_ = 0;
 }
 
+SumTree SumTree::laid_out(const std::function<at::Tensor(const Place&)>& sum_at) const {
+  SumTree tree;
+  tree.next_ = next_;
+  for (const auto& [place, sum] : sums_) tree.sums_[place] = sum_at(place);
+  return tree;
+}
+
 void SumTree::write_sum(const at::Tensor& out) {
   if (sums_.empty()) {
     out.zero_();

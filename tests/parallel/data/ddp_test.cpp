@@ -10,6 +10,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include "lockstep/core/error.h"
+#include "tests/parallel/data/branches.h"
 #include "tests/parallel/training.h"
 
 namespace lockstep::test {
@@ -20,40 +21,6 @@ constexpr parallel::DdpAdvancedOptions kEarly{.first_bucket_bytes = 1};
 using parallel::DdpOptions;
 using testing::ElementsAre;
 using testing::HasSubstr;
-
-// Three weights, of which a forward uses those it is told to. d(loss)/d(w) is `scale`.
-class BranchesImpl : public torch::nn::Module {
- public:
-  explicit BranchesImpl(int branches = 3, int64_t size = 4) {
-    for (int i = 0; i < branches; ++i)
-      weights.push_back(register_parameter("w" + std::to_string(i), at::zeros({size})));
-  }
-  at::Tensor forward(const std::vector<int>& used, double scale) {
-    at::Tensor sum = at::zeros({});
-    for (const int i : used) sum = sum + weights[static_cast<size_t>(i)].sum() * scale;
-    return sum;
-  }
-  std::vector<at::Tensor> weights;
-};
-TORCH_MODULE(Branches);
-
-double gradient(const Branches& model, size_t i) {
-  const at::Tensor grad = model->weights[i].grad();
-  return grad.defined() ? grad[0].item<double>() : -1;
-}
-
-// What each rank's body threw, "" if nothing.
-std::vector<std::string> errors_of(int ranks, const std::function<void(comm::Group)>& body) {
-  std::vector<std::string> errors(static_cast<size_t>(ranks));
-  comm::run_threads(ranks, [&](comm::Group group) {
-    try {
-      body(group);
-    } catch (const Error& error) {
-      errors[static_cast<size_t>(group.rank())] = error.what();
-    }
-  });
-  return errors;
-}
 
 TEST(Ddp, AveragesAndLeavesViewsOfBuckets) {
   comm::run_threads(2, [](comm::Group group) {
