@@ -3,9 +3,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/cuda.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
@@ -19,13 +22,24 @@
 namespace lockstep::parallel {
 namespace {
 
+c10::Device with_index(c10::Device device) {
+  if (!device.is_cpu() && !device.has_index()) device.set_index(0);
+  return device;
+}
+
 std::vector<c10::Device> checked(std::vector<c10::Device> devices) {
   if (devices.empty())
     throw ConfigError("[DataParallel] the number of devices is 0, must be at least 1");
-  for (c10::Device& device : devices) {
-    if (!device.is_cpu() && !device.has_index()) device.set_index(0);
-  }
+  for (c10::Device& device : devices) device = with_index(device);
   return devices;
+}
+
+// How many updates a step of `replicas` is made of, where they all take it together.
+size_t updates_of_step(const SyncMode& mode, size_t replicas) {
+  if (std::holds_alternative<Synchronous>(mode)) return 1;
+  if (std::holds_alternative<Asynchronous>(mode)) return replicas;
+  const auto late = static_cast<uint64_t>(std::get<BoundedStaleness>(mode).max);
+  return static_cast<size_t>(std::min<uint64_t>(late, replicas - 1)) + 1;
 }
 
 }  // namespace
@@ -49,8 +63,8 @@ class DataParallel {
     std::unique_lock lock(in_use_, std::try_to_lock);
     if (!lock) {
       throw ConfigError(
-          "[DataParallel] replicas do one thing at a time: no forward or run from within a step, "
-          "or from a second thread");
+          "[DataParallel] replicas do one thing at a time: no forward, run or sync_gradients from "
+          "within a step or an update, or from a second thread");
     }
     return lock;
   }
@@ -58,22 +72,123 @@ class DataParallel {
   // Calls `body` for the first `count` replicas, once they have the model's values. In two rounds:
   // the model's own forward may write into the buffers that the others copy.
   void for_each(size_t count, const std::function<void(size_t)>& body) {
-    workers.run(count, [&](size_t i) {
+    workers->run(count, [&](size_t i) {
       if (i == 0) return;
       copy_parameters(model(), replicas[i]);
       copy_buffers(model(), replicas[i]);
     });
-    workers.run(count, body);
+    workers->run(count, body);
+  }
+
+  // Called by autograd when a backward comes to an output of forward(), or of replica `replica` in
+  // forward_parallel().
+  void in_backward_of_batch() { losses_ |= kOfBatch; }
+  void in_backward_of_replica(size_t replica) {
+    losses_ |= kOfReplicas;
+    if (replica == 0) set_model_aside();
+  }
+
+  void reduce_gradients() {
+    take_gradients(model(), pointers(0, replicas.size()), 1);
+    add_gradients(model(), aside_);
+    forget_backward();
+  }
+
+  void sync_gradients(const std::function<void()>& update) {
+    const size_t updates = updates_of_step(pace.mode(), replicas.size());
+    if (updates > 1 && !update) {
+      throw ConfigError(
+          format("[DataParallel::sync_gradients] the mode makes {} updates of a step of {} "
+                 "replicas; give the function that updates the model, or use Synchronous",
+                 updates, replicas.size()));
+    }
+    if (losses_ == (kOfBatch | kOfReplicas)) {
+      throw ConfigError(
+          "[DataParallel::sync_gradients] there are gradients of forward and of forward_parallel, "
+          "which are added and averaged; call it after each, or zero_grad to drop them");
+    }
+    const bool average = losses_ == kOfReplicas;
+    if (average) set_model_aside();
+    for (size_t i = 0; i < updates; ++i) {
+      const auto parts =
+          pointers(i * replicas.size() / updates, (i + 1) * replicas.size() / updates);
+      const auto has = [](const Replica* part) { return has_gradients(*part); };
+      // Of a batch with fewer rows than replicas, some have none.
+      if (i > 0 && std::none_of(parts.begin(), parts.end(), has)) continue;
+      take_gradients(model(), parts, average ? 1.0 / static_cast<double>(parts.size()) : 1.0);
+      add_gradients(model(), std::exchange(aside_, {}));
+      if (update) update();
+    }
+    forget_backward();
+  }
+
+  // What is known of gradients that are not in the model yet.
+  void forget_backward() {
+    losses_ = 0;
+    aside_.clear();
+  }
+
+  void zero_grad() {
+    model().module->zero_grad();
+    for (size_t i = 1; i < replicas.size(); ++i) clear_gradients(replicas[i]);
+    forget_backward();
+  }
+
+  void to(c10::Device device) {
+    device = with_index(device);
+    if (std::any_of(devices.begin(), devices.end(),
+                    [&](c10::Device d) { return d != devices[0]; })) {
+      if (device == devices[0]) return;
+      std::vector<std::string> names;
+      for (const c10::Device d : devices) names.push_back(d.str());
+      throw ConfigError(
+          format("[DataParallel] to({}): the replicas are on {}; make a new wrapper for others",
+                 device.str(), join(names)));
+    }
+    for (Replica& replica : replicas) move_to(replica, device);
+    for (at::Tensor& gradient : aside_) {
+      if (gradient.defined()) gradient = gradient.to(device);
+    }
+    devices.assign(devices.size(), device);
+    workers = std::make_unique<ReplicaWorkers>(devices);
   }
 
   std::vector<c10::Device> devices;
   std::vector<Replica> replicas;  // the first is the model
   ReplicaPace pace;
-  ReplicaWorkers workers{devices};
+  std::unique_ptr<ReplicaWorkers> workers = std::make_unique<ReplicaWorkers>(devices);
 
  private:
+  static constexpr int kOfBatch = 1, kOfReplicas = 2;
+
+  std::vector<Replica*> pointers(size_t begin, size_t end) {
+    std::vector<Replica*> parts;
+    for (size_t i = begin; i < end; ++i) parts.push_back(&replicas[i]);
+    return parts;
+  }
+
+  // The model is a replica: what its gradients held before is no replica's, and not averaged.
+  void set_model_aside() {
+    if (aside_.empty()) aside_ = set_gradients_aside(model());
+  }
+
   std::mutex in_use_;
+  std::atomic<int> losses_ = 0;  // whose gradients the replicas have
+  std::vector<at::Tensor> aside_;
 };
+
+// Calls back when a backward comes to the output. autograd::grad() does not touch parameters'
+// gradients, unless it is asked for them.
+void on_backward(at::Tensor& output, const std::shared_ptr<DataParallel>& parallel,
+                 const std::function<void(DataParallel&)>& call) {
+  if (!output.requires_grad()) return;
+  if (output.is_leaf()) output = output.view_as(output);  // the hook is not to stay on it
+  output.register_hook([weak = std::weak_ptr(parallel), call](const at::Tensor&) {
+    const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+    if (wanted && !wanted->empty()) return;
+    if (const auto still = weak.lock()) call(*still);
+  });
+}
 
 }  // namespace detail
 
@@ -200,7 +315,9 @@ at::Tensor DataParallelHandle::forward(std::vector<at::Tensor> batch,
     output = output.to(devices()[0]);
     if (output.dim() == 0) output = output.unsqueeze(0);
   }
-  return at::cat(outputs);
+  at::Tensor output = at::cat(outputs);
+  detail::on_backward(output, replicas_, [](auto& parallel) { parallel.in_backward_of_batch(); });
+  return output;
 }
 
 std::vector<at::Tensor> DataParallelHandle::forward_parallel(const std::vector<at::Tensor>& inputs,
@@ -217,13 +334,31 @@ std::vector<at::Tensor> DataParallelHandle::forward_parallel(const std::vector<a
     const at::Tensor input = inputs[i].to(devices()[i]);
     outputs[i] = call(*replicas_->replicas[i].module, {&input, 1});
   });
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    detail::on_backward(outputs[i], replicas_,
+                        [i](auto& parallel) { parallel.in_backward_of_replica(i); });
+  }
   return outputs;
 }
 
 void DataParallelHandle::reduce_gradients() {
-  std::vector<Replica*> all;
-  for (Replica& replica : replicas_->replicas) all.push_back(&replica);
-  take_gradients(replicas_->model(), all, 1);
+  const auto claim = replicas_->claim();
+  replicas_->reduce_gradients();
+}
+
+void DataParallelHandle::sync_gradients(const std::function<void()>& update) {
+  const auto claim = replicas_->claim();
+  if (replicas_->model().module->is_training()) replicas_->sync_gradients(update);
+}
+
+void DataParallelHandle::zero_grad() {
+  const auto claim = replicas_->claim();
+  replicas_->zero_grad();
+}
+
+void DataParallelHandle::to(c10::Device device) {
+  const auto claim = replicas_->claim();
+  replicas_->to(device);
 }
 
 RunStats DataParallelHandle::run(int64_t steps, const detail::ReplicaStep& step,
@@ -231,6 +366,7 @@ RunStats DataParallelHandle::run(int64_t steps, const detail::ReplicaStep& step,
   if (steps < 0)
     throw ConfigError(format("[DataParallel::run] steps is {}, must be at least 0", steps));
   const auto claim = replicas_->claim();
+  replicas_->forget_backward();
   ReplicaRun run(*replicas_, step, update);
   replicas_->for_each(devices().size(), [&](size_t i) { run.take_steps(i, steps); });
   return stats();

@@ -4,7 +4,7 @@
 //   auto parallel = parallel::data_parallel(*model);       // on all devices that are found
 //   auto loss = torch::mse_loss(parallel.forward(batch), target);
 //   loss.backward();
-//   parallel.reduce_gradients();                           // the model has those of the batch
+//   parallel.sync_gradients();                             // the model has those of the batch
 //   optimizer.step();                                      // over model->parameters()
 //
 // or, with replicas that run by themselves and a choice of how far they may drift apart:
@@ -32,11 +32,13 @@
 
 namespace lockstep::parallel {
 
-// How run() keeps replicas together.
+// How replicas are kept together, in run() and in sync_gradients().
 struct Synchronous {};   // all take a step, their gradients are averaged, one update follows
 struct Asynchronous {};  // each updates the model with its own gradients and goes on
 struct BoundedStaleness {
-  int64_t max = 0;  // a replica begins a step at most this many steps ahead of the slowest
+  // In run(): a replica begins a step at most this many steps ahead of the slowest. In
+  // sync_gradients(): gradients are used at most this many updates after the values they are of.
+  int64_t max = 0;
 };
 using SyncMode = std::variant<Synchronous, Asynchronous, BoundedStaleness>;
 
@@ -69,6 +71,18 @@ class DataParallelHandle {
   // After backward through outputs of forward() or forward_parallel(): adds the gradients of all
   // replicas to the model's, in the order of the replicas.
   void reduce_gradients();
+  // The same, as the mode says. Synchronous: one update. After forward() it is made of the
+  // gradients of the batch; after forward_parallel(), where each output has a loss of its own, of
+  // the average over the replicas. Asynchronous: an update for each replica, with its gradients
+  // alone. BoundedStaleness: the replicas in max + 1 parts, an update for each part. `update`
+  // (optimizer.step) is called for each; it may be left out, and called by hand, where there is
+  // one. What the model's gradients held before is a part of the first update. Does nothing in eval
+  // mode.
+  void sync_gradients(const std::function<void()>& update = {});
+  // Clears the gradients of the model, and those of replicas that are not yet in it.
+  void zero_grad();
+  // Moves all replicas. ConfigError where they are on several devices: make a new wrapper.
+  void to(c10::Device device);
 
   const std::vector<c10::Device>& devices() const;
   SyncMode mode() const;
@@ -131,6 +145,12 @@ class DataParallel : public DataParallelHandle {
   }
 
   Model& module() { return model_; }
+  // Those of the model; replicas follow.
+  void train(bool on = true) { model_->train(on); }
+  void eval() { model_->eval(); }
+  bool is_training() const { return model_->is_training(); }
+  auto parameters() const { return model_->parameters(); }
+  auto named_parameters() const { return model_->named_parameters(); }
 
  private:
   template <size_t kCount>

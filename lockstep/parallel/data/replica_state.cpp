@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <unordered_set>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -79,6 +80,42 @@ void copy_buffers(const Replica& from, Replica& to) {
 
 void clear_gradients(Replica& replica) {
   for (at::Tensor& parameter : replica.parameters) parameter.mutable_grad() = at::Tensor();
+}
+
+void move_to(Replica& replica, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  replica.module->to(device);
+  for (at::Tensor& parameter : replica.parameters) {
+    if (at::Tensor& gradient = parameter.mutable_grad(); gradient.defined())
+      gradient = gradient.to(device);
+  }
+}
+
+bool has_gradients(const Replica& replica) {
+  return std::any_of(replica.parameters.begin(), replica.parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+}
+
+std::vector<at::Tensor> set_gradients_aside(Replica& replica) {
+  std::vector<at::Tensor> gradients;
+  for (at::Tensor& parameter : replica.parameters)
+    gradients.push_back(std::exchange(parameter.mutable_grad(), at::Tensor()));
+  return gradients;
+}
+
+void add_gradients(Replica& replica, std::span<const at::Tensor> gradients) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    at::Tensor& sum = replica.parameters[i].mutable_grad();
+    if (!sum.defined()) {
+      sum = gradients[i];
+    } else if (sum.is_sparse() && !gradients[i].is_sparse()) {
+      sum = gradients[i].add_(sum);
+    } else {
+      sum.add_(gradients[i]);
+    }
+  }
 }
 
 void take_gradients(Replica& model, std::span<Replica* const> parts, double scale) {

@@ -30,6 +30,12 @@ void copy_parameters(const Replica& from, Replica& to);
 void copy_buffers(const Replica& from, Replica& to);
 
 void clear_gradients(Replica& replica);
+// Moves parameters, buffers and gradients.
+void move_to(Replica& replica, c10::Device device);
+bool has_gradients(const Replica& replica);
+// Takes the gradients away from the replica, and adds such to those it has.
+std::vector<at::Tensor> set_gradients_aside(Replica& replica);
+void add_gradients(Replica& replica, std::span<const at::Tensor> gradients);
 // The gradients of `model` become the sum of those of `parts` (of which it may be one), in order,
 // times `scale`. The other parts lose theirs.
 void take_gradients(Replica& model, std::span<Replica* const> parts, double scale);

@@ -21,7 +21,10 @@ class TorchState {
   explicit TorchState(const std::vector<c10::Device>& devices) {
     for (const c10::Device device : devices) {
       if (device.is_cpu()) continue;
-      streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+      const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+      // Replicas may share a device; its stream is put back once.
+      if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end())
+        streams_.push_back(stream);
     }
   }
 

@@ -18,6 +18,7 @@ namespace lockstep::parallel {
 namespace {
 
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 template <class Task>
@@ -41,7 +42,7 @@ void follow_one_process(size_t replicas, int64_t rows, const Options& options) {
     optimizer.zero_grad();
     expected.backward();
     loss.backward();
-    parallel.reduce_gradients();
+    parallel.sync_gradients();
     ASSERT_LT(largest_difference(alone, model, [](const at::Tensor& p) { return p.grad(); }), 1e-5)
         << "step " << step;
     alone_optimizer.step();
@@ -217,6 +218,178 @@ TEST(DataParallel, KeepsTheBuffersOfReplicaZero) {
     for (uint64_t step = 0; step < 3; ++step) alone->forward(Mlp::input(4, step));
     check();
   }
+}
+
+// w^2 / 2 times each row: its gradient tells which w a replica had, and which rows.
+class ParabolaImpl : public torch::nn::Cloneable<ParabolaImpl> {
+ public:
+  ParabolaImpl() { reset(); }
+  void reset() override { w = register_parameter("w", at::ones({}, at::kDouble)); }
+  at::Tensor forward(const at::Tensor& x) { return w * w / 2 * x; }
+  at::Tensor w;
+};
+TORCH_MODULE(Parabola);
+
+at::Tensor one_row(double value) { return at::full({1}, value, at::kDouble); }
+
+struct ParabolaSteps {
+  explicit ParabolaSteps(SyncMode mode, size_t replicas = 3)
+      : parallel(data_parallel(model, {.devices = cpus(replicas), .mode = mode})) {}
+
+  // One loss for the whole batch.
+  void backward_of_batch(const std::vector<double>& rows) {
+    parallel.forward(at::tensor(rows, at::kDouble)).sum().backward();
+  }
+  // A loss for each replica.
+  void backward_of_replicas(const std::vector<double>& rows) {
+    std::vector<at::Tensor> inputs;
+    for (const double row : rows) inputs.push_back(one_row(row));
+    for (const at::Tensor& output : parallel.forward_parallel(inputs)) output.sum().backward();
+  }
+  // The gradients that each update is made with, for a descent that halves w at a gradient of w.
+  std::vector<double> sync() {
+    std::vector<double> seen;
+    parallel.sync_gradients([&] {
+      seen.push_back(gradient());
+      const at::NoGradGuard no_grad;
+      model->w.sub_(model->w.grad(), 0.5);
+    });
+    return seen;
+  }
+  double gradient() const { return model->w.grad().item<double>(); }
+
+  Parabola model;
+  DataParallel<Parabola> parallel;
+};
+
+TEST(DataParallelSync, AveragesOverReplicas) {
+  ParabolaSteps steps(Synchronous{});
+  steps.backward_of_replicas({3, 6, 9});
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 6);
+  steps.parallel.sync_gradients();  // replicas have nothing left
+  EXPECT_DOUBLE_EQ(steps.gradient(), 6);
+  // What was averaged before is not averaged again; two backward passes before one call add up.
+  steps.backward_of_replicas({3, 6, 9});
+  steps.backward_of_replicas({30, 60, 90});
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 72);
+  // Nor where replica 0 has no part in the loss.
+  const auto outputs = steps.parallel.forward_parallel({one_row(1), one_row(2), one_row(3)});
+  (outputs[1] + outputs[2]).sum().backward();
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 72 + 5.0 / 3);
+  // Gradients may be cleared between forward and backward.
+  const auto again = steps.parallel.forward_parallel({one_row(1), one_row(2), one_row(3)});
+  steps.model->zero_grad();
+  for (const at::Tensor& output : again) output.sum().backward();
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 2);
+  // The loss of a batch has its average in it, or has none.
+  steps.parallel.zero_grad();
+  steps.backward_of_batch({3, 6, 9, 12});
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 30);
+}
+
+TEST(DataParallelSync, DoesNothingInEvalMode) {
+  ParabolaSteps steps(Synchronous{});
+  steps.backward_of_replicas({3, 6, 9});
+  steps.parallel.eval();
+  steps.parallel.sync_gradients([] { ADD_FAILURE() << "an update in eval mode"; });
+  EXPECT_DOUBLE_EQ(steps.gradient(), 3);  // of replica 0
+  steps.parallel.train();
+  steps.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 6);
+}
+
+TEST(DataParallelSync, ModesDecideWhatAnUpdateIsMadeOf) {
+  const auto of_replicas = [](SyncMode mode) {
+    ParabolaSteps steps(mode);
+    steps.backward_of_replicas({0.5, 1, 1.5});
+    return steps.sync();
+  };
+  EXPECT_THAT(of_replicas(Synchronous{}), ElementsAre(1));
+  EXPECT_THAT(of_replicas(Asynchronous{}), ElementsAre(0.5, 1, 1.5));
+  EXPECT_THAT(of_replicas(BoundedStaleness{0}), ElementsAre(1));
+  EXPECT_THAT(of_replicas(BoundedStaleness{1}), ElementsAre(0.5, 1.25));
+  EXPECT_THAT(of_replicas(BoundedStaleness{2}), ElementsAre(0.5, 1, 1.5));
+  EXPECT_THAT(of_replicas(BoundedStaleness{1000}), ElementsAre(0.5, 1, 1.5));
+
+  ParabolaSteps steps(Synchronous{});
+  const auto of_batch = [&](SyncMode mode, const std::vector<double>& rows) {
+    steps.model->w.data().fill_(1);
+    steps.parallel.zero_grad();
+    steps.parallel.set_mode(mode);  // at run time
+    steps.backward_of_batch(rows);
+    return steps.sync();
+  };
+  EXPECT_THAT(of_batch(Synchronous{}, {0.5, 1, 1.5}), ElementsAre(3));
+  EXPECT_THAT(of_batch(Asynchronous{}, {0.5, 1, 1.5}), ElementsAre(0.5, 1, 1.5));
+  EXPECT_THAT(of_batch(BoundedStaleness{1}, {0.5, 1, 1.5}), ElementsAre(0.5, 2.5));
+  EXPECT_THAT(of_batch(Asynchronous{}, {0.5, 1}), ElementsAre(0.5, 1));  // replica 2 is idle
+  // All updates are in the values of the next step: w is 1 - (0.5 + 1) / 2.
+  steps.parallel.zero_grad();
+  steps.backward_of_replicas({1, 2, 4});
+  EXPECT_THAT(steps.sync(), ElementsAre(0.25, 0.5, 1));
+}
+
+TEST(DataParallelSync, AFailedUpdateLeavesTheOthersForTheNext) {
+  ParabolaSteps steps(Asynchronous{});
+  steps.backward_of_replicas({1, 2, 4});
+  int updates = 0;
+  EXPECT_EQ(message_of<std::runtime_error>([&] {
+              steps.parallel.sync_gradients([&] {
+                if (++updates == 2) throw std::runtime_error("no optimizer");
+              });
+            }),
+            "no optimizer");
+  EXPECT_THAT(steps.sync(), testing::Contains(4));
+  EXPECT_THAT(steps.parallel.forward(one_row(1)).size(0), 1);
+}
+
+TEST(DataParallelSync, SaysWhatItCannotDo) {
+  ParabolaSteps steps(Asynchronous{});
+  steps.backward_of_replicas({1, 2, 4});
+  EXPECT_THAT(message_of([&] { steps.parallel.sync_gradients(); }),
+              HasSubstr("the mode makes 3 updates of a step of 3 replicas"));
+  steps.backward_of_batch({1, 2, 4});
+  EXPECT_THAT(message_of([&] { steps.sync(); }), HasSubstr("forward and of forward_parallel"));
+  steps.parallel.zero_grad();
+  steps.backward_of_batch({1, 2, 4});
+  EXPECT_THAT(steps.sync(), ElementsAre(1, 2, 4));
+  EXPECT_THAT(message_of([&] {
+                steps.parallel.sync_gradients([&] { steps.parallel.forward(one_row(1)); });
+              }),
+              HasSubstr("one thing at a time"));
+  // One replica has one update, in all modes.
+  ParabolaSteps alone(Asynchronous{}, 1);
+  alone.backward_of_replicas({5});
+  alone.parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(alone.gradient(), 5);
+}
+
+TEST(DataParallel, ForwardsToTheModel) {
+  ParabolaSteps steps(Synchronous{});
+  auto& parallel = steps.parallel;
+  parallel.eval();
+  EXPECT_FALSE(steps.model->is_training());
+  EXPECT_FALSE(parallel.is_training());
+  parallel.train();
+  EXPECT_TRUE(steps.model->is_training());
+  EXPECT_TRUE(parallel.parameters()[0].is_same(steps.model->w));
+  EXPECT_TRUE(parallel.named_parameters()["w"].is_same(steps.model->w));
+
+  // A step that is thrown away leaves nothing, in replicas neither.
+  steps.backward_of_replicas({100, 100, 100});
+  parallel.zero_grad();
+  EXPECT_FALSE(steps.model->w.grad().defined() && steps.gradient() != 0);
+  steps.backward_of_replicas({3, 6, 9});
+  parallel.to(at::kCPU);
+  parallel.sync_gradients();
+  EXPECT_DOUBLE_EQ(steps.gradient(), 6);
+  EXPECT_EQ(parallel.devices(), cpus(3));
+  EXPECT_EQ(parallel.forward(at::ones({5}, at::kDouble)).size(0), 5);
 }
 
 TEST(DataParallel, DetectsDevices) {
