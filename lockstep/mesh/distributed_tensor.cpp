@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -112,6 +113,42 @@ DistributedTensor DistributedTensor::reduce_scatter(const at::Tensor& contributi
                         .tag = options.tag})
       .wait();
   return {unpack(output, dim), shape, dim, std::move(group)};
+}
+
+layout::Shape DistributedTensor::local_shape(layout::Shape global_shape, int64_t dim,
+                                             const comm::Group& group) {
+  dim = wrap_dim("local_shape", dim, global_shape, group);
+  const auto part = partition_of(global_shape, dim, group);
+  return with_size(std::move(global_shape), dim, part.end - part.start);
+}
+
+layout::Shape DistributedTensor::local_shape() const { return local_.sizes().vec(); }
+
+bool DistributedTensor::requires_communication(TensorOp op, std::optional<int64_t> dim) const {
+  const char* const operation = "requires_communication";
+  if (dim) dim = wrap_dim(operation, *dim, global_shape_, group_);
+  const auto refuse_dim = [&](const char* rule) {
+    throw ConfigError(format("[{}] rank {}: {}", operation, group_.rank(), rule));
+  };
+  if (op == TensorOp::redistribute && !dim) refuse_dim("redistribute needs the dim to cut along");
+  if (op != TensorOp::redistribute && op != TensorOp::reduce && dim)
+    refuse_dim("a dim is given for an operation that has none; reduce and redistribute do");
+  if (group_.size() == 1) return false;
+  const auto dims = static_cast<int64_t>(global_shape_.size());
+  switch (op) {
+    case TensorOp::elementwise:
+      return false;
+    case TensorOp::reduce:
+      return !dim || *dim == partition_.dim;
+    case TensorOp::matmul_left:  // sums over the last dimension
+      return partition_.dim == dims - 1;
+    case TensorOp::matmul_right:  // sums over the last but one, or that of a vector
+      return partition_.dim == std::max<int64_t>(dims - 2, 0);
+    case TensorOp::all_gather:
+      return true;
+    default:
+      return *dim != partition_.dim;
+  }
 }
 
 layout::Placement DistributedTensor::placement(std::string name, const std::string& axis) const {

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "lockstep/comm/collectives.h"
@@ -21,6 +22,16 @@ struct Partition {
   int partitions = 1, rank = 0;
 
   bool operator==(const Partition&) const = default;
+};
+
+// What can be done with a tensor that is cut.
+enum class TensorOp {
+  elementwise,   // with numbers, or with tensors that are cut in the same way
+  reduce,        // what combines elements along a dimension, or all: sums, softmax, norms, sorting
+  matmul_left,   // this tensor times a matrix that every rank has
+  matmul_right,  // a matrix that every rank has times this tensor
+  all_gather,
+  redistribute,  // to be cut along another dimension
 };
 
 // A handle, as tensors are: copies share the shard. The parts are ceiling chunks (10 over 4 ranks
@@ -42,11 +53,20 @@ class DistributedTensor {
                                           comm::Group group,
                                           const comm::ReduceOptions& options = {});
 
+  // The shape of this rank's part of a tensor that is cut so.
+  static layout::Shape local_shape(layout::Shape global_shape, int64_t dim,
+                                   const comm::Group& group);
+
   const at::Tensor& local() const { return local_; }
+  layout::Shape local_shape() const;
   const layout::Shape& global_shape() const { return global_shape_; }
   const Partition& partition() const { return partition_; }
   const comm::Group& group() const { return group_; }
   at::Device device() const { return local_.device(); }
+  // Whether the result cannot be had from each rank's own shard. False: computed on the shards, it
+  // is the shards of the result, cut along the same dimension. `dim` is that of reduce (none: all)
+  // and of redistribute. On a group of one nothing needs communication.
+  bool requires_communication(TensorOp op, std::optional<int64_t> dim = std::nullopt) const;
   // Where the shard belongs, if the group is that of mesh axis `axis`.
   layout::Placement placement(std::string name, const std::string& axis) const;
 

@@ -21,11 +21,12 @@ constexpr std::array<std::string_view, 3> kStrategies = {"pipeline", "tensor", "
 
 constexpr Requirement require_context("model_parallel");
 
-// Asked of all ranks, so that all of them refuse the same configurations.
-int most_on_a_host(const comm::Group& group) {
-  const at::Tensor most = at::full({1}, group.local_size(), at::kLong);
-  comm::all_reduce(most, group, {.op = comm::ReduceOp::max, .tag = "ranks of a host"}).wait();
-  return static_cast<int>(most.item<int64_t>());
+std::vector<int> gather_local_ranks(const comm::Group& group) {
+  const at::Tensor all = at::empty({group.size()}, at::kInt);
+  comm::all_gather(all, at::full({1}, group.local_rank(), at::kInt), group,
+                   {.tag = "ranks of a host"})
+      .wait();
+  return {all.data_ptr<int>(), all.data_ptr<int>() + group.size()};
 }
 
 }  // namespace
@@ -90,8 +91,11 @@ void ModelParallelConfig::validate(int group_size, std::optional<int> ranks_per_
 }
 
 ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Group group)
-    : config_(std::move(config)), group_(std::move(group)) {
-  config_.validate(group_.size(), most_on_a_host(group_));
+    : config_(std::move(config)),
+      group_(std::move(group)),
+      local_ranks_(gather_local_ranks(group_)) {
+  // Of the host that has most, so that all ranks refuse the same configurations.
+  config_.validate(group_.size(), *std::max_element(local_ranks_.begin(), local_ranks_.end()) + 1);
   // A group of one communicates with nobody, so any backend will do.
   const auto wanted = config_.backend.value_or("auto");
   require_context(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
@@ -105,13 +109,28 @@ ModelParallelContext ModelParallelContext::init(ModelParallelConfig config) {
   return {std::move(config), std::move(group)};
 }
 
-at::Device ModelParallelContext::device() const {
-  if (group_.backend() != "nccl") return at::Device(at::kCPU);
-  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device_id()));
+int ModelParallelContext::device_id(int rank) const {
+  require_context(rank >= 0 && rank < size(),
+                  format("rank {}, must be at least 0 and below {}", rank, size()));
+  return config_.device_ids[static_cast<size_t>(local_ranks_[static_cast<size_t>(rank)])];
 }
 
-int ModelParallelContext::device_id() const {
-  return config_.device_ids[static_cast<size_t>(group_.local_rank())];
+at::Device ModelParallelContext::device() const { return *device_at(rank()); }
+
+std::optional<at::Device> ModelParallelContext::device_at(int rank) const {
+  if (rank < 0 || rank >= size()) return std::nullopt;
+  if (group_.backend() != "nccl") return at::Device(at::kCPU);
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device_id(rank)));
+}
+
+std::optional<at::Device> ModelParallelContext::device_at(std::span<const int> coordinate) const {
+  const auto rank = mesh_.rank_at(coordinate);
+  return rank ? device_at(*rank) : std::nullopt;
+}
+
+std::optional<at::Device> ModelParallelContext::device_at(
+    std::initializer_list<int> coordinate) const {
+  return device_at(std::span<const int>(coordinate.begin(), coordinate.size()));
 }
 
 comm::Group ModelParallelContext::group(std::string_view axis) const {
@@ -120,6 +139,16 @@ comm::Group ModelParallelContext::group(std::string_view axis) const {
 
 int64_t ModelParallelContext::split_dim(const CutOptions& cut) const {
   return cut.dim ? *cut.dim : config_.tensor_split_dim.value_or(0);
+}
+
+layout::Shape ModelParallelContext::local_shape(layout::Shape global_shape,
+                                                const CutOptions& cut) const {
+  return DistributedTensor::local_shape(std::move(global_shape), split_dim(cut), group(cut.axis));
+}
+
+bool ModelParallelContext::requires_communication(const DistributedTensor& tensor, TensorOp op,
+                                                  std::optional<int64_t> dim) const {
+  return tensor.requires_communication(op, dim);
 }
 
 DistributedTensor ModelParallelContext::partition(const at::Tensor& whole,

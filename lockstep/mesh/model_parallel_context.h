@@ -5,7 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,9 +36,10 @@ struct ModelParallelConfig {
   std::optional<int> pipeline_depth = std::nullopt;
   std::optional<int64_t> tensor_split_dim =
       std::nullopt;  // where partition names no dim; not set: 0
+  // parallel::run_layers computes the activations of layers again instead of keeping them.
   bool gradient_checkpointing = false;
-  // A built-in backend, or one registered under its own name. Not set: auto, which is nccl where
-  // every rank has a GPU.
+  // A built-in backend, or one that comm::register_backend has under its name. Not set: auto, which
+  // is nccl where every rank has a GPU.
   std::optional<std::string> backend = std::nullopt;
 
   std::string backend_name() const;
@@ -69,12 +72,23 @@ class ModelParallelContext {
   const Mesh& mesh() const { return mesh_; }
   int rank() const { return group_.rank(); }
   int size() const { return group_.size(); }
-  // This rank's entry of config().device_ids.
-  int device_id() const;
+  // This rank's entry of config().device_ids, by its place on its host; or another rank's.
+  int device_id() const { return device_id(rank()); }
+  int device_id(int rank) const;
   // This rank's device: that GPU where the group communicates between GPUs, else the CPU.
   at::Device device() const;
+  // The same of another rank, on that rank's host; none for a rank or a coordinate outside the
+  // mesh.
+  std::optional<at::Device> device_at(int rank) const;
+  std::optional<at::Device> device_at(std::span<const int> coordinate) const;
+  std::optional<at::Device> device_at(std::initializer_list<int> coordinate) const;
   // The group of an axis; of all ranks for the empty name.
   comm::Group group(std::string_view axis = {}) const;
+
+  // The shape of this rank's part of a tensor, before there is one.
+  layout::Shape local_shape(layout::Shape global_shape, const CutOptions& cut = {}) const;
+  bool requires_communication(const DistributedTensor& tensor, TensorOp op,
+                              std::optional<int64_t> dim = std::nullopt) const;
 
   DistributedTensor partition(const at::Tensor& whole, const CutOptions& cut = {}) const;
   DistributedTensor reduce_scatter(const at::Tensor& contribution, const CutOptions& cut = {},
@@ -99,6 +113,7 @@ class ModelParallelContext {
 
   ModelParallelConfig config_;
   comm::Group group_;
+  std::vector<int> local_ranks_;  // of each rank: its place among those on its host
   Mesh mesh_;
 };
 

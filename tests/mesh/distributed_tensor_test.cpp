@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "lockstep/mesh/mesh.h"
 #include "tests/mesh/rank_checks.h"
@@ -107,6 +108,57 @@ TEST(DistributedTensor, RedistributeBetweenAllDims) {
       require_same(moved.redistribute(dim).local(), tensor.local());
     }
   });
+}
+
+// What is computed on the shards is the shards of the result, where no communication is needed.
+TEST(DistributedTensor, SaysWhatNeedsCommunication) {
+  for (const int world : kWorlds) {
+    run_threads(world, [](Group group) {
+      for (const auto& shape : {Shape{12}, Shape{8, 9}, Shape{9, 8, 10}}) {
+        const auto whole = numbered(shape);
+        const auto dims = static_cast<int64_t>(shape.size());
+        const auto left = numbered({3, shape[dims > 1 ? dims - 2 : 0]});  // times the tensor
+        const auto right = numbered({shape.back(), 2});
+        for (int64_t cut = 0; cut < dims; ++cut) {
+          const auto tensor = DistributedTensor::partition(whole, cut, group);
+          require_equal(tensor.local_shape(), tensor.local().sizes().vec());
+          require_equal(DistributedTensor::local_shape(shape, cut - dims, group),
+                        tensor.local_shape());
+          const auto check = [&](TensorOp op, std::optional<int64_t> dim, auto compute) {
+            if (tensor.requires_communication(op, dim)) return;
+            const at::Tensor result = compute(whole);
+            require_same(compute(tensor.local()),
+                         group.size() == 1 ? result : expected_shard(result, cut, group));
+          };
+          check(TensorOp::elementwise, {}, [](const at::Tensor& t) { return t * 2 + 1; });
+          check(TensorOp::reduce, {}, [](const at::Tensor& t) { return t.sum(); });
+          for (int64_t dim = 0; dim < dims; ++dim) {
+            check(TensorOp::reduce, dim, [&](const at::Tensor& t) { return t.cumsum(dim); });
+            check(TensorOp::redistribute, dim, std::identity());
+            require_equal(tensor.requires_communication(TensorOp::redistribute, dim),
+                          group.size() > 1 && dim != cut);
+            require_equal(tensor.requires_communication(TensorOp::reduce, dim - dims),
+                          group.size() > 1 && dim == cut);
+          }
+          check(TensorOp::matmul_left, {}, [&](const at::Tensor& t) { return t.matmul(right); });
+          check(TensorOp::matmul_right, {}, [&](const at::Tensor& t) { return left.matmul(t); });
+          check(TensorOp::all_gather, {}, std::identity());
+          // Not more than what must communicate does.
+          require_equal(tensor.requires_communication(TensorOp::matmul_left),
+                        group.size() > 1 && cut == dims - 1);
+          require_equal(tensor.requires_communication(TensorOp::matmul_right),
+                        group.size() > 1 && cut == std::max<int64_t>(dims - 2, 0));
+          require_equal(tensor.requires_communication(TensorOp::reduce), group.size() > 1);
+          require_equal(tensor.requires_communication(TensorOp::all_gather), group.size() > 1);
+        }
+      }
+    });
+  }
+  const auto tensor = DistributedTensor::partition(numbered({4, 2}), 0, Group());
+  require_refused([&] { tensor.requires_communication(TensorOp::redistribute); }, "needs the dim");
+  require_refused([&] { tensor.requires_communication(TensorOp::elementwise, 0); },
+                  "a dim is given for an operation that has none");
+  require_refused([&] { tensor.requires_communication(TensorOp::reduce, 2); }, "split dim 2");
 }
 
 TEST(DistributedTensor, NonContiguousInputs) {

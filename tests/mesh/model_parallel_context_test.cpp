@@ -5,8 +5,14 @@
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
 
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
 #include <numeric>
+#include <string>
 
+#include "lockstep/comm/custom_backend.h"
 #include "tests/mesh/rank_checks.h"
 
 namespace lockstep::mesh {
@@ -155,6 +161,9 @@ TEST(ModelParallelContext, DevicesAreThoseOfTheRanksHost) {
         const ModelParallelContext context(config, group);
         const std::vector<int> expected{3, 5, 3, 5, 7};
         require_equal(context.device_id(), expected[static_cast<size_t>(context.rank())]);
+        for (int rank = 0; rank < 5; ++rank)  // each rank knows those of the others
+          require_equal(context.device_id(rank), expected[static_cast<size_t>(rank)]);
+        require_refused([&] { context.device_id(5); }, "rank 5, must be at least 0 and below 5");
         // Too few for one of the hosts: refused by all ranks, so that none waits for another.
         config.device_ids = {3, 5};
         require_refused([&] { ModelParallelContext(config, group); },
@@ -183,6 +192,91 @@ TEST(ModelParallelContext, BackendMustBeTheGroups) {
     config.backend = "auto";
     require_equal(ModelParallelContext(config, group).size(), 2);
   });
+}
+
+TEST(ModelParallelContext, DevicesByRankAndByCoordinate) {
+  run_threads(8, [](Group group) {
+    const ModelParallelContext context(config_for(8, Strategy::hybrid), group);
+    const at::Device cpu(at::kCPU);  // thread ranks communicate in host memory
+    require_equal(context.device_at(7).value(), cpu);
+    require_equal(context.device_at({1, 0, 1}).value(), cpu);
+    require_equal(context.device_at(std::array{0, 0, 0}).value(), context.device());
+    require_equal(context.device_at(8).has_value(), false);
+    require_equal(context.device_at(-1).has_value(), false);
+    require_equal(context.device_at({1, 0, 2}).has_value(), false);
+    require_refused([&] { static_cast<void>(context.device_at({1, 0})); }, "has 2 entries");
+  });
+}
+
+TEST(ModelParallelContext, LocalShapesAndCommunication) {
+  run_threads(4, [](Group group) {
+    auto config = config_for(4, Strategy::tensor);
+    config.tensor_split_dim = 1;
+    const ModelParallelContext context(config, group);
+    const auto whole = at::arange(60, at::kFloat).reshape({6, 10});
+    for (const CutOptions& cut :
+         {CutOptions{}, CutOptions{.dim = 0}, CutOptions{.dim = -1, .axis = "row"}}) {
+      const auto tensor = context.partition(whole, cut);
+      require_equal(context.local_shape({6, 10}, cut), tensor.local().sizes().vec());
+      require_equal(tensor.local_shape(), tensor.local().sizes().vec());
+    }
+    const auto columns = context.partition(whole);
+    require_equal(columns.local_shape(), (layout::Shape{6, group.rank() < 3 ? 3 : 1}));
+    require_equal(context.requires_communication(columns, TensorOp::reduce, 1), true);
+    require_equal(context.requires_communication(columns, TensorOp::reduce, 0), false);
+  });
+}
+
+// Bytes between ranks as values of the store through which they found each other.
+class StoreTransport : public comm::Transport {
+ public:
+  explicit StoreTransport(const comm::TransportSite& site) : site_(site) {}
+
+  void send(int peer, std::span<const std::byte> data) override {
+    site_.store->set(key(site_.rank, peer, sent_[peer]++),
+                     {reinterpret_cast<const char*>(data.data()), data.size()});
+  }
+  void recv(int peer, std::span<std::byte> data) override {
+    std::string& stream = received_[peer];
+    while (stream.size() < data.size())
+      stream += site_.store->get(key(peer, site_.rank, taken_[peer]++), Deadline(site_.timeout));
+    std::memcpy(data.data(), stream.data(), data.size());
+    stream.erase(0, data.size());
+  }
+  void abort() noexcept override {}
+
+ private:
+  std::string key(int from, int to, int number) const {
+    return site_.name + "/" + std::to_string(from) + ">" + std::to_string(to) + "/" +
+           std::to_string(number);
+  }
+
+  comm::TransportSite site_;
+  std::map<int, int> sent_, taken_;
+  std::map<int, std::string> received_;
+};
+
+TEST(ModelParallelContext, BackendOfTheUsersOwn) {
+  comm::register_backend("store_values", [](const comm::TransportSite& site) {
+    return std::make_unique<StoreTransport>(site);
+  });
+  run_threads(4,
+              [](Group group) {
+                auto config = config_for(4, Strategy::tensor);
+                config.backend = "store_values";
+                const ModelParallelContext context(config, group);
+                require_equal(context.group().backend(), "store_values");
+                require_equal(context.group("col").backend(), "store_values");
+                const auto whole = at::arange(35, at::kFloat).reshape({5, 7});
+                const auto rows = context.redistribute(context.partition(whole, {.dim = 1}), 0);
+                require_same(context.all_gather(rows), whole);
+                config.backend = "thread";
+                require_refused([&] { ModelParallelContext(config, group); },
+                                "backend thread is configured, the group uses store_values");
+              },
+              {.backend = "store_values"});
+  // init() asks for it by that name.
+  require_equal(ModelParallelContext::init({.backend = "store_values"}).size(), 1);
 }
 
 }  // namespace

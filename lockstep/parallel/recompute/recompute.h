@@ -13,13 +13,16 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/memory/disk_store.h"
+#include "lockstep/mesh/model_parallel_context.h"
 #include "lockstep/nn/random/random_context.h"
 
 namespace lockstep::parallel {
@@ -145,6 +148,28 @@ auto recompute(Function function, RecomputeOptions options = {}) {
       [function](const std::vector<at::Tensor>&) mutable { static_cast<void>(function()); }, {},
       std::move(options));
   return function();
+}
+
+// Runs layers one after the other and returns what the last one gives. Where the context's
+// gradient_checkpointing is on, each goes through recompute(), so that of its activations only the
+// input is kept. Layers are functions of a tensor, module holders, pointers to modules, or the
+// torch::nn::AnyModules of a Sequential: run_layers(context, *sequential, x).
+template <std::ranges::input_range Layers>
+at::Tensor run_layers(const mesh::ModelParallelContext& context, Layers&& layers, at::Tensor x,
+                      const RecomputeOptions& options = {}) {
+  for (auto layer : layers) {
+    auto run = [layer](const at::Tensor& input) mutable -> at::Tensor {
+      if constexpr (std::is_invocable_v<decltype(layer)&, const at::Tensor&>) {
+        return layer(input);
+      } else if constexpr (requires { layer->forward(input); }) {
+        return layer->forward(input);
+      } else {
+        return layer.forward(input);
+      }
+    };
+    x = context.config().gradient_checkpointing ? recompute(std::move(run), x, options) : run(x);
+  }
+  return x;
 }
 
 }  // namespace lockstep::parallel

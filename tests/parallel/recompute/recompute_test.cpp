@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/container/functional.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
@@ -72,6 +74,39 @@ TEST(Recompute, GradientsAreTheSameBits) {
       EXPECT_TRUE(at::equal(input.grad(), input_grad));
     }
   }
+}
+
+// What the switch of the model-parallel configuration does: calls of the layer, and the same bits.
+TEST(Recompute, LayersOfAModelParallelContext) {
+  Net net;
+  const at::Tensor x = at::randn({4, 8});
+  torch::nn::Sequential sequential(
+      net.first, torch::nn::Functional([](const at::Tensor& h) { return at::gelu(h); }),
+      net.second);
+  std::vector<at::Tensor> outputs;
+  std::vector<std::vector<at::Tensor>> gradients;
+  for (const bool checkpointing : {false, true}) {
+    const mesh::ModelParallelContext context({.gradient_checkpointing = checkpointing},
+                                             comm::Group());
+    const std::vector layers{std::ref(net), std::ref(net)};
+    net.calls = 0;
+    outputs.push_back(run_layers(context, layers, x));
+    EXPECT_EQ(net.calls, 2);
+    outputs.back().square().sum().backward();
+    EXPECT_EQ(net.calls, checkpointing ? 4 : 2);
+    gradients.push_back(net.take_grads());
+    // Holders, pointers and the modules of a Sequential are layers, too.
+    const at::Tensor twice = run_layers(context, *sequential, run_layers(context, *sequential, x));
+    EXPECT_TRUE(at::equal(twice, outputs.back()));
+    twice.square().sum().backward();
+    expect_equal_all(net.take_grads(), gradients.back());
+    const std::vector<torch::nn::Linear> holders{net.first, net.second};
+    const std::vector<std::shared_ptr<torch::nn::LinearImpl>> pointers{net.first.ptr(),
+                                                                       net.second.ptr()};
+    EXPECT_TRUE(at::equal(run_layers(context, holders, x), run_layers(context, pointers, x)));
+  }
+  EXPECT_TRUE(at::equal(outputs[0], outputs[1]));
+  expect_equal_all(gradients[0], gradients[1]);
 }
 
 TEST(Recompute, KeepsNothingThatTheFunctionDoesNotHold) {
