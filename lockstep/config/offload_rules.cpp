@@ -49,12 +49,6 @@ void validate_update(const TrainConfig& config) {
       format("offload.clip_mode is none with parallel.tp {} and parallel.pp {}, which must be 1: "
              "their ranks add to gradients after backward",
              config.parallel.tp, config.parallel.pp));
-  const auto is_lossless = [](codec::Codec codec) { return codec == codec::Codec::lossless; };
-  require(offload.advanced.update_site != layout::UpdateSite::device ||
-              !(is_lossless(offload.codec.exp_avg) || is_lossless(offload.codec.exp_avg_sq)),
-          format("offload.update_site is device, but offload.codec is {}: LZ4 is decoded by the "
-                 "CPU",
-                 layout::name_of(offload.codec)));
 }
 
 }  // namespace
@@ -68,8 +62,7 @@ void validate_offload(const TrainConfig& config) {
   const bool sets_site = offload.advanced.update_site != layout::UpdateSite::automatic;
   const char* no_state = "optimizer state stays on the device";
   require_switch(sets_site, "update_site", offload.optimizer, "optimizer", no_state);
-  require_switch(offload.codec != layout::StateCodecs{}, "codec", offload.optimizer, "optimizer",
-                 no_state);
+  require_switch(offload.codec.has_moments(), "codec", offload.optimizer, "optimizer", no_state);
   require_switch(!offload.disk.empty(), "disk", offload.optimizer, "optimizer",
                  "only optimizer state goes to the disk");
   validate_update(config);

@@ -209,7 +209,8 @@ Option codec_option(layout::StateCodecs& codecs) {
           "How optimizer state is kept: none, fp16 (second moment bf16), bf16, int8 (second "
           "moment quantization), quantization (8 bits, close together near zero) or "
           "lossless (LZ4, outside the device); or each kind by itself, as "
-          "exp_avg=bf16,exp_avg_sq=quantization."};
+          "exp_avg=bf16,exp_avg_sq=quantization; and parameters and gradients on the host, as "
+          "quantization,params=int8,grads=bf16 (params: bf16, int8, quantization or lossless)."};
   option.get = [&codecs]() -> Value { return layout::name_of(codecs); };
   option.put = [&codecs](const Value& value) {
     try {

@@ -22,7 +22,7 @@ constexpr std::array<double, 4> kThresholds = {0.90, 0.75, 0.60, 0.40};
 constexpr std::array<double, 4> kAggressiveness = {0.2, 0.5, 0.8, 1.0};
 constexpr std::array<Name, 3> kSites = {"auto", "cpu", "device"};
 constexpr std::array<Name, 2> kClipModes = {"exact", "none"};
-constexpr std::array<Name, 2> kStateKinds = {"exp_avg", "exp_avg_sq"};
+constexpr std::array<Name, 4> kStateKinds = {"exp_avg", "exp_avg_sq", "params", "grads"};
 
 constexpr int64_t kGigabyte = int64_t{1} << 30;
 constexpr int64_t kParamBudget = 2 * kGigabyte, kHostBudget = 32 * kGigabyte;
@@ -56,44 +56,84 @@ double aggressiveness(OffloadStrategy strategy) {
   return kAggressiveness.at(static_cast<size_t>(strategy));
 }
 
+namespace {
+
+codec::Codec& codec_of(StateCodecs& codecs, size_t kind) {
+  return kind == 0   ? codecs.exp_avg
+         : kind == 1 ? codecs.exp_avg_sq
+         : kind == 2 ? codecs.params
+                     : codecs.grads;
+}
+
+// One codec for both moments.
+void set_moments(StateCodecs& codecs, codec::Codec both) {
+  codecs.exp_avg = codecs.exp_avg_sq = both;
+  // The smallest second moments are zero in these, and what is divided by them is then lost.
+  if (both == codec::Codec::fp16) codecs.exp_avg_sq = codec::Codec::bf16;
+  if (both == codec::Codec::int8) codecs.exp_avg_sq = codec::Codec::quantization;
+}
+
+void require_kind_has(Name kind, codec::Codec codec) {
+  const bool lossy = codec::is_lossy(codec);
+  if (kind == "params" && codec == codec::Codec::fp16) {
+    throw ConfigError(
+        "[state codecs] params=fp16: must be none, bf16, int8, quantization or lossless");
+  }
+  if (kind == "grads" && codec != codec::Codec::none && codec != codec::Codec::bf16) {
+    throw ConfigError(format(
+        "[state codecs] grads={}: must be none or bf16; {}", codec::name_of(codec),
+        lossy ? "what is smaller would lose small gradients"
+              : "all gradients are read at once for their norm, so nothing would be gained"));
+  }
+}
+
+}  // namespace
+
 std::string name_of(const StateCodecs& codecs) {
-  if (codecs == parse_state_codecs(codec::name_of(codecs.exp_avg)))
-    return std::string(codec::name_of(codecs.exp_avg));
+  StateCodecs rest = codecs, moments;
+  set_moments(moments, codecs.exp_avg);
   std::vector<std::string> parts;
-  const auto add = [&](size_t kind, codec::Codec codec) {
+  const bool as_one =
+      moments.exp_avg_sq == codecs.exp_avg_sq && codecs.exp_avg != codec::Codec::none;
+  if (as_one) {
+    parts.emplace_back(codec::name_of(codecs.exp_avg));
+    rest.exp_avg = rest.exp_avg_sq = codec::Codec::none;
+  }
+  for (size_t kind = 0; kind < kStateKinds.size(); ++kind) {
+    const codec::Codec codec = codec_of(rest, kind);
     if (codec != codec::Codec::none)
       parts.push_back(format("{}={}", kStateKinds[kind], codec::name_of(codec)));
-  };
-  add(0, codecs.exp_avg);
-  add(1, codecs.exp_avg_sq);
-  return join(parts, ",");
+  }
+  return parts.empty() ? "none" : join(parts, ",");
 }
 
 StateCodecs parse_state_codecs(Name text) {
-  if (text.find('=') == Name::npos) {
-    const auto both = codec::parse_codec(text);
-    // The smallest second moments are zero in these, and what is divided by them is then lost.
-    if (both == codec::Codec::fp16) return {both, codec::Codec::bf16};
-    if (both == codec::Codec::int8) return {both, codec::Codec::quantization};
-    return {both, both};
-  }
   StateCodecs codecs;
   std::array<bool, kStateKinds.size()> seen{};
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const Name part = text.substr(begin, end - begin);
     const size_t equals = part.find('=');
-    if (equals == Name::npos) {
+    const bool first = begin == 0 && (end == text.size() || !part.empty());
+    if (equals == Name::npos && first) {
+      set_moments(codecs, codec::parse_codec(part));
+      seen[0] = seen[1] = true;
+    } else if (equals == Name::npos) {
       throw ConfigError(
           format("[state codecs] '{}' in '{}' must be KIND=CODEC, where KIND is one "
                  "of {}",
                  part, text, join(kStateKinds)));
+    } else {
+      const auto kind = parse_enum<size_t>("state codecs", kStateKinds, part.substr(0, equals));
+      if (seen[kind]) {
+        throw ConfigError(
+            format("[state codecs] '{}': {} is given twice", text, kStateKinds[kind]));
+      }
+      seen[kind] = true;
+      const auto codec = codec::parse_codec(part.substr(equals + 1));
+      require_kind_has(kStateKinds[kind], codec);
+      codec_of(codecs, kind) = codec;
     }
-    const auto kind = parse_enum<size_t>("state codecs", kStateKinds, part.substr(0, equals));
-    if (seen[kind])
-      throw ConfigError(format("[state codecs] '{}': {} is given twice", text, kStateKinds[kind]));
-    seen[kind] = true;
-    (kind == 0 ? codecs.exp_avg : codecs.exp_avg_sq) = codec::parse_codec(part.substr(equals + 1));
     begin = end + 1;
   }
   return codecs;
@@ -120,6 +160,37 @@ OffloadOptions divided(OffloadOptions options, int models) {
   return options;
 }
 
+namespace {
+
+void validate_codecs(const OffloadOptions& options) {
+  const StateCodecs& codecs = options.codec;
+  const auto require_switch = [&](size_t kind, bool on) {
+    StateCodecs copy = codecs;
+    const codec::Codec codec = codec_of(copy, kind);
+    require_kind_has(kStateKinds[kind], codec);
+    if (codec == codec::Codec::none || on) return;
+    throw ConfigError(
+        format("offload.codec has {}={}, but offload.{} is false: they stay on the "
+               "device as they are",
+               kStateKinds[kind], codec::name_of(codec), kStateKinds[kind]));
+  };
+  require_switch(2, options.params);
+  require_switch(3, options.grads);
+  if (codecs.grads != codec::Codec::none && options.advanced.clip_mode == ClipMode::none) {
+    throw ConfigError(
+        format("offload.codec has grads={}, but offload.clip_mode is none: gradients are used at "
+               "once and do not rest",
+               codec::name_of(codecs.grads)));
+  }
+  if (codecs.is_lossless() && options.advanced.update_site == UpdateSite::device) {
+    throw ConfigError(
+        format("offload.update_site is device, but offload.codec is {}: LZ4 is decoded by the CPU",
+               name_of(codecs)));
+  }
+}
+
+}  // namespace
+
 void validate(const OffloadOptions& options) {
   const auto require_positive = [](const char* name, int64_t bytes) {
     if (bytes <= 0) {
@@ -135,6 +206,7 @@ void validate(const OffloadOptions& options) {
         format("offload.prefetch is {}, must be at least 1", options.advanced.prefetch));
   require_within("param_budget", options.param_budget, "device_limit", options.device_limit);
   require_within("host_budget", options.host_budget, "host_limit", options.advanced.host_limit);
+  validate_codecs(options);
 }
 
 int64_t effective_budget(int64_t budget, double ratio) {

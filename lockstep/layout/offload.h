@@ -26,12 +26,26 @@ enum class ClipMode { exact, none };
 std::string_view name_of(UpdateSite site);
 std::string_view name_of(ClipMode mode);
 
-// How each kind of optimizer state is kept. "quantization" means both moments, "fp16" and "int8"
-// the first, with bf16 and quantization for the second, whose small values they would make zero;
-// "exp_avg=bf16,exp_avg_sq=quantization" is each by itself, what is not named as it is.
+// How each kind is kept where it rests. "quantization" means both moments, "fp16" and "int8" the
+// first, with bf16 and quantization for the second, whose small values they would make zero;
+// "exp_avg=bf16,exp_avg_sq=quantization,params=int8,grads=bf16" is each by itself, what is not
+// named as it is; "quantization,params=int8" both moments and the parameters.
 struct StateCodecs {
   codec::Codec exp_avg = codec::Codec::none;
   codec::Codec exp_avg_sq = codec::Codec::none;
+  // On the host. Not fp16. bf16, int8, quantization: the model computes with what they keep of a
+  // float32 master, and a byte for each element keeps most of the rest, so that updates add up.
+  codec::Codec params = codec::Codec::none;
+  codec::Codec grads = codec::Codec::none;  // on the host: none or bf16
+
+  bool has_moments() const {
+    return exp_avg != codec::Codec::none || exp_avg_sq != codec::Codec::none;
+  }
+  // LZ4 is decoded by the CPU.
+  bool is_lossless() const {
+    return exp_avg == codec::Codec::lossless || exp_avg_sq == codec::Codec::lossless ||
+           params == codec::Codec::lossless;
+  }
   bool operator==(const StateCodecs&) const = default;
 };
 std::string name_of(const StateCodecs& codecs);
@@ -72,7 +86,8 @@ OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t ho
 // limits, which resolved() has filled in, are the rank's, and are divided.
 OffloadOptions divided(OffloadOptions options, int models);
 // ConfigError, with both numbers, for the first rule that is broken: budgets, limits and prefetch
-// above 0, budgets within the limits. For options that resolved() has filled in.
+// above 0, budgets within the limits, and codecs of what may leave only. For options that
+// resolved() has filled in.
 void validate(const OffloadOptions& options);
 
 // How many bytes of state the host budget holds, once encoded to `ratio` of their size.

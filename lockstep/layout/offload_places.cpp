@@ -156,8 +156,8 @@ class Places {
                             : places.on_disk) += tier == Tier::device ? on_device : on_host;
     };
     for (size_t i = 0; i < units_.size(); ++i) {
-      add(places.units[i].params, units_[i].params, units_[i].params);
-      add(places.units[i].grads, units_[i].grads, units_[i].grads);
+      add(places.units[i].params, units_[i].params, units_[i].params_on_host());
+      add(places.units[i].grads, units_[i].grads, units_[i].grads_on_host());
       for (size_t k = 0; k < units_[i].states.size(); ++k) {
         const auto& slice = units_[i].states[k];
         add(places.units[i].states[k], slice.on_device, slice.on_host);

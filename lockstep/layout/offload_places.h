@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +20,10 @@ std::string_view name_of(Tier tier);
 struct OffloadUnit {
   std::string name = {};
   int64_t params = 0, grads = 0;
+  // On the host, where they are encoded there; not set: the same.
+  std::optional<int64_t> host_params = {}, host_grads = {};
+  int64_t params_on_host() const { return host_params.value_or(params); }
+  int64_t grads_on_host() const { return host_grads.value_or(grads); }
   // Of the gathered parameters while the unit is used, beside `params` where these rest on the
   // device. Parameters that rest elsewhere have a line of at least their own size.
   int64_t line = 0;

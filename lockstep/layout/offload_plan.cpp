@@ -53,6 +53,24 @@ StatePlan state_plan(const OffloadFlat& flat, const OffloadFlat::Tensor& tensor,
   return plan;
 }
 
+// Parameters that are trained may be encoded where they rest on the host.
+Codec wanted_codec(const OffloadFlat& flat, const OffloadOptions& options) {
+  const bool may = options.params && flat.trained && !flat.stays;
+  return may ? options.codec.params : Codec::none;
+}
+
+// Of all tensors of a flat, with a block for all codes and one for all remainders.
+int64_t coded_bytes(const OffloadFlat& flat, Codec wanted, int64_t grain) {
+  int64_t codes = 0, remainders = 0;
+  for (const OffloadFlat::Tensor& tensor : flat.tensors) {
+    const Codec codec = weight_codec(wanted, tensor.count, tensor.embedding);
+    const auto layout = codec::coded_layout(codec, tensor.count);
+    codes += static_cast<int64_t>(layout.remainder);
+    remainders += static_cast<int64_t>(layout.total - layout.remainder);
+  }
+  return rounded(codes, grain) + rounded(remainders, grain);
+}
+
 bool updates_in_backward(const OffloadOptions& options) {
   return options.advanced.clip_mode == ClipMode::none;
 }
@@ -73,6 +91,40 @@ bool has_copy(const OffloadPlan& plan, const OffloadPlan::Flat& flat) {
   return plan.machine.site == UpdateSite::cpu && flat.params == Tier::device;
 }
 
+void count_slices(OffloadPlan::Flat& flat, const OffloadPlan& plan) {
+  flat.bytes.states.clear();
+  for (const StatePlan& state : flat.states) {
+    for (const StateSlice& each : state.slices) {
+      const int64_t bytes = packed_bytes(state, each);
+      flat.bytes.states.push_back(
+          {.on_device = rounded(bytes, plan.machine.device_grain),
+           .on_host = state.lossless ? bytes : rounded(bytes, plan.machine.host_grain)});
+    }
+  }
+}
+
+// What is encoded follows from where it rests. A coded parameter is its own master: its state has
+// no remainder. Returns whether something changed.
+bool choose_codecs(OffloadPlan::Flat& flat, const OffloadPlan& plan) {
+  const Codec params =
+      flat.params == Tier::host ? wanted_codec(flat.sizes, plan.options) : Codec::none;
+  const Codec grads =
+      flat.grads == Tier::host && flat.bytes.host_grads ? plan.options.codec.grads : Codec::none;
+  if (flat.param_codec == params && flat.grad_codec == grads) return false;
+  flat.param_codec = params;
+  flat.grad_codec = grads;
+  for (size_t i = 0; i < flat.states.size(); ++i) {
+    const OffloadFlat::Tensor& tensor = flat.sizes.tensors[i];
+    codec::PackedFormat& format = flat.states[i].format;
+    format.weight = codec::is_lossy(params) ? weight_codec(params, tensor.count, tensor.embedding)
+                                            : Codec::none;
+    format.param = codec::is_lossy(params) ? DType::float32 : flat.sizes.param;
+    format.grad = grads == Codec::bf16 ? DType::bfloat16 : flat.sizes.grad;
+  }
+  count_slices(flat, plan);
+  return true;
+}
+
 OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
   const OffloadOptions& options = plan.options;
   const int64_t grain = plan.machine.device_grain;
@@ -82,20 +134,23 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
     for (const auto& tensor : flat.tensors)
       all.states.push_back(state_plan(flat, tensor, options.codec, slice));
   }
+  const Codec codec = wanted_codec(flat, options);
   all.gradient_line = rounded(bytes_of(flat.size, flat.reduce), grain);
   all.bytes = {.name = flat.name,
                .params = rounded(bytes_of(flat.shard, flat.param), grain),
                .line = rounded(bytes_of(flat.size, flat.compute), grain)};
   if (flat.trained && !updates_in_backward(options))
     all.bytes.grads = rounded(bytes_of(flat.shard, flat.grad), grain);
-  for (const StatePlan& state : all.states) {
-    for (const StateSlice& each : state.slices) {
-      const int64_t bytes = packed_bytes(state, each);
-      all.bytes.states.push_back(
-          {.on_device = rounded(bytes, grain),
-           .on_host = state.lossless ? bytes : rounded(bytes, plan.machine.host_grain)});
-    }
+  if (codec::is_lossy(codec)) {
+    all.bytes.host_params = coded_bytes(flat, codec, plan.machine.host_grain);
+    // On CUDA codes cross the link, and are decoded there.
+    if (plan.machine.cuda && !flat.shared) all.bytes.line += *all.bytes.host_params;
   }
+  if (all.bytes.grads > 0 && options.grads && options.codec.grads == Codec::bf16 &&
+      flat.grad == DType::float32) {
+    all.bytes.host_grads = rounded(bytes_of(flat.shard, DType::bfloat16), plan.machine.host_grain);
+  }
+  count_slices(all, plan);
   all.sizes = std::move(flat);
   return all;
 }
@@ -110,7 +165,18 @@ int64_t working_of(OffloadPlan& plan) {
   int64_t working = 0, gradient = 0, kept = 0;
   RingNeed need;
   for (const OffloadPlan::Flat& flat : plan.flats) {
-    for (const StatePlan& state : flat.states) need += ring_need(state, options);
+    for (size_t i = 0; i < flat.states.size(); ++i) {
+      RingNeed larger = ring_need(flat.states[i], options);
+      if (const Codec codec = wanted_codec(flat.sizes, options); codec::is_lossy(codec)) {
+        StatePlan coded = flat.states[i];
+        const OffloadFlat::Tensor& tensor = flat.sizes.tensors[i];
+        coded.format.param = DType::float32;
+        coded.format.weight = weight_codec(codec, tensor.count, tensor.embedding);
+        const RingNeed other = ring_need(coded, options);
+        larger = {std::max(larger.largest, other.largest), std::max(larger.all, other.all)};
+      }
+      need += larger;
+    }
     if (flat.sizes.stays) {
       working += flat.bytes.params + flat.gradient_line;
       for (const auto& slice : flat.bytes.states) working += slice.on_device;
@@ -135,14 +201,19 @@ int64_t working_of(OffloadPlan& plan) {
 }
 
 // Places of what may leave. Where parameters rest does not depend on what is on the host, so the
-// copies of those that stay are known after a first look.
+// copies of those that stay, and the state of those that are encoded, are known after a first look.
 void place_flats(OffloadPlan& plan, int64_t working) {
+  std::vector<std::vector<OffloadUnit::Slice>> first;  // what the decision was made with
+  for (const OffloadPlan::Flat& flat : plan.flats) first.push_back(flat.bytes.states);
   for (const bool with_copies : {false, true}) {
     std::vector<OffloadUnit> units;
     bool again = false;
-    for (const OffloadPlan::Flat& flat : plan.flats) {
+    for (size_t f = 0; f < plan.flats.size(); ++f) {
+      const OffloadPlan::Flat& flat = plan.flats[f];
       if (flat.sizes.stays) continue;
       units.push_back(flat.bytes);
+      for (size_t i = 0; i < first[f].size(); ++i)
+        units.back().states[i].on_device = first[f][i].on_device;
       if (!has_copy(plan, flat)) continue;
       again = again || !flat.states.empty();
       size_t next = 0;
@@ -163,6 +234,7 @@ void place_flats(OffloadPlan& plan, int64_t working) {
       for (StatePlan& state : flat.states) {
         for (StateSlice& slice : state.slices) slice.tier = tiers.states[next++];
       }
+      again = choose_codecs(flat, plan) || again;
     }
     if (!again) return;
   }
@@ -230,8 +302,10 @@ void count(OffloadPlan& plan) {
   plan.on_disk = plan.host_used = plan.unreduced_on_device = plan.unreduced_on_host = 0;
   int64_t gradient = 0, reduced = 0;
   for (const OffloadPlan::Flat& flat : plan.flats) {
-    (flat.params == Tier::device ? plan.resting : plan.on_host).params += flat.bytes.params;
-    (flat.grads == Tier::device ? plan.resting : plan.on_host).grads += flat.bytes.grads;
+    if (flat.params == Tier::device) plan.resting.params += flat.bytes.params;
+    if (flat.params != Tier::device) plan.on_host.params += flat.bytes.params_on_host();
+    if (flat.grads == Tier::device) plan.resting.grads += flat.bytes.grads;
+    if (flat.grads != Tier::device) plan.on_host.grads += flat.bytes.grads_on_host();
     if (flat.sizes.has_state) count_states(plan, flat);
     if (!flat.sizes.trained) continue;
     const bool on_host = flat.grads == Tier::host;
@@ -261,9 +335,8 @@ KindBytes& KindBytes::operator+=(const KindBytes& other) {
 
 std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
   if (options.advanced.update_site != UpdateSite::automatic) return options.advanced.update_site;
-  if (!options.optimizer) return UpdateSite::device;  // where its state is
-  if (options.codec.exp_avg == Codec::lossless || options.codec.exp_avg_sq == Codec::lossless)
-    return UpdateSite::cpu;  // which is where LZ4 is
+  if (!options.optimizer) return UpdateSite::device;        // where its state is
+  if (options.codec.is_lossless()) return UpdateSite::cpu;  // which is where LZ4 is
   return std::nullopt;
 }
 
@@ -300,8 +373,13 @@ OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& o
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats) {
   for (size_t i = 0; i < flats.size(); ++i) {
     if (flats[i]) plan.flats[i].params = Tier::host;
+    choose_codecs(plan.flats[i], plan);
   }
   count(plan);
+}
+
+Codec weight_codec(Codec wanted, int64_t count, bool embedding) {
+  return is_8_bit(wanted) && (count < kSmall || embedding) ? Codec::bf16 : wanted;
 }
 
 int64_t num_gradient_blocks(bool in_backward, bool cuda) { return in_backward && cuda ? 4 : 2; }

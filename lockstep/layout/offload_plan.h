@@ -73,6 +73,8 @@ struct OffloadPlan {
     OffloadUnit bytes = {};
     int64_t gradient_line = 0;  // bytes of its gradients on their way
     Tier params = Tier::device, grads = Tier::device;
+    // How these are kept: what the options say, on the host.
+    codec::Codec param_codec = codec::Codec::none, grad_codec = codec::Codec::none;
     std::vector<StatePlan> states = {};  // of sizes.tensors
   };
   std::vector<Flat> flats = {};
@@ -97,6 +99,10 @@ OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& o
 // The parameters of these flats (one bool for each) rest on the host: ranks that share parameters
 // agree on where they rest.
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats);
+
+// How the parameters of a tensor of `count` elements are kept, where `wanted` is asked for: 8 bits
+// are not for small tensors and embeddings, which have bf16.
+codec::Codec weight_codec(codec::Codec wanted, int64_t count, bool embedding);
 
 // Blocks for gradients on their way: one that is filled while the other is reduced. Updates that
 // are made in backward may fall behind for a while.

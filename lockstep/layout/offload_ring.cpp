@@ -27,7 +27,10 @@ SlotLayout slot_layout(const codec::PackedFormat& format, int64_t elements,
     return moves ? aligned(static_cast<size_t>(elements) * size_of(dtype)) : 0;
   };
   const size_t state = aligned(codec::packed_layout(format, elements).total);
-  const size_t grad = state + bytes(options.params, format.param);
+  const size_t param = format.weight == codec::Codec::none
+                           ? bytes(options.params, format.param)
+                           : codec::coded_layout(format.weight, elements).total;
+  const size_t grad = state + param;
   return {state, grad, grad + bytes(options.grads, format.grad)};
 }
 

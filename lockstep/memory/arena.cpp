@@ -35,6 +35,14 @@ AddressRange::~AddressRange() {
   if (data_ != nullptr) munmap(data_, size_);
 }
 
+void AddressRange::set_access(Access access) {
+  const int protection = access == Access::none ? PROT_NONE : PROT_READ | PROT_WRITE;
+  if (mmap(data_, size_, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+           0) == MAP_FAILED) {
+    throw SystemError(format("cannot change the access to {} bytes of addresses", size_), errno);
+  }
+}
+
 AddressRange::AddressRange(AddressRange&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 

@@ -23,6 +23,9 @@ class AddressRange {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
+  // What was behind the addresses is gone where they become inaccessible, and is zero when they are
+  // accessible again.
+  void set_access(Access access);
 
  private:
   std::byte* data_ = nullptr;

@@ -184,10 +184,13 @@ std::string to_text(std::span<const OffloadPlan> plans) {
   const auto [encoded, plain] = encoded_and_plain(plans);
   if (encoded < plain) {
     const double ratio = static_cast<double>(encoded) / static_cast<double>(plain);
-    text +=
-        format(", which holds {} of state as {}",
-               size_text(layout::effective_budget(budget, ratio)), layout::name_of(options.codec));
+    const layout::StateCodecs moments{.exp_avg = options.codec.exp_avg,
+                                      .exp_avg_sq = options.codec.exp_avg_sq};
+    text += format(", which holds {} of state as {}",
+                   size_text(layout::effective_budget(budget, ratio)), layout::name_of(moments));
   }
+  const layout::StateCodecs others{.params = options.codec.params, .grads = options.codec.grads};
+  if (others != layout::StateCodecs{}) text += format("; on the host {}", layout::name_of(others));
   return text + '\n';
 }
 

@@ -79,6 +79,12 @@ std::string describe_shards(std::span<const parallel::ShardedModel> models) {
 std::string describe_offload(std::span<const parallel::ShardedModel> models) {
   int64_t device = 0, host = 0, disk = 0;
   std::string site;
+  parallel::OffloadStats::Kept params, grads, state;
+  layout::StateCodecs codecs;
+  const auto add = [](parallel::OffloadStats::Kept& sum, const parallel::OffloadStats::Kept& one) {
+    sum.bytes += one.bytes;
+    sum.plain += one.plain;
+  };
   for (const parallel::ShardedModel& model : models) {
     if (!std::holds_alternative<layout::OffloadOptions>(model.options().offload)) continue;
     const parallel::OffloadStats stats = parallel::offload_stats(model);
@@ -86,13 +92,29 @@ std::string describe_offload(std::span<const parallel::ShardedModel> models) {
     host += stats.params_on_host + stats.state_on_host;
     disk += stats.state_on_disk;
     site = layout::name_of(stats.site);
+    add(params, stats.params_kept);
+    add(grads, stats.grads_kept);
+    add(state, stats.state_kept);
+    codecs = std::get<layout::OffloadOptions>(model.options().offload).codec;
   }
   if (site.empty()) return "";
-  return format(
+  std::string line = format(
       "offload {} of parameters and optimizer state on the device, {} on the host{}; updates on "
       "the {}",
       size_text(device), size_text(host), disk > 0 ? format(", {} on disk", size_text(disk)) : "",
       site);
+  const auto say = [&](const char* kind, layout::StateCodecs codec,
+                       const parallel::OffloadStats::Kept& kept) {
+    if (codec == layout::StateCodecs{} || kept.plain == 0) return;
+    line += format("; {} on the host kept as {} in {:.3f} of the bytes", kind,
+                   layout::name_of(codec), kept.ratio());
+  };
+  say("parameters", {.params = codecs.params}, params);
+  say("gradients", {.grads = codecs.grads}, grads);
+  // What LZ4 makes of state is known after a step.
+  const layout::StateCodecs moments{.exp_avg = codecs.exp_avg, .exp_avg_sq = codecs.exp_avg_sq};
+  if (!moments.is_lossless()) say("optimizer state", moments, state);
+  return line;
 }
 
 }  // namespace lockstep::train

@@ -33,6 +33,7 @@ struct TrainingSegment {
   int begin = 0, end = kEnd;
   std::string load = {}, save = {};  // a checkpoint, and the folder for one
   bool used = false;                 // the model has been, before it is loaded
+  at::ScalarType dtype = at::kBFloat16;
 };
 
 struct Curve {
@@ -45,7 +46,7 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
   constexpr int64_t kWidth = 104;
   Tower model(4, kWidth);
   fill_parameters(*model, 3);
-  model->to(at::kBFloat16);
+  model->to(segment.dtype);
   auto sharded = parallel::fully_shard(
       *model, group,
       {.units = parallel::ByType{{"Layer"}},
@@ -116,6 +117,46 @@ TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
         }
       }
     });
+  }
+}
+
+// A checkpoint has the master of coded parameters, so that runs with other codecs, and without, go
+// on from it; one that has the same codec goes on as if nothing had happened.
+TEST(OffloadCheckpoint, ResumesWithAndWithoutCodecs) {
+  const auto coded = [](const char* codecs) {
+    OffloadOptions options = all_offloaded(UpdateSite::cpu);
+    options.codec = layout::parse_state_codecs(codecs);
+    return options;
+  };
+  const std::optional<OffloadOptions> forms[] = {
+      std::nullopt, coded("params=bf16"), coded("params=int8"), coded("params=quantization")};
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+    for (const int ranks : {1, 2}) {
+      const TempDir folder;
+      comm::run_threads(ranks, [&](const comm::Group& group) {
+        for (size_t from = 0; from < std::size(forms); ++from) {
+          const Curve whole = train(group, {.offload = forms[from], .dtype = dtype});
+          const Curve first = train(group, {.offload = forms[from],
+                                            .end = kSaved,
+                                            .save = folder.path() + "/" + std::to_string(from),
+                                            .dtype = dtype});
+          for (size_t to = 0; to < std::size(forms); ++to) {
+            const Curve second = train(group, {.offload = forms[to],
+                                               .begin = kSaved,
+                                               .load = first.saved,
+                                               .used = true,
+                                               .dtype = dtype});
+            const std::string what = std::to_string(from) + " to " + std::to_string(to) + ", " +
+                                     std::to_string(ranks) + " ranks";
+            if (from == to && from != 3) expect_tail(whole, second, what);
+            for (size_t i = 0; i < second.losses.size(); ++i) {
+              const double loss = whole.losses[kSaved + i];
+              EXPECT_NEAR(second.losses[i], loss, 0.02 * loss) << what;
+            }
+          }
+        }
+      });
+    }
   }
 }
 

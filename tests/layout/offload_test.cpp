@@ -71,7 +71,15 @@ TEST(Offload, CodecsOfStates) {
       {"exp_avg_sq=quantization", {Codec::none, Codec::quantization}, "exp_avg_sq=quantization"},
       {"exp_avg_sq=int8,exp_avg=fp16", {Codec::fp16, Codec::int8}, "exp_avg=fp16,exp_avg_sq=int8"},
       {"exp_avg=lossless,exp_avg_sq=lossless", {Codec::lossless, Codec::lossless}, "lossless"},
-      {"exp_avg=none,exp_avg_sq=bf16", {Codec::none, Codec::bf16}, "exp_avg_sq=bf16"}};
+      {"exp_avg=none,exp_avg_sq=bf16", {Codec::none, Codec::bf16}, "exp_avg_sq=bf16"},
+      {"params=int8", {.params = Codec::int8}, "params=int8"},
+      {"none,grads=bf16", {.grads = Codec::bf16}, "grads=bf16"},
+      {"int8,params=quantization,grads=bf16",
+       {Codec::int8, Codec::quantization, Codec::quantization, Codec::bf16},
+       "int8,params=quantization,grads=bf16"},
+      {"params=lossless,exp_avg=bf16",
+       {.exp_avg = Codec::bf16, .params = Codec::lossless},
+       "exp_avg=bf16,params=lossless"}};
   for (const auto& [text, codecs, name] : cases) {
     EXPECT_EQ(parse_state_codecs(text), codecs) << text;
     EXPECT_EQ(name_of(codecs), name);
@@ -87,11 +95,41 @@ TEST(Offload, WrongCodecsOfStates) {
   EXPECT_THAT([] { parse_state_codecs("exp_avg=zip"); }, says("'zip' is unknown"));
   EXPECT_THAT([] { parse_state_codecs("exp_avg="); }, says("'' is unknown"));
   EXPECT_THAT([] { parse_state_codecs("momentum=bf16"); },
-              refused("[state codecs] 'momentum' is unknown, must be one of exp_avg, exp_avg_sq"));
+              refused("[state codecs] 'momentum' is unknown, must be one of exp_avg, exp_avg_sq, "
+                      "params, grads"));
+  EXPECT_THAT([] { parse_state_codecs("bf16,exp_avg=int8"); }, says("exp_avg is given twice"));
+  EXPECT_THAT([] { parse_state_codecs("params=fp16"); }, says("params=fp16: must be none, bf16"));
+  EXPECT_THAT([] { parse_state_codecs("grads=int8"); }, says("grads=int8: must be none or bf16"));
+  EXPECT_THAT([] { parse_state_codecs("grads=lossless"); }, says("read at once for their norm"));
+
   EXPECT_THAT([] { parse_state_codecs("exp_avg=bf16,exp_avg=int8"); },
               refused("[state codecs] 'exp_avg=bf16,exp_avg=int8': exp_avg is given twice"));
   for (const char* text : {"exp_avg=bf16,int8", "exp_avg=bf16,", ",exp_avg=bf16"})
     EXPECT_THAT([&] { parse_state_codecs(text); }, says("must be KIND=CODEC")) << text;
+}
+
+TEST(Offload, CodecsAreForWhatMayLeave) {
+  const auto given = [](StateCodecs codecs, auto&& change) {
+    OffloadOptions options = resolved({.codec = codecs}, 0, 0);
+    change(options);
+    return [options] { validate(options); };
+  };
+  const StateCodecs params{.params = Codec::int8}, grads{.grads = Codec::bf16};
+  EXPECT_NO_THROW(given(params, [](auto&) {})());
+  EXPECT_NO_THROW(given(grads, [](auto&) {})());
+  EXPECT_THAT(given(params, [](auto& options) { options.params = false; }),
+              refused("offload.codec has params=int8, but offload.params is false: they stay on "
+                      "the device as they are"));
+  EXPECT_THAT(given(grads, [](auto& options) { options.grads = false; }),
+              refused("offload.codec has grads=bf16, but offload.grads is false: they stay on the "
+                      "device as they are"));
+  EXPECT_THAT(given(grads, [](auto& options) { options.advanced.clip_mode = ClipMode::none; }),
+              refused("offload.codec has grads=bf16, but offload.clip_mode is none: gradients are "
+                      "used at once and do not rest"));
+  EXPECT_THAT(given({.params = Codec::lossless},
+                    [](auto& options) { options.advanced.update_site = UpdateSite::device; }),
+              refused("offload.update_site is device, but offload.codec is params=lossless: LZ4 is "
+                      "decoded by the CPU"));
 }
 
 TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {

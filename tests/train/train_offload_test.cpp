@@ -68,6 +68,11 @@ TEST_F(TrainOffload, ReportsWhatIsOffloaded) {
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("offload "));
   EXPECT_THAT(result.out, HasSubstr("on the host; updates on the device"));
+  const Result encoded = run(model_ + Words{"--train.steps", "3"} + offload("cpu") +
+                             Words{"--offload.codec", "quantization,params=int8,grads=bf16"});
+  EXPECT_EQ(encoded.code, 0) << encoded.err;
+  EXPECT_THAT(encoded.out, HasSubstr("parameters on the host kept as params=int8 in 0."));
+  EXPECT_THAT(encoded.out, HasSubstr("gradients on the host kept as grads=bf16 in 0.500"));
 }
 
 TEST_F(TrainOffload, ResumesFromACheckpointMadeWithoutOffload) {

@@ -22,6 +22,8 @@ static_assert(kChunk % codec::kBlock == 0 && detail::Blocks::kElements % kChunk 
 
 bool has_master(const PackedFormat& format) { return format.param == DType::bfloat16; }
 
+bool is_coded(const PackedFormat& format) { return format.weight != Codec::none; }
+
 bool is_8_bits(Codec codec) { return codec == Codec::int8 || codec == Codec::quantization; }
 
 detail::Tie tie_of(const PackedFormat& format) {
@@ -93,10 +95,13 @@ void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
   check(kernel != nullptr, "packed AdamW is for float32 and bfloat16");
   const Parts parts(format, slice);
   for_each_chunk(slice, [&](int64_t begin, int64_t end) {
-    alignas(64) float means[kChunk], squares[kChunk];
+    alignas(64) float means[kChunk], squares[kChunk], weights[kChunk];
+    const auto coded = is_coded(format) ? slice.weight.from(begin) : codec::CodedArray{};
+    if (is_coded(format)) codec::join(coded, weights, end - begin);
     float* exp_avg = parts.exp_avg.decoded(begin, end, means);
     float* exp_avg_sq = parts.exp_avg_sq.decoded(begin, end, squares);
-    kernel({.param = at(slice.param, format.param, begin),
+    kernel({.param = is_coded(format) ? static_cast<void*>(weights)
+                                      : at(slice.param, format.param, begin),
             .grad = at(const_cast<void*>(slice.grad), format.grad, begin),
             .remainder = parts.remainder == nullptr ? nullptr : parts.remainder + begin,
             .exp_avg = exp_avg,
@@ -104,6 +109,7 @@ void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
            factors, end - begin);
     parts.exp_avg.encode(begin, end, exp_avg);
     parts.exp_avg_sq.encode(begin, end, exp_avg_sq);
+    if (is_coded(format)) codec::split(weights, coded, end - begin);
   });
 }
 
@@ -120,6 +126,8 @@ void unpack(const PackedFormat& format, const PackedSlice& slice, const Unpacked
     if (state.exp_avg_sq != nullptr) {
       for (int64_t i = begin; i < end; ++i) state.exp_avg_sq[i] = std::fabs(squares[i - begin]);
     }
+    if (state.master != nullptr && is_coded(format))
+      codec::join(slice.weight.from(begin), state.master + begin, end - begin);
     if (state.master != nullptr && has_master(format)) {
       detail::packed_kernels().join(at(slice.param, format.param, begin), parts.remainder + begin,
                                     marks ? squares : nullptr, state.master + begin, end - begin);
@@ -148,6 +156,8 @@ void pack(const PackedFormat& format, const PackedSlice& slice, const UnpackedSt
                                      marks ? values : nullptr, count);
     }
     parts.exp_avg_sq.encode(begin, end, values);
+    if (state.master != nullptr && is_coded(format))
+      codec::split(state.master + begin, slice.weight.from(begin), count);
   });
 }
 

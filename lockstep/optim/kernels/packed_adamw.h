@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lockstep/codec/master.h"
 #include "lockstep/codec/packed_state.h"
 #include "lockstep/optim/kernels/kernels.h"
 
@@ -28,6 +29,7 @@ struct PackedSlice {
   const void* grad;
   std::byte* state;
   int64_t elements;
+  codec::CodedArray weight = {};  // instead of `param`, where PackedFormat::weight says so
 };
 
 // One pass over memory by torch's threads. `state` is aligned to 4 bytes.
@@ -35,8 +37,8 @@ void packed_adamw(const PackedFormat& format, const PackedSlice& slice,
                   const AdamWFactors& factors);
 
 // State as optimizers show it, and back: float32 arrays of slice.elements; `master` only for
-// bfloat16. pack() also writes the parameter where it is not its rounded master. Null pointers:
-// unpack() leaves out; pack() takes zeros, and for `master` the parameter.
+// bfloat16 and coded parameters. pack() also writes the parameter where it is not its rounded
+// master. Null pointers: unpack() leaves out; pack() takes zeros, and for `master` the parameter.
 struct UnpackedState {
   float* exp_avg;
   float* exp_avg_sq;
@@ -49,6 +51,9 @@ namespace cuda {
 // The same bits, on CUDA memory; queued on the stream.
 void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
                          const AdamWFactors& factors, void* stream);
+// What a model computes with of a coded parameter, as `dtype`: float32 or bfloat16.
+void launch_decode(const codec::CodedArray& array, int64_t elements, DType dtype, void* values,
+                   void* stream);
 }  // namespace cuda
 
 }  // namespace lockstep::optim

@@ -39,6 +39,8 @@ struct PackedAdamWJob {
   const void* grad;
   uint16_t* remainder;
   Moment exp_avg, exp_avg_sq;
+  Moment weight;  // a coded parameter
+  int8_t* weight_remainder;
   int64_t elements;
   bool marks;   // exp_avg_sq has a sign to spare
   bool vector;  // everything is aligned to 16 bytes
@@ -246,8 +248,62 @@ __device__ float joined(uint16_t param, uint16_t remainder, uint32_t above) {
   return __uint_as_float(((whole ^ upper) & kSign) != 0 ? upper : whole);
 }
 
-// P is float, or uint16_t for bfloat16; G likewise.
-template <class P, class G>
+// ---- coded parameters: see codec/master.cpp ----
+
+__device__ float remainder_unit(const Moment& weight, int64_t block) {
+  return fabsf(weight.scales[block]) *
+         (weight.codec == Codec::int8 ? codec::kEvenUnit : codec::kDynamicUnit);
+}
+
+__device__ void join_coded(const PackedAdamWJob& job, int64_t block, const Lane& lane,
+                           float (&values)[kEach]) {
+  int8_t remainders[kEach];
+  load(job.weight_remainder, lane, remainders);
+  decode<true>(job.weight, block, lane, values);
+  if (job.weight.codec == Codec::bf16) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      values[k] =
+          __uint_as_float(__float_as_uint(values[k]) + static_cast<uint32_t>(remainders[k] * 256));
+    }
+    return;
+  }
+  const float unit = remainder_unit(job.weight, block);
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) values[k] = values[k] + static_cast<float>(remainders[k]) * unit;
+}
+
+__device__ void split_coded(const PackedAdamWJob& job, int64_t block, const Lane& lane,
+                            float (&values)[kEach]) {
+  encode<true>(job.weight, block, lane, values);
+  __syncwarp();  // the scale is one lane's
+  float coded[kEach];
+  decode<true>(job.weight, block, lane, coded);
+  int8_t remainders[kEach];
+  if (job.weight.codec == Codec::bf16) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const auto beyond =
+          static_cast<int32_t>(__float_as_uint(values[k]) - __float_as_uint(coded[k]));
+      const int32_t units = (beyond + 128) >> 8;
+      remainders[k] = static_cast<int8_t>(units > 127 ? 127 : units < -127 ? -127 : units);
+    }
+  } else {
+    const float unit = remainder_unit(job.weight, block);
+    const bool even = job.weight.codec == Codec::int8;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      float units = unit > 0 ? __fdiv_rn(values[k] - coded[k], unit) : 0;
+      if (!even) units = units + copysignf(codec::kCutOff, units);
+      units = units > 127.f ? 127.f : units < -127.f ? -127.f : units;
+      remainders[k] = static_cast<int8_t>(even ? __float2int_rn(units) : __float2int_rz(units));
+    }
+  }
+  store(job.weight_remainder, lane, remainders);
+}
+
+// P is float, or uint16_t for bfloat16; G likewise. kCoded: the parameter is float in two parts.
+template <class P, class G, bool kCoded>
 __global__ void __launch_bounds__(kWarps* kLanes) packed_adamw_kernel(PackedAdamWJob job) {
   constexpr bool kHasMaster = sizeof(P) == 2;
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
@@ -260,7 +316,11 @@ __global__ void __launch_bounds__(kWarps* kLanes) packed_adamw_kernel(PackedAdam
   G grads[kEach];
   uint16_t remainders[kEach];
   float means[kEach], squares[kEach];
-  load(job.param, lane, params);
+  if constexpr (kCoded) {
+    join_coded(job, block, lane, params);
+  } else {
+    load(job.param, lane, params);
+  }
   load(job.grad, lane, grads);
   if constexpr (kHasMaster) load(job.remainder, lane, remainders);
   decode<true>(job.exp_avg, block, lane, means);
@@ -293,7 +353,11 @@ __global__ void __launch_bounds__(kWarps* kLanes) packed_adamw_kernel(PackedAdam
     }
     squares[k] = square;
   }
-  store(job.param, lane, params);
+  if constexpr (kCoded) {
+    split_coded(job, block, lane, params);
+  } else {
+    store(job.param, lane, params);
+  }
   if constexpr (kHasMaster) store(job.remainder, lane, remainders);
   encode<true>(job.exp_avg, block, lane, means);
   encode<false>(job.exp_avg_sq, block, lane, squares);
@@ -309,11 +373,43 @@ Moment moment_at(Codec codec, std::byte* codes, int64_t elements) {
   return {codec, codes, is_8_bits(codec) ? reinterpret_cast<float*>(scales) : nullptr};
 }
 
-template <class P, class G>
+unsigned grid_for(int64_t elements) {
+  const int64_t blocks = (elements + codec::kBlock - 1) / codec::kBlock;
+  return static_cast<unsigned>((blocks + kWarps - 1) / kWarps);
+}
+
+// What a model computes with, as T: float, or uint16_t for bfloat16.
+template <class T>
+__global__ void __launch_bounds__(kWarps* kLanes)
+    decode_kernel(Moment weight, int64_t elements, bool vector, T* values) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+  if (block * codec::kBlock >= elements) return;
+  const int64_t begin = block * codec::kBlock + threadIdx.x % kLanes * kEach;
+  const int64_t end = begin + kEach < elements ? begin + kEach : elements;
+  const Lane lane{begin, end, vector && end - begin == kEach};
+  float decoded[kEach];
+  decode<true>(weight, block, lane, decoded);
+  T stored[kEach];
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    if constexpr (sizeof(T) == 2) {
+      stored[k] = narrow(decoded[k]);
+    } else {
+      stored[k] = decoded[k];
+    }
+  }
+  store(values, lane, stored);
+}
+
+void check_launch(const char* what) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw Error(std::string("[") + what + "] CUDA: " + cudaGetErrorString(error));
+}
+
+template <class P, class G, bool kCoded = false>
 void launch(const PackedAdamWJob& job, cudaStream_t stream) {
-  const int64_t blocks = (job.elements + codec::kBlock - 1) / codec::kBlock;
-  const auto grid = static_cast<unsigned>((blocks + kWarps - 1) / kWarps);
-  packed_adamw_kernel<P, G><<<grid, kWarps * kLanes, 0, stream>>>(job);
+  packed_adamw_kernel<P, G, kCoded><<<grid_for(job.elements), kWarps * kLanes, 0, stream>>>(job);
 }
 
 }  // namespace
@@ -323,6 +419,7 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
   if (slice.elements == 0) return;
   const PackedLayout layout = packed_layout(format, slice.elements);
   const bool has_master = format.param == DType::bfloat16;
+  const bool coded = format.weight != Codec::none;
   PackedAdamWJob job{};
   job.param = slice.param;
   job.grad = slice.grad;
@@ -332,7 +429,11 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
   job.exp_avg_sq = moment_at(format.exp_avg_sq, slice.state + layout.exp_avg_sq, slice.elements);
   job.elements = slice.elements;
   job.marks = has_master && !is_8_bits(format.exp_avg_sq);
-  job.vector = is_aligned(slice.param) && is_aligned(slice.grad) && is_aligned(slice.state);
+  job.weight = {format.weight, slice.weight.codes, slice.weight.scales};
+  job.weight_remainder = slice.weight.remainder;
+  const void* param = coded ? slice.weight.codes : slice.param;
+  job.vector = is_aligned(param) && is_aligned(slice.grad) && is_aligned(slice.state) &&
+               is_aligned(slice.weight.remainder);
   job.decay = static_cast<float>(factors.decay);
   job.beta1 = static_cast<float>(factors.beta1);
   job.rest1 = static_cast<float>(1 - factors.beta1);
@@ -344,17 +445,41 @@ void launch_packed_adamw(const PackedFormat& format, const PackedSlice& slice,
 
   const auto queue = static_cast<cudaStream_t>(stream);
   const bool float_grad = format.grad == DType::float32;
-  if (format.param == DType::float32 && float_grad) {
+  const bool half_grad = format.grad == DType::bfloat16;
+  if (coded && float_grad) {
+    launch<float, float, true>(job, queue);
+  } else if (coded && half_grad) {
+    launch<float, uint16_t, true>(job, queue);
+  } else if (format.param == DType::float32 && half_grad) {
+    launch<float, uint16_t>(job, queue);
+  } else if (format.param == DType::float32 && float_grad) {
     launch<float, float>(job, queue);
   } else if (has_master && float_grad) {
     launch<uint16_t, float>(job, queue);
-  } else if (has_master && format.grad == DType::bfloat16) {
+  } else if (has_master && half_grad) {
     launch<uint16_t, uint16_t>(job, queue);
   } else {
     check(false, "packed AdamW is for float32 and bfloat16");
   }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) throw Error(std::string("[AdamW] CUDA: ") + cudaGetErrorString(error));
+  check_launch("AdamW");
+}
+
+void launch_decode(const codec::CodedArray& array, int64_t elements, DType dtype, void* values,
+                   void* stream) {
+  if (elements == 0) return;
+  const Moment weight{array.codec, array.codes, array.scales};
+  const bool vector = is_aligned(array.codes) && is_aligned(values);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const dim3 grid(grid_for(elements)), threads(kWarps * kLanes);
+  if (dtype == DType::bfloat16) {
+    decode_kernel<<<grid, threads, 0, queue>>>(weight, elements, vector,
+                                               static_cast<uint16_t*>(values));
+  } else {
+    check(dtype == DType::float32, "parameters are decoded to float32 and bfloat16");
+    decode_kernel<<<grid, threads, 0, queue>>>(weight, elements, vector,
+                                               static_cast<float*>(values));
+  }
+  check_launch("decode");
 }
 
 }  // namespace lockstep::optim::cuda

@@ -8,4 +8,8 @@ void launch_packed_adamw(const PackedFormat&, const PackedSlice&, const AdamWFac
   check(false, "this build has no CUDA kernels");
 }
 
+void launch_decode(const codec::CodedArray&, int64_t, DType, void*, void*) {
+  check(false, "this build has no CUDA kernels");
+}
+
 }  // namespace lockstep::optim::cuda

@@ -98,6 +98,9 @@ PackedAdamWKernel find_adamw(DType param, DType grad, Tie tie) {
   if (param == DType::float32 && grad == DType::float32 && tie == Tie::none) {
     return adamw<float, float, Tie::none>;
   }
+  if (param == DType::float32 && grad == DType::bfloat16 && tie == Tie::none) {
+    return adamw<float, BFloat16, Tie::none>;
+  }
   if (param != DType::bfloat16 || tie == Tie::none) return nullptr;
   if (grad == DType::bfloat16) return for_bfloat16<BFloat16>(tie);
   return grad == DType::float32 ? for_bfloat16<float>(tie) : nullptr;

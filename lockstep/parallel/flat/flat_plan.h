@@ -47,6 +47,8 @@ struct FlatPlan {
   }
   // The parameters stay the model's own: there is no other memory.
   bool is_own() const { return is_in_place() && !offload; }
+  // Parameters are encoded where they rest.
+  bool is_encoded() const { return offload && offload->param_codec != codec::Codec::none; }
   // Gradients are reduced into the shards.
   bool scatters() const { return shard.size() > 1 && !whole_gradients; }
   const comm::Group& gradient_group() const { return shard.size() > 1 ? reduce : replicas; }

@@ -30,6 +30,12 @@ FlatShard::FlatShard(FlatParameter& parameter, const ValueOf& value_of) : parame
   make_optimized();
 }
 
+FlatShard::~FlatShard() {
+  // Whoever still has the tensors finds the values in them.
+  optimized_.clear();
+  if (encoded_ && storage_ && storage_.use_count() > 1) encoded_->open();
+}
+
 at::Tensor FlatShard::memory_for(int64_t count, at::ScalarType dtype) {
   const FlatPlan& plan = parameter_.plan();
   if (plan.offload) {
@@ -49,23 +55,52 @@ at::Tensor FlatShard::memory_for(int64_t count, at::ScalarType dtype) {
   return comm::symmetric_empty(bytes, DType::uint8, plan.shard, plan.rest_device).view(dtype);
 }
 
+// Memory for codes, which peers read, and for the rest.
+void FlatShard::make_encoded() {
+  const FlatPlan& plan = parameter_.plan();
+  const EncodedBlock block = encoded_block(parameter_, plan.shard.rank());
+  at::Tensor remainders;
+  if (plan.offload->param_codec != codec::Codec::lossless) {
+    sent_ = memory_for(static_cast<int64_t>(block.code_bytes), at::kByte);
+    sent_.zero_();  // values that are zero are not written over what another model left there
+    remainders = plan.offload->tiers->on_host(static_cast<int64_t>(block.remainder_bytes),
+                                              at::kByte, "remainders of " + plan.name);
+  }
+  encoded_ = std::make_unique<EncodedShard>(parameter_, sent_, remainders);
+  values_ = encoded_->values();
+}
+
+void FlatShard::open(bool to_write) const {
+  if (!encoded_) return;
+  encoded_->open();
+  if (to_write) encoded_->note_written();
+}
+
+void FlatShard::settle() const {
+  if (encoded_) encoded_->settle();
+}
+
 void FlatShard::make(const ValueOf& value_of) {
   const FlatPlan& plan = parameter_.plan();
   const layout::Range block = parameter_.block();
   const int64_t count = block.size();
-  if (plan.resident && plan.shard.size() > 1) {
+  if (plan.is_encoded()) {
+    make_encoded();
+  } else if (plan.resident && plan.shard.size() > 1) {
     // Everybody has all of it: what this rank sends is a part of that.
     whole_line_ = memory_for(parameter_.layout().size, plan.gather_dtype);
     sent_ = whole_line_.narrow(0, block.begin, count);
   } else {
     sent_ = memory_for(count, plan.gather_dtype);
   }
-  values_ =
-      plan.dtype == plan.gather_dtype ? sent_
-      : plan.offload
-          ? memory_for(count, plan.dtype)
-          : at::empty({count}, at::TensorOptions().dtype(plan.dtype).device(plan.rest_device));
-  values_.zero_();
+  if (!encoded_) {
+    values_ =
+        plan.dtype == plan.gather_dtype ? sent_
+        : plan.offload
+            ? memory_for(count, plan.dtype)
+            : at::empty({count}, at::TensorOptions().dtype(plan.dtype).device(plan.rest_device));
+    values_.zero_();
+  }
   for (size_t i = 0; i < parameter_.members().size(); ++i) {
     const Member& member = parameter_.members()[i];
     const at::Tensor value = value_of(plan.parameters[i]);
@@ -74,6 +109,7 @@ void FlatShard::make(const ValueOf& value_of) {
         .copy_(value.detach().reshape({-1}).narrow(0, member.rows.begin * member.row_size,
                                                    member.shard_numel()));
   }
+  settle();
 }
 
 // Operators on what others are given of the values come to the engine.
@@ -132,6 +168,7 @@ at::Tensor FlatShard::rows_of(const Member& member) const {
 at::Tensor FlatShard::gathered() const {
   wait_updated();
   const FlatPlan& plan = parameter_.plan();
+  open(/*to_write=*/false);
   if (plan.shard.size() == 1) return values_;
   const at::NoGradGuard no_grad;
   const at::Tensor line = at::empty({parameter_.layout().size}, values_.options());
@@ -142,6 +179,7 @@ at::Tensor FlatShard::gathered() const {
 }
 
 size_t FlatShard::bytes() const {
+  if (encoded_) return encoded_->bytes();
   if (!values_.defined()) {
     size_t bytes = 0;
     for (const Member& member : parameter_.members()) bytes += member.tensor.nbytes();
@@ -152,6 +190,11 @@ size_t FlatShard::bytes() const {
 }
 
 void FlatShard::publish() {
+  if (encoded_) {
+    // The thread of updates opens what LZ4 has packed.
+    if (parameter_.plan().shard.size() > 1 || encoded_->is_lossless()) wait_updated();
+    return settle();
+  }
   const bool same = sent_.is_same(values_);
   if (parameter_.plan().shard.size() > 1 || !same) wait_updated();
   if (same) return;
@@ -169,6 +212,16 @@ void FlatShard::adopt_shown() {
   const FlatPlan& plan = parameter_.plan();
   const layout::Range block = parameter_.block();
   const at::Tensor now = line.narrow(0, block.begin, block.size()).to(values_.device());
+  if (encoded_) {
+    // What was not written keeps what its codes have not.
+    const auto dtype = plan.shard.size() == 1 ? plan.compute_dtype : plan.gather_dtype;
+    const at::Tensor shown = at::zeros({block.size()}, values_.options().dtype(dtype));
+    encoded_->decode_all(dtype, static_cast<std::byte*>(shown.data_ptr()));
+    open(/*to_write=*/true);
+    values_.copy_(
+        at::where(now.eq(shown.to(now.scalar_type())), values_, now.to(values_.scalar_type())));
+    return;
+  }
   if (plan.gather_dtype == plan.dtype) {
     values_.copy_(now);
   } else {

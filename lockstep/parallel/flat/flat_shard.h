@@ -12,6 +12,7 @@
 
 #include "lockstep/memory/budget.h"
 #include "lockstep/memory/queue.h"
+#include "lockstep/parallel/flat/encoded_shard.h"
 #include "lockstep/parallel/flat/flat_parameter.h"
 #include "lockstep/parallel/flat/stray_writes.h"
 
@@ -32,17 +33,26 @@ class FlatShard {
   // parameters (FlatPlan::is_own()), they stay the model's own. Collective.
   using ValueOf = std::function<at::Tensor(const optim::NamedParameter&)>;
   FlatShard(FlatParameter& parameter, const ValueOf& value_of);
+  ~FlatShard();
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
 
   // 1-d and untagged: for those who know what they do. Undefined where parameters are the model's
-  // own.
+  // own. Where they are encoded, there is memory behind it only after open().
   const at::Tensor& values() const { return values_; }
-  // What peers read: the values, or a copy of them in the type that travels.
+  // What peers read: the values, a copy of them in the type that travels, or their codes.
   const at::Tensor& sent() const { return sent_; }
   // The line that sent() is a part of, where parameters stay gathered.
   const at::Tensor& whole_line() const { return whole_line_; }
   std::shared_ptr<const FlatNames> names() const { return names_; }
+  // Null where the values are kept as they are.
+  const EncodedShard* encoded() const { return encoded_.get(); }
+  // By LZ4.
+  bool is_packed() const { return encoded_ && encoded_->is_lossless(); }
+  // Someone is about to read or write the values, past the model; nothing where they are not
+  // encoded. settle(): not any more; what was written is encoded. Const as wait_updated() is.
+  void open(bool to_write) const;
+  void settle() const;
   // For the optimizer. Empty for parameters that are not trained.
   const std::vector<OptimizedTensor>& optimized() const { return optimized_; }
   // This rank's rows of a parameter, tagged; the parameter itself where it is the model's own.
@@ -68,12 +78,14 @@ class FlatShard {
 
  private:
   at::Tensor memory_for(int64_t count, at::ScalarType dtype);
+  void make_encoded();
   void make(const ValueOf& value_of);
   void tag_values();
   void make_optimized();
 
   FlatParameter& parameter_;
   at::Tensor values_, sent_, whole_line_;
+  std::unique_ptr<EncodedShard> encoded_;
   c10::Storage storage_;  // the values' memory with a tag, for all other users
   std::shared_ptr<FlatNames> names_;
   std::vector<OptimizedTensor> optimized_;

@@ -31,9 +31,10 @@ GatheredResidence::GatheredResidence(FlatParameter& parameter, FlatShard& shard,
       environment_(environment) {
   if (plan_.shard.size() > 1 && plan_.rest_device.is_cpu())
     peers_ = comm::PeerMemory::open(shard.sent(), plan_.shard);
+  if (plan_.shard.size() > 1 && plan_.is_encoded()) plan_encoded_slices();
   if (!peers_) return;
   environment.one_sided = true;
-  plan_slices();
+  if (!plan_.is_encoded()) plan_slices();
 }
 
 at::Tensor GatheredResidence::line_memory(at::ScalarType dtype, c10::Device device) {
@@ -56,7 +57,35 @@ void GatheredResidence::plan_slices() {
   }
 }
 
+void GatheredResidence::plan_encoded_slices() {
+  constexpr int64_t kMost = int64_t{1} << 19;  // elements
+  static_assert(kMost % codec::kBlock == 0);
+  for (int rank = 0; rank < plan_.shard.size(); ++rank)
+    blocks_.push_back(encoded_block(parameter_, rank));
+  for (int step = 0; step < plan_.shard.size(); ++step) {
+    const int rank = (plan_.shard.rank() + step) % plan_.shard.size();  // each begins elsewhere
+    const auto part = static_cast<size_t>(rank);
+    const int64_t block = parameter_.layout().blocks[part].begin;
+    for (size_t tensor = 0; tensor < blocks_[part].tensors.size(); ++tensor) {
+      const layout::Range range = blocks_[part].tensors[tensor].range;
+      for (int64_t begin = 0; begin < range.size(); begin += kMost) {
+        slices_.push_back({rank, begin, block + range.begin + begin,
+                           std::min(kMost, range.size() - begin), tensor});
+      }
+    }
+  }
+}
+
+void GatheredResidence::decode_slice(const at::Tensor& line, const PeerSlice& slice,
+                                     const std::byte* sent) const {
+  const EncodedTensor& tensor = blocks_[static_cast<size_t>(slice.rank)].tensors[slice.tensor];
+  EncodedShard::decode(tensor, sent, slice.source, slice.count, line.scalar_type(),
+                       static_cast<std::byte*>(line.data_ptr()) +
+                           static_cast<size_t>(slice.target) * line.element_size());
+}
+
 void GatheredResidence::copy_slice(const at::Tensor& line, const PeerSlice& slice) const {
+  if (!blocks_.empty()) return decode_slice(line, slice, peers_->of(slice.rank));
   const auto size = static_cast<int64_t>(line.element_size());
   std::memcpy(static_cast<std::byte*>(line.data_ptr()) + slice.target * size,
               peers_->of(slice.rank) + slice.source * size,
@@ -64,6 +93,7 @@ void GatheredResidence::copy_slice(const at::Tensor& line, const PeerSlice& slic
 }
 
 void GatheredResidence::copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const {
+  if (!blocks_.empty()) return decode_slice(line, slice, peers_->of(slice.rank));
   const auto size = static_cast<int64_t>(line.element_size());
   // Only ever read; torch has no tensors of constant memory.
   auto* const source = const_cast<std::byte*>(peers_->of(slice.rank)) + slice.source * size;
@@ -89,7 +119,17 @@ void GatheredResidence::begin(bool beside_computation) {
   arriving_ = shard_.whole_line().defined() ? shard_.whole_line()
                                             : line_memory(plan_.gather_dtype, plan_.rest_device);
   if (!has_line) line_ = same ? arriving_ : line_memory(plan_.compute_dtype, plan_.device);
-  if (!peers_) {
+  if (!peers_ && !blocks_.empty()) {
+    std::vector<int64_t> counts;
+    int64_t sum = 0;
+    for (const EncodedBlock& block : blocks_) {
+      counts.push_back(static_cast<int64_t>(block.code_bytes));
+      sum += counts.back();
+    }
+    codes_ = at::empty({sum}, at::kByte);
+    gathering_ =
+        comm::all_gather(codes_, shard_.sent(), plan_.shard, {.counts = counts, .tag = plan_.name});
+  } else if (!peers_) {
     gathering_ = comm::all_gather(arriving_, shard_.sent(), plan_.shard,
                                   {.counts = parameter_.layout().counts(), .tag = plan_.name});
   } else if (beside_computation) {
@@ -104,6 +144,12 @@ void GatheredResidence::begin(bool beside_computation) {
 void GatheredResidence::wait() {
   if (pulling_.valid()) pull(arriving_);
   std::exchange(gathering_, {}).wait();
+  if (!codes_.defined()) return;
+  std::vector<const std::byte*> sent{static_cast<const std::byte*>(codes_.data_ptr())};
+  for (const EncodedBlock& block : blocks_) sent.push_back(sent.back() + block.code_bytes);
+  for (const PeerSlice& slice : slices_)
+    decode_slice(arriving_, slice, sent[static_cast<size_t>(slice.rank)]);
+  codes_.reset();
 }
 
 void GatheredResidence::finish() {

@@ -46,8 +46,12 @@ class GatheredResidence : public Residence {
     int64_t source;  // elements into what that rank sends
     int64_t target;  // elements into the line
     int64_t count;
+    size_t tensor = 0;  // where parameters are encoded: of the rank's block, and `source` is in it
   };
   void plan_slices();
+  void plan_encoded_slices();
+  // From what the slice's rank sends.
+  void decode_slice(const at::Tensor& line, const PeerSlice& slice, const std::byte* sent) const;
   void copy_slice(const at::Tensor& line, const PeerSlice& slice) const;
   // The same by torch's threads: for the thread that computes.
   void copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const;
@@ -57,8 +61,10 @@ class GatheredResidence : public Residence {
 
   std::optional<comm::PeerMemory> peers_;
   std::vector<PeerSlice> slices_;
-  at::Tensor arriving_;  // where the line is gathered, if that is not where it is used
-  at::Tensor copy_;      // of the line, on the host
+  std::vector<EncodedBlock> blocks_;  // of all ranks, where parameters are encoded
+  at::Tensor codes_;                  // of all ranks, gathered where nobody can read another's
+  at::Tensor arriving_;               // where the line is gathered, if that is not where it is used
+  at::Tensor copy_;                   // of the line, on the host
   bool copy_is_valid_ = false;
   comm::Work gathering_;
   CopyThread::Job pulling_;

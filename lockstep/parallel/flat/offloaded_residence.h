@@ -19,7 +19,7 @@ class OffloadedResidence : public GatheredResidence {
 };
 
 // This rank's alone and as the model sees them: copied from host memory by a queue.
-class HostResidence final : public OffloadedResidence {
+class HostResidence : public OffloadedResidence {
  public:
   using OffloadedResidence::OffloadedResidence;
 
@@ -27,9 +27,28 @@ class HostResidence final : public OffloadedResidence {
   void begin(bool beside_computation) override;
   void wait() override;
   void finish() override {}
+  // From the shard into line_.
+  virtual void queue_copy(memory::Queue& fetch);
+
+  memory::Event fetched_;
+};
+
+// This rank's alone, encoded there. The queue's thread decodes them into the line. On CUDA their
+// codes are copied, and a kernel on a stream of its own decodes them when they are needed; what LZ4
+// has packed is unpacked by the thread that computes.
+class EncodedResidence final : public HostResidence {
+ public:
+  using HostResidence::HostResidence;
+
+ protected:
+  bool has_room() const override;
+  void queue_copy(memory::Queue& fetch) override;
+  void wait() override;
 
  private:
-  memory::Event fetched_;
+  bool decodes_there() const;
+
+  at::Tensor codes_;  // on the device
 };
 
 }  // namespace lockstep::parallel::detail

@@ -32,6 +32,8 @@ std::unique_ptr<Residence> make_residence(FlatParameter& parameter, FlatShard& s
   const FlatPlan& plan = parameter.plan();
   if (plan.is_in_place()) return std::make_unique<InPlaceResidence>(parameter, shard);
   if (!plan.offload) return std::make_unique<GatheredResidence>(parameter, shard, environment);
+  if (plan.shard.size() == 1 && plan.is_encoded())
+    return std::make_unique<EncodedResidence>(parameter, shard, environment);
   if (plan.shard.size() == 1 && !plan.casts_inputs() && plan.offload->params == layout::Tier::host)
     return std::make_unique<HostResidence>(parameter, shard, environment);
   return std::make_unique<OffloadedResidence>(parameter, shard, environment);

@@ -41,6 +41,16 @@ struct OffloadStats {
   // Where things rest: bytes of parameters, gradients and state by tier.
   int64_t params_on_device = 0, params_on_host = 0;
   int64_t state_on_device = 0, state_on_host = 0, state_on_disk = 0;
+  // What rests outside the device, by kind: bytes as it is kept, measured, and as it would be kept
+  // without its codec. Of coded parameters (bf16, int8, quantization) that is the whole float32
+  // master; of gradients, what a backward leaves; of state, the optimizer's, once there is one.
+  struct Kept {
+    int64_t bytes = 0, plain = 0;
+    double ratio() const {
+      return plain == 0 ? 1 : static_cast<double>(bytes) / static_cast<double>(plain);
+    }
+  };
+  Kept params_kept = {}, grads_kept = {}, state_kept = {};
   UpdateSite site = UpdateSite::automatic;
 };
 // Zeros for a model that is not offloaded.

@@ -32,6 +32,13 @@ std::vector<optim::NamedParameter> parameters_of(const ShardedModel& model) {
   return model.named_parameters();
 }
 
+// State is about to be read or written together with its parameters: a coded parameter's are its
+// codes, into which what others wrote goes first; others' are their values.
+void expose(const Flat& flat, bool to_write) {
+  if (flat.shard.is_packed()) return flat.shard.open(to_write);
+  flat.shard.settle();
+}
+
 const std::shared_ptr<OffloadTiers>& tiers_of(const ShardedModel& model) {
   const auto& engine = model.shared()->engine;
   if (!engine || !engine->tiers())
@@ -52,6 +59,7 @@ struct OffloadedAdamW::State {
     optim::NamedParameter parameter;
     size_t group;
     std::unique_ptr<OffloadedState> state;
+    Flat* flat = nullptr;
     at::Tensor step = at::zeros({}, at::kLong);
     bool updated = false;  // in this step already
     // Shown to others, who keep them: 12 bytes of an element are too many to hold for the next
@@ -133,10 +141,13 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
       const auto& [name, tensor, range, first, end] = optimized[i];
       const auto found = place.find(tensor.unsafeGetTensorImpl());
       if (found == place.end()) continue;
-      tensors[found->second].state =
-          std::make_unique<OffloadedState>(name, flat.plan().offload->states[i],
-                                           flat.shard.values().narrow(0, range.begin, range.size()),
-                                           flat.plan().offload->params, tiers);
+      const detail::EncodedShard* const encoded = flat.shard.encoded();
+      const bool coded = encoded != nullptr && !flat.shard.is_packed();
+      tensors[found->second].flat = &flat;
+      tensors[found->second].state = std::make_unique<OffloadedState>(
+          name, flat.plan().offload->states[i],
+          flat.shard.values().narrow(0, range.begin, range.size()), flat.plan().offload->params,
+          tiers, coded ? encoded->array(encoded->block().tensors[i]) : codec::CodedArray{});
       offloaded.tensors.push_back(found->second);
     }
     model.flats.emplace(f, std::move(offloaded));
@@ -148,6 +159,7 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
 void OffloadedAdamW::State::hold_values(Model& model) {
   wait();
   for (const auto& [index, flat] : model.flats) {
+    expose(*flat.flat, /*to_write=*/false);
     for (const size_t i : flat.tensors) tensors[i].state->hold_values();
   }
 }
@@ -162,6 +174,14 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
   };
   std::vector<TensorUpdate> updates;
   std::vector<at::Tensor> gradients;
+  const detail::FlatShard& shard = offloaded.flat->shard;
+  if (shard.is_packed()) shard.wait_updated();  // the driver opens and settles it too
+  for (const size_t i : offloaded.tensors) {
+    if (!tensors[i].state->holds_values()) continue;
+    expose(*offloaded.flat, /*to_write=*/true);
+    tensors[i].state->adopt_values();
+  }
+  shard.settle();  // what others wrote
   const memory::Event ready = memory::computed(tiers.device);
   for (const size_t i : offloaded.tensors) {
     Tensor& tensor = tensors[i];
@@ -175,7 +195,6 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     }
     optim::announce_read(gradient);
     const bool on_host = offloaded.flat->offloaded->is_on_host(gradient);
-    tensor.state->adopt_values();
     if (tiers.updates_in_backward()) {
       gradients.push_back(gradient);
       // What everybody has counts once.
@@ -202,10 +221,15 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
   }
   memory::LaterEvent read, written;
   tiers.driver->run(
-      [updates = std::move(updates), ring = model.ring, read, written]() mutable {
+      [updates = std::move(updates), ring = model.ring, read, written, &shard]() mutable {
         const at::NoGradGuard no_grad;
+        if (shard.is_packed()) shard.open(/*to_write=*/true);
         detail::UpdateEvents done;  // each is after those before it
         for (const TensorUpdate& each : updates) done = ring->update(*each.state, each.input);
+        if (shard.is_packed()) {
+          done.written.wait();
+          shard.settle();
+        }
         read.set(done.read);
         written.set(done.written);
       },
@@ -320,6 +344,7 @@ void OffloadedAdamW::refresh(const std::string& name) {
   float* const master = fill(".master", tensor.master);
   if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
   state_->wait();
+  expose(*tensor.flat, /*to_write=*/false);
   tensor.state->unpack(exp_avg, exp_avg_sq, master);
 }
 
@@ -336,6 +361,7 @@ void OffloadedAdamW::adopt(const std::string& name) {
   const float* const master = take(tensor.master);
   if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
   state_->wait();
+  expose(*tensor.flat, /*to_write=*/true);
   tensor.state->pack(exp_avg, exp_avg_sq, master);
 }
 
@@ -376,6 +402,18 @@ OffloadStats offload_stats(const ShardedModel& model) {
     const detail::FlatOffload& offload = *flat->plan().offload;
     (offload.params == Tier::device ? stats.params_on_device : stats.params_on_host) +=
         bytes(flat->shard.bytes());
+    if (offload.params != Tier::device) {
+      const detail::EncodedShard* const encoded = flat->shard.encoded();
+      stats.params_kept.bytes += bytes(flat->shard.bytes());
+      stats.params_kept.plain +=
+          bytes(encoded != nullptr ? encoded->plain_bytes() : flat->shard.bytes());
+    }
+    if (offload.grads != Tier::device && flat->plan().trained && !tiers.updates_in_backward()) {
+      const int64_t kept = bytes(static_cast<size_t>(flat->shard.values().numel()) *
+                                 c10::elementSize(flat->plan().gradient_dtype));
+      stats.grads_kept.bytes += kept;
+      stats.grads_kept.plain += offload.grad_codec == codec::Codec::bf16 ? 2 * kept : kept;
+    }
     for (const detail::StatePlan& state : offload.states) {
       for (const detail::StateSlice& slice : state.slices) {
         int64_t& sum = slice.tier == Tier::device ? stats.state_on_device
@@ -385,6 +423,7 @@ OffloadStats offload_stats(const ShardedModel& model) {
       }
     }
   }
+  stats.state_kept = {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain};
   stats.site = tiers.site;
   return stats;
 }

@@ -177,9 +177,11 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
           break;
         case Tag::Kind::shard:
           if (const auto engine = tag->engine.lock(); engine && !views) {
-            engine->flats()[tag->flat]->shard.wait_updated();
-            if (is_write && !changes_no_values(schema.name()))
-              engine->window().before_write(*tag, tensor);
+            const FlatShard& shard = engine->flats()[tag->flat]->shard;
+            const bool changes = is_write && !changes_no_values(schema.name());
+            shard.wait_updated();
+            if (changes) engine->window().before_write(*tag, tensor);
+            shard.open(changes);
           }
           break;
         case Tag::Kind::parameter:

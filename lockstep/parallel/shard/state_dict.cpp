@@ -48,6 +48,7 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
                                     .view(member.shape)
                                     .to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
       }
+      flat->shard.settle();
     }
   }
   std::vector<optim::NamedTensor> all;

@@ -18,7 +18,10 @@ using layout::StateSlice;
 struct FlatOffload {
   std::shared_ptr<OffloadTiers> tiers;
   layout::Tier params = layout::Tier::device, grads = layout::Tier::device;
-  std::vector<StatePlan> states = {};  // in the order of Flat::optimized()
+  codec::Codec param_codec = codec::Codec::none;  // of parameters on the host
+  codec::Codec grad_codec = codec::Codec::none;   // and of gradients there
+  std::vector<bool> embeddings = {};              // which of the flat's parameters are
+  std::vector<StatePlan> states = {};             // in the order of Flat::optimized()
 };
 
 }  // namespace lockstep::parallel::detail

@@ -55,6 +55,8 @@ OffloadTiers::OffloadTiers(layout::OffloadOptions given, c10::Device given_devic
       fetch(memory::make_queue(device,
                                {.rank = rank, .name = "parameters to device", .paced = true})),
       send(memory::make_queue(device, {.rank = rank, .name = "gradients from device"})),
+      decode(
+          memory::make_queue(device, {.rank = rank, .name = "decode parameters", .urgent = true})),
       in(memory::make_queue(
           device, {.rank = rank, .name = "state to device", .paced = true, .behind = fetch})),
       home(memory::make_queue(device,
@@ -144,7 +146,7 @@ void OffloadTiers::announce_foreign_writes() const {
 void OffloadTiers::wait() const noexcept {
   wait_for({driver});  // which fills the others
   wait_for_updates();
-  wait_for({fetch, send});
+  wait_for({fetch, send, decode});
 }
 
 void OffloadTiers::wait_for_updates() const noexcept { wait_for({in, work, home, out}); }

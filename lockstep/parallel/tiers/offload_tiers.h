@@ -30,6 +30,11 @@ struct TierTraffic {
   std::atomic<int64_t> from_disk = 0, to_disk = 0;
 };
 
+// Optimizer state outside the device: bytes as they are kept, and without codecs.
+struct KeptState {
+  std::atomic<int64_t> bytes = 0, plain = 0;
+};
+
 // The optimizer of an offloaded model.
 class OffloadedUpdater {
  public:
@@ -55,9 +60,11 @@ class OffloadTiers {
   // update, so updates have queues of their own: state to the device and from it, parameters from
   // it (the next forward waits for them, not for the state beside them), for what is computed
   // there beside the model, and a thread that drives them.
-  const std::shared_ptr<memory::Queue> fetch, send, in, home, out, work, driver;
+  // `decode` is for kernels that decode parameters.
+  const std::shared_ptr<memory::Queue> fetch, send, decode, in, home, out, work, driver;
   std::optional<memory::DiskStore> disk;
   TierTraffic traffic;
+  KeptState kept;
   std::weak_ptr<OffloadedUpdater> updater;
   // Hands a flat's gradients to it; Error where there is none.
   void take_gradients(size_t flat) const;

@@ -23,10 +23,12 @@ std::shared_ptr<std::byte> plain_memory(size_t bytes) {
 }  // namespace
 
 OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor values,
-                               layout::Tier params, std::shared_ptr<OffloadTiers> tiers)
+                               layout::Tier params, std::shared_ptr<OffloadTiers> tiers,
+                               codec::CodedArray weight)
     : name_(std::move(name)),
       plan_(std::move(plan)),
       values_(std::move(values)),
+      weight_(weight),
       params_(params),
       tiers_(std::move(tiers)) {
   const std::string what = "optimizer state of " + name_;
@@ -44,8 +46,27 @@ OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor valu
     }
     slices_.push_back(std::move(slice));
     Slice& made = slices_.back();
-    if (place.tier != Tier::device && !made.memory) store(made, plain_memory(made.bytes));
+    if (place.tier == Tier::device) continue;
+    const optim::PackedFormat plain{.param = plan_.format.param};
+    tiers_->kept.plain += static_cast<int64_t>(optim::packed_layout(plain, place.count).total);
+    if (!made.memory) store(made, plain_memory(made.bytes));
+    if (made.memory) tiers_->kept.bytes += static_cast<int64_t>(made.bytes);
   }
+}
+
+OffloadedState::~OffloadedState() {
+  for (const Slice& slice : slices_) {
+    if (slice.place.tier == Tier::device) continue;
+    const optim::PackedFormat plain{.param = plan_.format.param};
+    tiers_->kept.plain -=
+        static_cast<int64_t>(optim::packed_layout(plain, slice.place.count).total);
+    tiers_->kept.bytes -= static_cast<int64_t>(kept_bytes(slice));
+  }
+}
+
+size_t OffloadedState::kept_bytes(const Slice& slice) const {
+  if (slice.memory) return slice.bytes;
+  return slice.place.tier == Tier::disk ? slice.block_bytes : slice.packed.size();
 }
 
 const at::Tensor& OffloadedState::host_values() {
@@ -99,6 +120,12 @@ void OffloadedState::prefetch(const Slice& slice) {
 
 void OffloadedState::store(Slice& slice, std::shared_ptr<std::byte> memory) {
   if (slice.memory) return;  // it is there
+  const size_t before = kept_bytes(slice);
+  store_packed(slice, std::move(memory));
+  tiers_->kept.bytes += static_cast<int64_t>(kept_bytes(slice)) - static_cast<int64_t>(before);
+}
+
+void OffloadedState::store_packed(Slice& slice, std::shared_ptr<std::byte> memory) {
   if (slice.place.tier == Tier::disk) {
     if (plan_.lossless) {
       auto packed = std::make_shared<std::vector<std::byte>>(
@@ -146,7 +173,8 @@ void OffloadedState::unpack(float* exp_avg, float* exp_avg_sq, float* master) {
                   {.param = at_element(values, begin),
                    .grad = nullptr,
                    .state = state,
-                   .elements = slice.place.count},
+                   .elements = slice.place.count,
+                   .weight = weight_at(begin)},
                   {.exp_avg = from(exp_avg, begin),
                    .exp_avg_sq = from(exp_avg_sq, begin),
                    .master = from(master, begin)});
@@ -169,10 +197,13 @@ void OffloadedState::pack(const float* exp_avg, const float* exp_avg_sq, const f
     const PackedSlice packed{.param = at_element(values, begin),
                              .grad = nullptr,
                              .state = state,
-                             .elements = slice.place.count};
+                             .elements = slice.place.count,
+                             .weight = weight_at(begin)};
     const optim::UnpackedState all{.exp_avg = from(exp_avg, kept[0]),
                                    .exp_avg_sq = from(exp_avg_sq, kept[1]),
-                                   .master = has_master ? from(master, kept[2]) : nullptr};
+                                   .master = has_master || (is_coded() && master != nullptr)
+                                                 ? from(master, kept[2])
+                                                 : nullptr};
     optim::unpack(plan_.format, packed,
                   {.exp_avg = exp_avg == nullptr ? all.exp_avg : nullptr,
                    .exp_avg_sq = exp_avg_sq == nullptr ? all.exp_avg_sq : nullptr,

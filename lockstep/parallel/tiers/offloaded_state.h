@@ -23,9 +23,13 @@ inline std::byte* at_element(const at::Tensor& tensor, int64_t index) {
 class OffloadedState {
  public:
   // `values`: the parameter, 1-d; `params`: where it rests. Zero moments, and nothing beyond the
-  // parameter.
+  // parameter. `weight`: the parameter itself, in host memory, where it is coded; there need be no
+  // memory behind `values` then.
   OffloadedState(std::string name, StatePlan plan, at::Tensor values, layout::Tier params,
-                 std::shared_ptr<OffloadTiers> tiers);
+                 std::shared_ptr<OffloadTiers> tiers, codec::CodedArray weight = {});
+  ~OffloadedState();
+  OffloadedState(const OffloadedState&) = delete;
+  OffloadedState& operator=(const OffloadedState&) = delete;
 
   struct Slice {
     StateSlice place;
@@ -42,6 +46,11 @@ class OffloadedState {
   const StatePlan& plan() const { return plan_; }
   const at::Tensor& values() const { return values_; }
   bool params_on_host() const { return params_ == layout::Tier::host; }
+  bool is_coded() const { return weight_.codec != codec::Codec::none; }
+  // From an element on, which is the first of a slice.
+  codec::CodedArray weight_at(int64_t begin) const {
+    return is_coded() ? weight_.from(begin) : codec::CodedArray{};
+  }
   std::vector<Slice>& slices() { return slices_; }
   // The parameter in host memory, for updates on the CPU: itself, or a copy that is kept beside it.
   // By the driver.
@@ -50,6 +59,7 @@ class OffloadedState {
   // more it wins, as for other optimizers.
   void hold_values();
   void adopt_values();
+  bool holds_values() const { return held_.defined(); }
 
   // Bytes of a slice as computed with, from wherever they rest outside the device. By the driver,
   // or while it has nothing to do.
@@ -64,12 +74,16 @@ class OffloadedState {
   void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
 
  private:
+  // How many bytes a slice is kept in, outside the device.
+  size_t kept_bytes(const Slice& slice) const;
+  void store_packed(Slice& slice, std::shared_ptr<std::byte> memory);
   template <class Visit>
   void for_each_on_host(const Visit& visit);
 
   std::string name_;
   StatePlan plan_;
   at::Tensor values_;
+  codec::CodedArray weight_;
   layout::Tier params_;
   std::shared_ptr<OffloadTiers> tiers_;
   std::vector<Slice> slices_;

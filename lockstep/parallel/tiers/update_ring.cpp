@@ -13,7 +13,6 @@ using layout::slot_layout;
 using layout::SlotLayout;
 using layout::Tier;
 using layout::UpdateSite;
-using optim::PackedFormat;
 using optim::PackedSlice;
 
 }  // namespace
@@ -36,6 +35,31 @@ void UpdateRing::compute(const OffloadedState& state, const PackedSlice& slice,
   } else {
     tiers_->work->run([=] { optim::packed_adamw(format, slice, factors); }, state.name());
   }
+}
+
+codec::CodedArray UpdateRing::coded_at(const PackedFormat& format, std::byte* memory,
+                                       int64_t elements) {
+  const auto layout = codec::coded_layout(format.weight, elements);
+  const bool scaled = codec::scales_size(format.weight, elements) > 0;
+  return {.codec = format.weight,
+          .codes = memory,
+          .scales = scaled ? reinterpret_cast<float*>(memory + layout.scales) : nullptr,
+          .remainder = reinterpret_cast<int8_t*>(memory + layout.remainder)};
+}
+
+void UpdateRing::copy_coded(memory::Queue& queue, Way way, const OffloadedState& state,
+                            const StateSlice& place, std::byte* memory) {
+  const PackedFormat& format = state.plan().format;
+  const codec::CodedArray here = coded_at(format, memory, place.count);
+  const codec::CodedArray there = state.weight_at(place.begin);
+  const auto copy = [&](void* on_device, void* on_host, size_t bytes) {
+    if (bytes == 0) return;
+    if (way == Way::in) tiers_->to_device(queue, on_device, on_host, bytes, state.name());
+    if (way == Way::home) tiers_->to_host(queue, on_host, on_device, bytes, state.name());
+  };
+  copy(here.codes, there.codes, codec::codes_size(format.weight, place.count));
+  copy(here.scales, there.scales, codec::scales_size(format.weight, place.count));
+  copy(here.remainder, there.remainder, static_cast<size_t>(place.count));
 }
 
 size_t UpdateRing::next_begin(size_t bytes) const {
@@ -65,7 +89,9 @@ void UpdateRing::fetch(const Item& item) {
     }
     tiers.copy_in(slot.memory, slot.source.get(), slice->bytes, state->name());
   }
-  if (state->params_on_host()) {
+  if (state->is_coded()) {
+    copy_coded(*tiers.in, Way::in, *state, place, slot.memory + layout.param);
+  } else if (state->params_on_host()) {
     tiers.copy_in(slot.memory + layout.param, at_element(state->values(), place.begin),
                   static_cast<size_t>(place.count) * size_of(format.param), state->name());
   }
@@ -135,6 +161,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   Slot& slot = slot_for(item);
   if (moves_state) packed.state = slot.memory;
   void* const home = packed.param;
+  if (state.is_coded()) packed.weight = coded_at(format, slot.memory + layout.param, count);
   if (state.params_on_host()) packed.param = slot.memory + layout.param;
   if (input.gradient_on_host) {
     void* const here = slot.memory + layout.grad;
@@ -151,7 +178,11 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   memory::Event written = updated, done = updated;
   if (state.params_on_host()) {
     tiers.home->wait(updated);
-    tiers.to_host(*tiers.home, home, packed.param, param_bytes, state.name());
+    if (state.is_coded()) {
+      copy_coded(*tiers.home, Way::home, state, slice.place, slot.memory + layout.param);
+    } else {
+      tiers.to_host(*tiers.home, home, packed.param, param_bytes, state.name());
+    }
     written = done = slice.saved = tiers.home->record();
   }
   if (moves_state) {
@@ -232,7 +263,8 @@ UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput&
                                      ? at_element(input.gradient, begin)
                                      : static_cast<std::byte*>(gradient_stages_[i % 2].data_ptr()),
                          .state = memory.get(),
-                         .elements = count},
+                         .elements = count,
+                         .weight = state.weight_at(begin)},
                         input.factors);
     state.store(slice, memory);
     if (!state.params_on_host()) {

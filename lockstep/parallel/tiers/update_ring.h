@@ -16,6 +16,8 @@
 
 namespace lockstep::parallel::detail {
 
+using optim::PackedFormat;
+
 // What an update is made with.
 struct UpdateInput {
   at::Tensor gradient;  // 1-d
@@ -79,6 +81,12 @@ class UpdateRing {
   UpdateEvents update_on_cpu(OffloadedState& state, const UpdateInput& input);
   void compute(const OffloadedState& state, const optim::PackedSlice& slice,
                const optim::AdamWFactors& factors);
+  // A coded parameter's place in the ring, and copies between the two by the queue.
+  static codec::CodedArray coded_at(const PackedFormat& format, std::byte* memory,
+                                    int64_t elements);
+  enum class Way { in, home };
+  void copy_coded(memory::Queue& queue, Way way, const OffloadedState& state,
+                  const StateSlice& place, std::byte* memory);
   // Where the next slice of so many bytes begins.
   size_t next_begin(size_t bytes) const;
   size_t next_round() const { return (next_ + size_ - 1) / size_ * size_; }

@@ -112,6 +112,39 @@ TEST(OffloadPlan, StateIsEncodedWhereverItRests) {
   EXPECT_LT(device_bytes_of_states(plan), 4 * all);
 }
 
+// Parameters are their own masters where they are coded: state has two bytes less.
+TEST(OffloadPlan, ParametersAndGradientsAreEncodedOnTheHost) {
+  TrainConfig config = large_offloaded();
+  config.offload = {.device_limit = 100 * kMB,
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme}};
+  const auto kept = [&](layout::StateCodecs codecs, config::Precision dtype) {
+    config.offload.codec = codecs;
+    config.train.dtype = dtype;
+    return only_plan(config).on_host;
+  };
+  const auto all = static_cast<double>(model_of(config).parameters());
+  const auto float32 = config::Precision::float32, bfloat16 = config::Precision::bfloat16;
+  const auto expect = [&](const layout::KindBytes& bytes, double params, double grads,
+                          double states) {
+    // A tenth: embeddings have three bytes where others have two, and blocks have whole pages.
+    EXPECT_NEAR(static_cast<double>(bytes.params) / all, params, 0.1 * params);
+    EXPECT_NEAR(static_cast<double>(bytes.grads) / all, grads, 0.1 * grads);
+    EXPECT_NEAR(static_cast<double>(bytes.states) / all, states, 0.1 * states);
+  };
+  expect(kept({}, float32), 4, 4, 8);
+  expect(kept({.params = Codec::bf16, .grads = Codec::bf16}, float32), 3, 2, 8);
+  expect(kept({}, bfloat16), 2, 2, 10);
+  expect(kept({.params = Codec::bf16, .grads = Codec::bf16}, bfloat16), 3, 2, 8);
+  const auto int8 = kept({.params = Codec::int8, .grads = Codec::bf16}, bfloat16);
+  EXPECT_LT(static_cast<double>(int8.params) / all, 2.5);
+  EXPECT_EQ(int8.states, kept({.params = Codec::bf16}, bfloat16).states);
+  // What stays on the device is not encoded.
+  config.offload.device_limit = 64 * 1024 * kMB;
+  config.offload.param_budget = 32 * 1024 * kMB;
+  EXPECT_EQ(kept({.params = Codec::int8}, bfloat16).sum(), 0);
+  EXPECT_EQ(only_plan(config).flats[1].states[0].format.weight, Codec::none);
+}
+
 TEST(OffloadPlan, SlicesAreBounded) {
   TrainConfig config = large_offloaded();
   config.model.vocab = 20000;  // 10.24 million elements

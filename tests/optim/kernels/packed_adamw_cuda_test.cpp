@@ -53,6 +53,71 @@ void expect_same_bits(const PackedFormat& format, int64_t elements, int64_t shif
   }
 }
 
+// A coded parameter: codes, scales and remainders, and what a model computes with.
+void expect_same_codes(const PackedFormat& format, int64_t elements) {
+  const auto count = static_cast<size_t>(elements);
+  const auto layout = codec::coded_layout(format.weight, elements);
+  at::Tensor weight = at::zeros({static_cast<int64_t>(layout.total)}, at::kByte);
+  at::Tensor state =
+      at::zeros({static_cast<int64_t>(packed_layout(format, elements).total)}, at::kByte);
+  const auto array = [&](const at::Tensor& memory) {
+    auto* const base = static_cast<std::byte*>(memory.data_ptr());
+    const bool scaled = codec::scales_size(format.weight, elements) > 0;
+    return codec::CodedArray{format.weight, base,
+                             scaled ? reinterpret_cast<float*>(base + layout.scales) : nullptr,
+                             reinterpret_cast<int8_t*>(base + layout.remainder)};
+  };
+  codec::split(random_values(count, 11).data(), array(weight), elements);
+  const at::Tensor device_weight = weight.cuda(), device_state = state.cuda();
+  void* const stream = c10::cuda::getCurrentCUDAStream().stream();
+  for (int step = 1; step <= 5; ++step) {
+    auto values = random_values(count, step);
+    const Array grads(format.grad, values);
+    const at::Tensor grad = on_cpu(grads.data(), count * size_of(format.grad)).cuda();
+    packed_adamw(format,
+                 {.param = nullptr,
+                  .grad = grads.data(),
+                  .state = static_cast<std::byte*>(state.data_ptr()),
+                  .elements = elements,
+                  .weight = array(weight)},
+                 factors_of_step(step));
+    optim::cuda::launch_packed_adamw(format,
+                                     {.param = nullptr,
+                                      .grad = grad.data_ptr(),
+                                      .state = static_cast<std::byte*>(device_state.data_ptr()),
+                                      .elements = elements,
+                                      .weight = array(device_weight)},
+                                     factors_of_step(step), stream);
+    ASSERT_TRUE(at::equal(device_weight.cpu(), weight)) << step;
+    ASSERT_TRUE(at::equal(device_state.cpu(), state)) << step;
+  }
+  at::Tensor decoded = at::empty({elements}), there = at::empty({elements}, at::kCUDA);
+  codec::decode_codes(array(weight), decoded.data_ptr<float>(), elements);
+  optim::cuda::launch_decode(array(device_weight), elements, DType::float32, there.data_ptr(),
+                             stream);
+  EXPECT_TRUE(at::equal(there.cpu(), decoded));
+  there = at::empty({elements}, at::TensorOptions().dtype(at::kBFloat16).device(at::kCUDA));
+  optim::cuda::launch_decode(array(device_weight), elements, DType::bfloat16, there.data_ptr(),
+                             stream);
+  EXPECT_TRUE(at::equal(there.cpu(), decoded.to(at::kBFloat16)));
+}
+
+TEST(PackedAdamWCuda, CodedParametersHaveTheCpusBits) {
+  for (const Codec weight : {Codec::bf16, Codec::int8, Codec::quantization}) {
+    for (const DType grad : {DType::float32, DType::bfloat16}) {
+      for (const int64_t elements : {int64_t{1}, int64_t{700}, int64_t{5000}}) {
+        expect_same_codes({.param = DType::float32, .grad = grad, .weight = weight}, elements);
+        expect_same_codes({.param = DType::float32,
+                           .grad = grad,
+                           .exp_avg = Codec::int8,
+                           .exp_avg_sq = Codec::quantization,
+                           .weight = weight},
+                          elements);
+      }
+    }
+  }
+}
+
 TEST(PackedAdamWCuda, HasTheCpusBits) {
   for (const auto& [param, grad] : {std::pair{DType::float32, DType::float32},
                                     {DType::bfloat16, DType::bfloat16},

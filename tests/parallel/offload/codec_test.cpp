@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer state that is kept in fewer bytes: the same bits where nothing is lost, and nearly the
-// same loss where something is.
+// Parameters, gradients and optimizer state that are kept in fewer bytes: the same bits where
+// nothing is lost, and nearly the same loss where something is.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -40,6 +41,195 @@ TEST(OffloadCodec, LosslessHasTheSameBits) {
       });
     }
   }
+}
+
+// ---- parameters and gradients ----
+
+TEST(OffloadCodec, LosslessParametersHaveTheSameBits) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const bool use_orig_params : {true, false}) {
+      const OffloadRun run{.dtype = dtype, .clip = 0, .use_orig_params = use_orig_params};
+      const OffloadCurve plain = train_offloaded({}, run, {});
+      const OffloadCurve moved =
+          train_offloaded({}, run, kept_as("lossless,params=lossless", UpdateSite::cpu));
+      ASSERT_EQ(plain.losses, moved.losses);
+      EXPECT_TRUE(plain == moved);
+      EXPECT_GT(moved.stats.params_kept.plain, 0);
+      EXPECT_LT(moved.stats.params_kept.ratio(), 1.01);  // what does not shrink is kept as it is
+      EXPECT_LT(moved.stats.state_kept.ratio(), 1.01);
+      EXPECT_NE(moved.stats.state_kept.ratio(), 1);
+    }
+  }
+  using testing::AllOf, testing::HasSubstr, testing::ThrowsMessage;
+  EXPECT_THAT(
+      [] {
+        comm::run_threads(2, [](const comm::Group& group) {
+          train_offloaded(group, {}, kept_as("params=lossless", UpdateSite::cpu));
+        });
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("params=lossless"), HasSubstr("2 ranks share"))));
+}
+
+// What docs/offload.md says of the loss: relative to the run without codecs, in every step.
+struct Bound {
+  const char* params;
+  double loss, ratio;
+};
+constexpr Bound kBounds[] = {
+    {"bf16", 0.005, 0.79}, {"int8", 0.01, 0.56}, {"quantization", 0.02, 0.56}};
+
+TEST(OffloadCodec, CodedParametersAndGradientsTrainNearlyAsWell) {
+  for (const int ranks : {1, 2}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const OffloadRun run{.layers = 4, .steps = 20, .dtype = dtype};
+      comm::run_threads(ranks, [&](const comm::Group& group) {
+        const OffloadCurve plain = train_offloaded(group, run, everything());
+        for (const auto& [params, bound, ratio] : kBounds) {
+          const std::string codecs = std::string("params=") + params + ",grads=bf16";
+          const auto trained = [&](UpdateSite site) {
+            return train_offloaded(group, run, kept_as(codecs.c_str(), site));
+          };
+          const OffloadCurve coded = trained(UpdateSite::cpu);
+          EXPECT_NE(coded.losses, plain.losses) << codecs;  // something is lost
+          for (size_t step = 0; step < plain.losses.size(); ++step) {
+            EXPECT_NEAR(coded.losses[step], plain.losses[step], bound * plain.losses[step])
+                << codecs << ", step " << step << ", " << ranks << " ranks";
+          }
+          EXPECT_LT(coded.losses.back(), 0.95 * coded.losses.front());
+          // Both sites have the same bits.
+          EXPECT_TRUE(coded == trained(UpdateSite::device)) << codecs;
+          // And it is smaller: what was taken of the host's budget, not what was computed.
+          EXPECT_LT(coded.stats.params_kept.ratio(), ratio) << codecs;
+          EXPECT_EQ(coded.stats.grads_kept.ratio(), dtype == at::kFloat ? 0.5 : 1.0);
+          const double saved = static_cast<double>(plain.stats.host_bytes - coded.stats.host_bytes);
+          const double elements = 4. * 112 * 112 / ranks;
+          EXPECT_GT(saved / elements, (1 - ratio) * 4 - 0.3 + (dtype == at::kFloat ? 2 : 0))
+              << codecs << ": bytes of a parameter";
+        }
+      });
+    }
+  }
+}
+
+// What all ranks gather, and what each computes with, is the same.
+TEST(OffloadCodec, CodedParametersAreTheSameOnEveryRank) {
+  for (const char* codecs : {"params=bf16", "params=int8", "params=quantization"}) {
+    for (const bool use_orig_params : {true, false}) {
+      comm::run_threads(3, [&](const comm::Group& group) {
+        Tower model(2, 45);
+        fill_parameters(*model, 3);
+        OffloadOptions offload = kept_as(codecs, UpdateSite::cpu);
+        auto sharded = parallel::fully_shard(*model, group,
+                                             {.units = parallel::ByType{{"Layer"}},
+                                              .min_num_params = 100,
+                                              .use_orig_params = use_orig_params,
+                                              .offload = offload});
+        parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-2});
+        for (int step = 0; step < 2; ++step) {
+          model->forward(at::ones({2, 45}) * (1 + group.rank())).square().mean().backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const auto whole = sharded.full_state_dict();
+        const auto summon = sharded.summon();
+        for (const auto& item : model->named_parameters()) {
+          const at::Tensor mine = item.value().detach().clone();
+          at::Tensor all = at::empty({3, mine.numel()});
+          comm::all_gather(all, mine.view({1, -1}), group).wait();
+          EXPECT_TRUE(all[0].equal(all[1]) && all[0].equal(all[2])) << codecs << item.key();
+          for (const auto& [name, master] : whole) {
+            if (name != item.key()) continue;
+            // The master is within half a step of what its codes are.
+            EXPECT_LT((master - mine).abs().max().item<double>(),
+                      0.0075 * master.abs().max().item<double>())
+                << codecs << " " << name;
+          }
+        }
+      });
+    }
+  }
+}
+
+// Whatever is written between steps is what is computed with next, and what is saved.
+TEST(OffloadCodec, WritesReachCodedParameters) {
+  for (const char* codecs :
+       {"params=bf16", "params=int8", "params=quantization", "params=lossless"}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      Tower model(2, 72);
+      fill_parameters(*model, 3);
+      model->to(dtype);
+      auto sharded = parallel::fully_shard(*model, comm::Group{},
+                                           {.units = parallel::ByType{{"Layer"}},
+                                            .use_orig_params = true,
+                                            .offload = kept_as(codecs, UpdateSite::cpu)});
+      parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-2});
+      const at::Tensor input = at::ones({2, 72});
+      const auto step = [&] {
+        model->forward(input).square().mean().backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      const auto now = [&] {
+        const at::NoGradGuard no_grad;
+        return model->forward(input).sum().item<double>();
+      };
+      const auto expect_near = [&](double value, const char* what) {
+        EXPECT_NEAR(now(), value, 0.02 * std::abs(value) + 1e-4) << codecs << ": " << what;
+      };
+      const auto begin = sharded.full_state_dict();
+      const double first = now();
+      for (int i = 0; i < 3; ++i) step();
+      EXPECT_GT(std::abs(now() - first), 0.05 * std::abs(first)) << "the steps change something";
+      sharded.load_full_state_dict(begin);
+      expect_near(first, "load_full_state_dict");
+      step();  // from what was loaded
+      const double after_one = now();
+      sharded.load_full_state_dict(begin);
+      // By an operator on the shards, in the window, then a step in the same window.
+      model->forward(input).square().mean().backward();
+      {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& shard : sharded.parameters()) shard.mul_(0.5);
+      }
+      for (at::Tensor& shard : sharded.parameters()) shard.mutable_grad().reset();
+      optimizer.step();
+      at::NoGradGuard no_grad;
+      std::vector<optim::NamedTensor> halves;
+      for (const auto& [name, tensor] : begin) halves.push_back({name, tensor * 0.5});
+      for (const auto& [name, tensor] : sharded.full_state_dict()) {
+        for (const auto& half : halves) {
+          if (half.name != name) continue;
+          const auto largest = half.tensor.abs().max().to(at::kFloat).item<double>();
+          EXPECT_LT((half.tensor - tensor).abs().max().to(at::kFloat).item<double>(),
+                    1e-4 * largest + (dtype == at::kFloat ? 0 : 0.005 * largest))
+              << codecs << " " << name;
+        }
+      }
+      {
+        const auto summon = sharded.summon({.write_back = true});
+        for (const auto& item : model->named_parameters()) {
+          for (const auto& [name, tensor] : begin) {
+            if (name == item.key()) item.value().copy_(tensor);
+          }
+        }
+      }
+      expect_near(first, "summon");
+      EXPECT_NE(after_one, first);
+    }
+  }
+}
+
+// Memory behind a parameter's values is there while someone reads them, not longer.
+TEST(OffloadCodec, CodedParametersTakeTheirBytesOnly) {
+  const auto bytes = [](const char* codecs) {
+    const OffloadRun run{.layers = 8, .steps = 2};
+    return train_offloaded({}, run, kept_as(codecs, UpdateSite::cpu)).stats;
+  };
+  const auto plain = bytes("none"), coded = bytes("params=int8,grads=bf16");
+  // 12.5 kB of a layer's parameters would be 50: codes, scales and remainders are 25.5.
+  EXPECT_LT(coded.params_on_host, 0.52 * plain.params_on_host);
+  EXPECT_LT(coded.host_peak, plain.host_peak);
+  EXPECT_EQ(coded.params_kept.bytes, coded.params_on_host);
 }
 
 // ---- a small language model ----
