@@ -14,7 +14,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
-#include "lockstep/layout/parallel_dims.h"
+#include "lockstep/layout/rank_map.h"
 
 namespace lockstep::config {
 

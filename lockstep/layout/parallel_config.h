@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/core/clock.h"
-#include "lockstep/layout/parallel_dims.h"
+#include "lockstep/layout/rank_map.h"
 #include "lockstep/layout/tensor_plan.h"
 
 namespace lockstep::layout {

@@ -16,6 +16,28 @@ constexpr std::array<std::string_view, 2> kOrders = {"pp_fastest", "tp_fastest"}
 
 }  // namespace
 
+int64_t ParallelDims::world_size() const {
+  int64_t product = 0;
+  const bool overflow = __builtin_mul_overflow(int64_t{dp} * tp, int64_t{pp}, &product);
+  return overflow ? std::numeric_limits<int64_t>::max() : product;
+}
+
+std::string ParallelDims::describe() const { return format("dp {} x tp {} x pp {}", dp, tp, pp); }
+
+void ParallelDims::validate() const {
+  if (dp < 1 || tp < 1 || pp < 1) {
+    throw ConfigError(format("[parallel_dims] {}: every size must be at least 1", describe()));
+  }
+}
+
+void ParallelDims::validate(int world_size) const {
+  validate();
+  if (this->world_size() != world_size) {
+    throw ConfigError(format("[parallel_dims] {} = {}, must equal world size {}", describe(),
+                             this->world_size(), world_size));
+  }
+}
+
 std::string_view name_of(Axis axis) { return enum_name(kAxes, axis); }
 std::string_view name_of(Order order) { return enum_name(kOrders, order); }
 

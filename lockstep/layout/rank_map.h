@@ -1,15 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where each rank stands on the data, tensor and pipeline axes.
+// The data, tensor and pipeline axes, and where each rank stands on them.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/layout/parallel_dims.h"
-
 namespace lockstep::layout {
+
+// Sizes of the three parallel axes.
+struct ParallelDims {
+  int dp = 1;  // replicas of the model, each with its own data
+  int tp = 1;  // parts of every large matrix
+  int pp = 1;  // stages of consecutive layers
+
+  // dp * tp * pp; the largest int64_t where that does not fit.
+  int64_t world_size() const;
+  std::string describe() const;  // "dp 2 x tp 2 x pp 3"
+
+  // Throws ConfigError unless every size is at least 1 and, in the second form, their product is
+  // the world size.
+  void validate() const;
+  void validate(int world_size) const;
+
+  bool operator==(const ParallelDims&) const = default;
+};
 
 enum class Axis { dp, tp, pp };
 // pp_fastest: neighbouring ranks are neighbouring stages, then tp, dp slowest.

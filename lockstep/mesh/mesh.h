@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/layout/parallel_dims.h"
 #include "lockstep/layout/rank_map.h"
 
 namespace lockstep::mesh {

@@ -7,6 +7,7 @@
 #include "lockstep/layout/rank_map.h"
 #include "lockstep/plan/activation_memory.h"
 #include "lockstep/plan/offload_of_shards.h"
+#include "lockstep/plan/run_description.h"
 #include "lockstep/plan/state_memory.h"
 #include "lockstep/schedule/schedule.h"
 

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/plan/run_description.h"
-
 namespace lockstep::plan {
+
+struct Run;  // run_description.h
 
 // Bytes on one rank. Tensors, symmetric memory and arenas; not what libraries and threads take.
 struct Memory {
-  int64_t parameters = 0, gradients = 0, optimizer = 0;
+  int64_t parameters = 0, gradients = 0, optimizer = 0;  // parameters with the modules' buffers
   int64_t activations = 0;  // what the peak of a step has beyond the other four
   int64_t buffers = 0;      // gathered parameters, gradients and activations on their way
   // Of what is offloaded, in no sum of these. Without CUDA the device is a stretch of the same

@@ -26,6 +26,7 @@ class Flats {
   explicit Flats(const Run& run)
       : dtype_(run.dtype),
         whole_(run.sharding == layout::ShardingStrategy::no_shard),
+        min_sharded_(run.min_sharded),
         of_shards_(static_cast<size_t>(run.shards)) {}
 
   struct Kind {
@@ -35,8 +36,7 @@ class Flats {
   void add(const std::string& name, const std::vector<Shape>& shapes, Kind kind) {
     std::vector<Shape> large;
     for (const Shape& shape : shapes)
-      (whole_ || layout::numel_of(shape) >= layout::kMinShardedElements ? large : small_)
-          .push_back(shape);
+      (whole_ || layout::numel_of(shape) >= min_sharded_ ? large : small_).push_back(shape);
     add_flat(name, large, kind, static_cast<int>(of_shards_.size()));
   }
 
@@ -74,6 +74,7 @@ class Flats {
 
   DType dtype_;
   bool whole_;
+  int64_t min_sharded_;
   std::vector<std::vector<OffloadFlat>> of_shards_;
   std::vector<Shape> small_;
 };
@@ -86,7 +87,8 @@ std::vector<std::vector<OffloadFlat>> flats_of(const Run& run, const Stage& stag
   Flats flats(run);
   for (size_t i = stage.first; i < stage.end(); ++i) {
     for (const Unit& unit : units_of_layer(i))
-      flats.add(model.layers[i].name + unit.name, unit.shapes, {.embedding = unit.embedding});
+      flats.add(model.layers[i].name + unit.name, unit.shapes,
+                {.embedding = unit.embedding, .has_state = unit.trained && !unit.copy});
   }
   // The state of a tied matrix is with the embedding.
   if (has_tied_copy(model, stage))

@@ -12,7 +12,7 @@
 #include "lockstep/layout/box.h"
 #include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
-#include "lockstep/layout/parallel_dims.h"
+#include "lockstep/layout/rank_map.h"
 #include "lockstep/schedule/schedule.h"
 
 namespace lockstep::plan {
@@ -29,6 +29,8 @@ struct LayerCost {
   // and what is left for the second.
   int64_t input_peak = 0, input_held = 0, weight_kept = 0;
   int64_t weight_peak = 0, weight_peak_keeping = 0;
+
+  bool operator==(const LayerCost&) const = default;
 };
 
 // Parameters that are gathered and reduced together.
@@ -36,12 +38,19 @@ struct Unit {
   std::string name = {};
   std::vector<layout::Shape> shapes = {};
   bool embedding = false;  // a table of rows that are looked up: backward does not use its values
+  int64_t element = 0;     // bytes of an element; 0: of Run::dtype
+  bool trained = true;     // has gradients and optimizer state
+  bool sparse = false;     // its gradients are counted by LayerCost::weights
+  bool copy = false;       // of parameters that another stage has, with their optimizer state
+
+  bool operator==(const Unit&) const = default;
 };
 
 // Layers that are alike.
 struct LayerKind {
   LayerCost cost = {};
   std::vector<std::vector<Unit>> units = {};  // of each tensor-parallel rank
+  int64_t buffers = 0;                        // bytes of the modules' buffers, whole on every rank
 };
 
 struct Layer {
@@ -64,6 +73,7 @@ struct Run {
   layout::ParallelDims dims = {};
   layout::ShardingStrategy sharding = layout::ShardingStrategy::no_shard;
   int shards = 1;  // data-parallel ranks that share parameters out among them
+  int64_t min_sharded = layout::kMinShardedElements;  // smaller tensors stay whole
   layout::OffloadOptions offload = {.params = false, .grads = false, .optimizer = false};
   std::optional<schedule::ScheduleOptions> pipeline = std::nullopt;
   std::vector<int> layers_per_stage = {};  // with a pipeline

@@ -24,6 +24,13 @@ struct UnitRun {
   int64_t count = 1;
   bool is_tied_copy = false;  // the optimizer has it elsewhere
   bool used_in_backward = true;
+  int64_t element = 0;  // as of Unit
+  bool trained = true, sparse = false;
+
+  bool has_dense_gradient() const { return trained && !sparse; }
+  bool is_laid_out_as(const UnitRun& other) const {
+    return element == other.element && trained == other.trained;
+  }
 };
 
 std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
@@ -41,7 +48,12 @@ std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
     }
     last = kind;
     for (const Unit& unit : units)
-      runs.push_back({.shapes = unit.shapes, .used_in_backward = !unit.embedding});
+      runs.push_back({.shapes = unit.shapes,
+                      .is_tied_copy = unit.copy,
+                      .used_in_backward = !unit.embedding,
+                      .element = unit.element,
+                      .trained = unit.trained,
+                      .sparse = unit.sparse});
   }
   if (has_tied_copy(model, stage)) {
     const size_t first = model.layers.front().kind;
@@ -91,14 +103,16 @@ class Accounts {
     State state;
     for (const UnitRun& unit : units) {
       for (const Shape& shape : unit.shapes) {
-        const int64_t bytes = unit.count * layout::numel_of(shape) * element_;
+        const int64_t elements = unit.count * layout::numel_of(shape);
+        const int64_t bytes = elements * element_of(unit);
         const int64_t gradient =
             buckets ? unit.count * aligned(bytes / unit.count, layout::kBucketAlignment) : bytes;
         state.parameters += bytes;
+        if (unit.trained && !unit.is_tied_copy) state.optimizer += elements * state_bytes_of(unit);
+        if (!unit.has_dense_gradient()) continue;
         state.gradients += gradient;
         state.buffers += leaf_copies_ * gradient + (waits ? bytes : 0);
         if (waits || !buckets) state.made_in_backward += bytes;
-        if (!unit.is_tied_copy) state.optimizer += bytes / element_ * run_.state_bytes;
       }
     }
     states_.assign(states_.size(), state);
@@ -107,21 +121,22 @@ class Accounts {
 
   // `ends_as_it_begins`: the first unit is the last, too.
   std::vector<State> shared(const std::vector<UnitRun>& units, bool ends_as_it_begins) {
-    UnitRun small;  // of all units, whole on every rank
+    std::vector<UnitRun> small;  // of all units, whole on every rank
     std::vector<Line> lines;
     for (const UnitRun& unit : units) {
       UnitRun large = unit;
       large.shapes.clear();
       for (const Shape& shape : unit.shapes) {
-        if (layout::numel_of(shape) >= layout::kMinShardedElements) {
+        if (layout::numel_of(shape) >= run_.min_sharded) {
           large.shapes.push_back(shape);
         } else {
-          small.shapes.insert(small.shapes.end(), static_cast<size_t>(unit.count), shape);
+          auto& shapes = like(unit, small).shapes;
+          shapes.insert(shapes.end(), static_cast<size_t>(unit.count), shape);
         }
       }
       if (!large.shapes.empty()) lines.push_back(add_shards(large));
     }
-    if (!small.shapes.empty()) add_whole(small);
+    for (const UnitRun& unit : small) add_whole(unit);
     if (run_.sharding != ShardingStrategy::optimizer && !run_.offload.any())
       add_buffers(lines, ends_as_it_begins);
     return std::move(states_);
@@ -130,29 +145,47 @@ class Accounts {
  private:
   struct Line {
     int64_t bytes, count;
-    bool used_in_backward;
+    bool used_in_backward, trained;
   };
 
+  int64_t element_of(const UnitRun& unit) const {
+    return unit.element > 0 ? unit.element : element_;
+  }
+  // Moments of float64 parameters are float64 too.
+  int64_t state_bytes_of(const UnitRun& unit) const {
+    return (unit.element == 8 ? 2 : 1) * run_.state_bytes;
+  }
+
+  // The one of these that is laid out as `unit` is; made where there is none.
+  static UnitRun& like(const UnitRun& unit, std::vector<UnitRun>& all) {
+    for (UnitRun& each : all) {
+      if (each.is_laid_out_as(unit)) return each;
+    }
+    return all.emplace_back(UnitRun{.element = unit.element, .trained = unit.trained});
+  }
+
   layout::FlatLayout lay_out(const UnitRun& unit, int parts) const {
-    return layout::lay_out(unit.shapes, parts, layout::kFlatAlignment / element_);
+    return layout::lay_out(unit.shapes, parts, layout::kFlatAlignment / element_of(unit));
   }
 
   Line add_shards(const UnitRun& unit) {
     const layout::FlatLayout line = lay_out(unit, run_.shards);
-    const Line bytes{line.size * element_, unit.count, unit.used_in_backward};
+    const int64_t element = element_of(unit);
+    const Line bytes{line.size * element, unit.count, unit.used_in_backward, unit.trained};
     const bool resident = run_.sharding == ShardingStrategy::optimizer;
     for (int rank = 0; rank < run_.dims.dp; ++rank) {
       State& state = states_[static_cast<size_t>(rank)];
       const auto part = static_cast<size_t>(rank % run_.shards);
-      const int64_t share = line.blocks[part].size() * element_;
+      const int64_t share = line.blocks[part].size() * element;
       int64_t elements = 0;
       for (const layout::RowShard& rows : line.rows[part]) {
         const Shape& shape = unit.shapes[static_cast<size_t>(rows.tensor)];
         elements += rows.rows.size() * (layout::numel_of(shape) / shape[0]);
       }
       state.parameters += unit.count * (resident ? bytes.bytes : share);
+      if (!unit.trained) continue;
       state.gradients += unit.count * (share + (resident ? bytes.bytes : 0));
-      if (!unit.is_tied_copy) state.optimizer += unit.count * elements * run_.state_bytes;
+      if (!unit.is_tied_copy) state.optimizer += unit.count * elements * state_bytes_of(unit);
       state.buffers += unit.count * leaf_copies_ * bytes.bytes;
     }
     return bytes;
@@ -161,11 +194,12 @@ class Accounts {
   void add_whole(const UnitRun& unit) {
     int64_t elements = 0;
     for (const Shape& shape : unit.shapes) elements += layout::numel_of(shape);
-    const int64_t line = lay_out(unit, 1).size * element_;
+    const int64_t line = lay_out(unit, 1).size * element_of(unit);
     for (State& state : states_) {
-      state.parameters += elements * element_;
+      state.parameters += elements * element_of(unit);
+      if (!unit.trained) continue;
       state.gradients += line;
-      state.optimizer += elements * run_.state_bytes;
+      state.optimizer += elements * state_bytes_of(unit);
       state.buffers += leaf_copies_ * line;
     }
   }
@@ -187,9 +221,11 @@ class Accounts {
   // Lines of gathered parameters, and of gradients on their way to the shards.
   void add_buffers(const std::vector<Line>& lines, bool ends_as_it_begins) {
     if (lines.empty()) return;
-    int64_t all = 0, largest = 0;
+    int64_t all = 0, trained = 0, largest = 0;
     for (const Line& line : lines) {
       all += line.count * line.bytes;
+      if (!line.trained) continue;
+      trained += line.count * line.bytes;
       largest = std::max(largest, line.bytes);
     }
     // A pipeline gathers a stage at a time; else the one that is used and the next.
@@ -198,7 +234,7 @@ class Accounts {
     // Unreduced gradients of micro-batches wait for the last one.
     const bool waits = run_.micro_batches > 1 && !run_.reproducible;
     const int64_t reduced =
-        waits ? all : std::min(all, layout::num_gradient_blocks(false, false) * largest);
+        waits ? trained : std::min(trained, layout::num_gradient_blocks(false, false) * largest);
     for (State& state : states_) state.buffers += gathered + reduced;
   }
 
@@ -217,9 +253,15 @@ bool has_tied_copy(const Model& model, const Stage& stage) {
 std::vector<State> states_of(const Run& run, const Stage& stage, int tp) {
   const std::vector<UnitRun> units = units_of(run.model, stage, tp);
   Accounts accounts(run);
-  if (run.shards == 1) return accounts.whole(units);
   const bool whole = stage.first == 0 && stage.end() == run.model.layers.size();
-  return accounts.shared(units, whole && !run.model.tied.empty());
+  std::vector<State> states = run.shards == 1
+                                  ? accounts.whole(units)
+                                  : accounts.shared(units, whole && !run.model.tied.empty());
+  int64_t buffers = 0;
+  for (size_t i = stage.first; i < stage.end(); ++i)
+    buffers += run.model.kinds[run.model.layers[i].kind].buffers;
+  for (State& state : states) state.parameters += buffers;
+  return states;
 }
 
 }  // namespace lockstep::plan

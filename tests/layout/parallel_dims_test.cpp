@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/layout/parallel_dims.h"
+#include "lockstep/layout/rank_map.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include "lockstep/plan/run_description.h"
+
 namespace lockstep::plan {
 namespace {
 

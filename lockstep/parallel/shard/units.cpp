@@ -15,14 +15,6 @@ namespace {
 
 using torch::nn::Module;
 
-// "mine::BlockImpl" is also called "BlockImpl" and "Block".
-bool is_called(const std::string& type, const std::string& name) {
-  const size_t colon = type.rfind("::");
-  std::string last = colon == std::string::npos ? type : type.substr(colon + 2);
-  if (type == name || last == name) return true;
-  return last.ends_with("Impl") && last.substr(0, last.size() - 4) == name;
-}
-
 class Planner {
  public:
   explicit Planner(const UnitPolicy& policy) : policy_(policy) {}
@@ -99,6 +91,13 @@ class Planner {
 };
 
 }  // namespace
+
+bool is_called(const std::string& type, const std::string& name) {
+  const size_t colon = type.rfind("::");
+  std::string last = colon == std::string::npos ? type : type.substr(colon + 2);
+  if (type == name || last == name) return true;
+  return last.ends_with("Impl") && last.substr(0, last.size() - 4) == name;
+}
 
 std::vector<UnitPlan> plan_units(Module& model, const UnitPolicy& policy) {
   Planner planner(policy);

@@ -17,6 +17,10 @@ struct UnitPlan {
   std::vector<optim::NamedParameter> parameters;  // by the first of their names in the model
 };
 
+// Whether a user's name of a type means this one: "mine::BlockImpl" is also called "BlockImpl" and
+// "Block".
+bool is_called(const std::string& type, const std::string& name);
+
 // In the order of their first parameters. Units without parameters are left out, and a parameter is
 // in one of them only.
 std::vector<UnitPlan> plan_units(torch::nn::Module& model, const UnitPolicy& policy);

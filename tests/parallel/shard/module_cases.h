@@ -58,47 +58,58 @@ std::function<void(CaseModule&)> recurrent(Arguments... arguments) {
   };
 }
 
-inline void make_tied(CaseModule& model) {
-  auto table = model.add("table", torch::nn::Embedding(11, 6));
-  model.add_parameter("head", table->weight);
-  model.set_call([table](const at::Tensor& x) mutable {
-    return at::linear(at::tanh(table(x)), table->weight);
-  });
+inline std::function<void(CaseModule&)> make_tied(int64_t w) {
+  return [w](CaseModule& model) {
+    auto table = model.add("table", torch::nn::Embedding(11 * w, 6 * w));
+    model.add_parameter("head", table->weight);
+    model.set_call([table](const at::Tensor& x) mutable {
+      return at::linear(at::tanh(table(x)), table->weight);
+    });
+  };
 }
 
-inline void make_bilinear(CaseModule& model) {
-  auto module = model.add("module", torch::nn::Bilinear(6, 6, 3));
-  model.set_call([module](const at::Tensor& x) mutable { return module(x, at::sin(x)); });
+inline std::function<void(CaseModule&)> make_bilinear(int64_t w) {
+  return [w](CaseModule& model) {
+    auto module = model.add("module", torch::nn::Bilinear(6 * w, 6 * w, 3));
+    model.set_call([module](const at::Tensor& x) mutable { return module(x, at::sin(x)); });
+  };
 }
 
-inline void make_cell(CaseModule& model) {
-  auto module = model.add("module", torch::nn::LSTMCell(6, 5));
-  model.set_call([module](const at::Tensor& x) mutable {
-    auto state = module(x);
-    state = module(x.neg(), state);
-    return at::cat({std::get<0>(state), std::get<1>(state)}, 1);
-  });
+inline std::function<void(CaseModule&)> make_cell(int64_t w) {
+  return [w](CaseModule& model) {
+    auto module = model.add("module", torch::nn::LSTMCell(6 * w, 5 * w));
+    model.set_call([module](const at::Tensor& x) mutable {
+      auto state = module(x);
+      state = module(x.neg(), state);
+      return at::cat({std::get<0>(state), std::get<1>(state)}, 1);
+    });
+  };
 }
 
-inline void make_attention(CaseModule& model) {
-  auto module = model.add("module", torch::nn::MultiheadAttention(8, 2));
-  model.set_call([module](const at::Tensor& x) mutable {
-    return std::get<0>(module(x, x.flip(0), x.square()));
-  });
+inline std::function<void(CaseModule&)> make_attention(int64_t w) {
+  return [w](CaseModule& model) {
+    auto module = model.add("module", torch::nn::MultiheadAttention(8 * w, 2));
+    model.set_call([module](const at::Tensor& x) mutable {
+      return std::get<0>(module(x, x.flip(0), x.square()));
+    });
+  };
 }
 
 // Parameters of two types, and some that are not trained, in one unit.
-inline void make_mixed(CaseModule& model) {
-  auto wide = model.add("wide", torch::nn::Linear(6, 4));
-  wide->to(at::kDouble);
-  auto fixed = model.add("fixed", torch::nn::Linear(4, 7));
-  fixed->weight.set_requires_grad(false);
-  model.set_call([wide, fixed](const at::Tensor& x) mutable {
-    return fixed(at::tanh(wide(x.to(at::kDouble))).to(at::kFloat));
-  });
+inline std::function<void(CaseModule&)> make_mixed(int64_t w) {
+  return [w](CaseModule& model) {
+    auto wide = model.add("wide", torch::nn::Linear(6 * w, 4 * w));
+    wide->to(at::kDouble);
+    auto fixed = model.add("fixed", torch::nn::Linear(4 * w, 7 * w));
+    fixed->weight.set_requires_grad(false);
+    model.set_call([wide, fixed](const at::Tensor& x) mutable {
+      return fixed(at::tanh(wide(x.to(at::kDouble))).to(at::kFloat));
+    });
+  };
 }
 
-inline std::vector<ModuleCase> module_cases() {
+// `w` makes all of them so many times as wide.
+inline std::vector<ModuleCase> module_cases(int64_t w = 1) {
   using namespace torch::nn;  // NOLINT: a list of its modules
   const auto floats = [](std::vector<int64_t> sizes) {
     return [sizes](uint64_t seed) { return numbers(sizes, seed); };
@@ -107,35 +118,37 @@ inline std::vector<ModuleCase> module_cases() {
     return [sizes](uint64_t seed) { return indices(sizes, 11, seed); };
   };
   return {
-      {"linear", single<Linear>(6, 5), floats({4, 6})},
-      {"embedding", single<Embedding>(11, 5), words({3, 4})},
-      {"embedding_sparse", single<Embedding>(EmbeddingOptions(11, 5).sparse(true)), words({3, 4})},
-      {"embedding_bag", single<EmbeddingBag>(11, 5), words({3, 4})},
-      {"embedding_bag_sparse",
-       single<EmbeddingBag>(EmbeddingBagOptions(11, 5).sparse(true).mode(torch::kSum)),
+      {"linear", single<Linear>(6 * w, 5 * w), floats({4, 6 * w})},
+      {"embedding", single<Embedding>(11 * w, 5 * w), words({3, 4})},
+      {"embedding_sparse", single<Embedding>(EmbeddingOptions(11 * w, 5 * w).sparse(true)),
        words({3, 4})},
-      {"tied", make_tied, words({3, 4})},
-      {"conv1d", single<Conv1d>(Conv1dOptions(3, 5, 3)), floats({2, 3, 9})},
-      {"conv2d", single<Conv2d>(Conv2dOptions(3, 5, 3)), floats({2, 3, 6, 6})},
-      {"conv2d_grouped", single<Conv2d>(Conv2dOptions(4, 6, 3).groups(2).padding(1)),
-       floats({2, 4, 5, 5})},
-      {"conv_transpose2d", single<ConvTranspose2d>(ConvTranspose2dOptions(3, 4, 3).stride(2)),
-       floats({2, 3, 4, 4})},
-      {"batch_norm", single<BatchNorm2d>(5), floats({3, 5, 4, 4})},
-      {"batch_norm_eval", single<BatchNorm2d>(5), floats({3, 5, 4, 4}), false},
-      {"layer_norm", single<LayerNorm>(LayerNormOptions({7})), floats({3, 7})},
-      {"group_norm", single<GroupNorm>(2, 6), floats({3, 6, 5})},
-      {"prelu", single<PReLU>(PReLUOptions().num_parameters(5)), floats({3, 5, 2})},
-      {"bilinear", make_bilinear, floats({4, 6})},
-      {"lstm", recurrent<LSTM>(LSTMOptions(5, 6).num_layers(2)), floats({4, 2, 5})},
-      {"gru", recurrent<GRU>(GRUOptions(5, 6).bidirectional(true)), floats({4, 2, 5})},
-      {"lstm_cell", make_cell, floats({3, 6})},
-      {"attention", make_attention, floats({4, 2, 8})},
+      {"embedding_bag", single<EmbeddingBag>(11 * w, 5 * w), words({3, 4})},
+      {"embedding_bag_sparse",
+       single<EmbeddingBag>(EmbeddingBagOptions(11 * w, 5 * w).sparse(true).mode(torch::kSum)),
+       words({3, 4})},
+      {"tied", make_tied(w), words({3, 4})},
+      {"conv1d", single<Conv1d>(Conv1dOptions(3 * w, 5 * w, 3)), floats({2, 3 * w, 9})},
+      {"conv2d", single<Conv2d>(Conv2dOptions(3 * w, 5 * w, 3)), floats({2, 3 * w, 6, 6})},
+      {"conv2d_grouped", single<Conv2d>(Conv2dOptions(4 * w, 6 * w, 3).groups(2).padding(1)),
+       floats({2, 4 * w, 5, 5})},
+      {"conv_transpose2d",
+       single<ConvTranspose2d>(ConvTranspose2dOptions(3 * w, 4 * w, 3).stride(2)),
+       floats({2, 3 * w, 4, 4})},
+      {"batch_norm", single<BatchNorm2d>(5 * w), floats({3, 5 * w, 4, 4})},
+      {"batch_norm_eval", single<BatchNorm2d>(5 * w), floats({3, 5 * w, 4, 4}), false},
+      {"layer_norm", single<LayerNorm>(LayerNormOptions({7 * w})), floats({3, 7 * w})},
+      {"group_norm", single<GroupNorm>(2, 6 * w), floats({3, 6 * w, 5})},
+      {"prelu", single<PReLU>(PReLUOptions().num_parameters(5 * w)), floats({3, 5 * w, 2})},
+      {"bilinear", make_bilinear(w), floats({4, 6 * w})},
+      {"lstm", recurrent<LSTM>(LSTMOptions(5 * w, 6 * w).num_layers(2)), floats({4, 2, 5 * w})},
+      {"gru", recurrent<GRU>(GRUOptions(5 * w, 6 * w).bidirectional(true)), floats({4, 2, 5 * w})},
+      {"lstm_cell", make_cell(w), floats({3, 6 * w})},
+      {"attention", make_attention(w), floats({4, 2, 8 * w})},
       {"encoder",
        single<TransformerEncoderLayer>(
-           TransformerEncoderLayerOptions(8, 2).dim_feedforward(12).dropout(0)),
-       floats({4, 2, 8})},
-      {"mixed", make_mixed, floats({4, 6})},
+           TransformerEncoderLayerOptions(8 * w, 2).dim_feedforward(12 * w).dropout(0)),
+       floats({4, 2, 8 * w})},
+      {"mixed", make_mixed(w), floats({4, 6 * w})},
   };
 }
 
