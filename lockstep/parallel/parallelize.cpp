@@ -86,32 +86,14 @@ comm::Group arranged(comm::Group group, const layout::ParallelAdvancedConfig& co
   return group;
 }
 
-PipelineOptions completed(PipelineOptions options, const ParallelConfig& config, int64_t layers,
-                          int rank) {
-  options.schedule = config.dims.pp == 1 ? layout::PipelineSchedule::one_f_one_b : config.schedule;
-  options.microbatches = config.microbatches();
-  options.chunks = config.chunks();
-  options.split = config.layers_per_stage(layers);
-  options.plan = config.tensor_plan;
-  options.advanced.sequence_parallel = config.advanced.sequence_parallel;
-  options.advanced.recompute = config.recompute();
-  if (config.activations_to_disk() && !options.advanced.store) {
-    options.advanced.store =
-        std::make_shared<ActivationStore>(scratch_folder(), memory::DiskStoreOptions{.rank = rank});
-  }
-  choose_data(config, options);
-  return options;
-}
-
 Pipeline apply(const std::vector<Layer>& layers, const ParallelConfig& config,
                const comm::Group& given, PipelineOptions options) {
-  config.validate(given.size());
-  check_left_alone(options);
-  const auto count = static_cast<int64_t>(layers.size());
-  const int said = config.advanced.num_layers;
-  require(said == 0 || said == count,
-          format("num_layers is {}, but {} layers are given: must be the same, or 0", said, count));
-  options = completed(std::move(options), config, count, given.rank());
+  config.dims.validate(given.size());
+  options = pipeline_options(config, static_cast<int64_t>(layers.size()), std::move(options));
+  if (config.activations_to_disk() && !options.advanced.store) {
+    options.advanced.store = std::make_shared<ActivationStore>(
+        scratch_folder(), memory::DiskStoreOptions{.rank = given.rank()});
+  }
   const comm::Group group = arranged(given, config.advanced);
   const auto mesh = mesh::Mesh::parallel(group, config.dims);
   const c10::Device device = options.device;
@@ -153,6 +135,25 @@ Pipeline parallelize_built(const Layer& layer, const ParallelConfig& config,
 }
 
 }  // namespace detail
+
+PipelineOptions pipeline_options(const ParallelConfig& config, int64_t layers,
+                                 PipelineOptions options) {
+  config.validate(static_cast<int>(config.dims.world_size()));
+  check_left_alone(options);
+  const int said = config.advanced.num_layers;
+  require(
+      said == 0 || said == layers,
+      format("num_layers is {}, but {} layers are given: must be the same, or 0", said, layers));
+  options.schedule = config.dims.pp == 1 ? layout::PipelineSchedule::one_f_one_b : config.schedule;
+  options.microbatches = config.microbatches();
+  options.chunks = config.chunks();
+  options.split = config.layers_per_stage(layers);
+  options.plan = config.tensor_plan;
+  options.advanced.sequence_parallel = config.advanced.sequence_parallel;
+  options.advanced.recompute = config.recompute();
+  choose_data(config, options);
+  return options;
+}
 
 Pipeline parallelize(const std::vector<Layer>& layers, const ParallelConfig& config,
                      const comm::Group& group, PipelineOptions others) {

@@ -10,7 +10,10 @@
 #pragma once
 
 #include <concepts>
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -18,6 +21,7 @@
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/plan/memory.h"
 
 namespace lockstep::parallel {
 
@@ -34,6 +38,10 @@ using layout::ParallelConfig;
 // Extreme keeps activations in a file in the folder TMPDIR names, unless `others` has a store.
 Pipeline parallelize(const std::vector<Layer>& layers, const ParallelConfig& config,
                      const comm::Group& group, PipelineOptions others = {});
+
+// What parallelize() makes a pipeline of so many layers with, but for a store of activations.
+PipelineOptions pipeline_options(const ParallelConfig& config, int64_t layers,
+                                 PipelineOptions others = {});
 
 namespace detail {
 // A layer that has the module's parts, by the same names.
@@ -62,5 +70,48 @@ Pipeline parallelize(const torch::nn::ModuleHolder<Module>& module, const Parall
                      const comm::Group& group, PipelineOptions others = {}) {
   return parallelize(module.ptr(), config, group, std::move(others));
 }
+
+// What memory_of() is told about a training beside its layout.
+struct MemoryOptions {
+  int64_t rows = 0;   // of a micro-batch; 0: as many as the example inputs have
+  int batch_dim = 0;  // dimension of the example inputs that counts rows
+  // Of the optimizer's state for each trained element: 8 for AdamW, 4 for SGD with momentum.
+  int64_t optimizer_bytes = 8;
+  // Inputs of layers that are computed again are on disk.
+  bool on_disk = false;
+  // Of the last layer's outputs, which may have fewer rows than asked for; counts with that layer.
+  // None: the outputs get a gradient.
+  std::function<at::Tensor(const Tensors& outputs)> loss = {};
+};
+
+// One layer of a model, on the first tensor-parallel rank, in bytes.
+struct LayerMemory {
+  std::string name = {};      // path of its first parameter's module; "layer 3" where it has none
+  int64_t parameters = 0;     // with the modules' buffers
+  int64_t kept = 0;           // from forward to backward, for each micro-batch in flight
+  int64_t forward_peak = 0;   // while it computes, on top of what other layers keep
+  int64_t backward_peak = 0;  // the same, with what it keeps
+  bool on_meta = false;       // counted on the meta device; else on the CPU
+};
+
+struct ModelMemory {
+  std::vector<plan::Memory> ranks = {};  // at the peak of a step after the first
+  std::vector<LayerMemory> layers = {};
+  // How it was counted: "layers 0-3: meta device; layer 4: CPU; scaled from 2 and 3 rows to 16".
+  std::string counted = {};
+};
+
+// How much memory each rank of a training would take, before it is started. Builds the layers one
+// after the other and runs each distinct one on the CPU or, where all its operators allow it, on
+// the meta device, with at most 3 rows: more are extrapolated, block by block. Needs no ranks, and
+// leaves torch's random generator, and modules that were there before, as they were. Throws
+// ConfigError where layers and ranks do not fit.
+ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_inputs,
+                      const layout::ParallelDims& dims, const PipelineOptions& options = {},
+                      const MemoryOptions& how = {});
+// The same for a configuration, as parallelize() would apply it, with micro_batch_size rows.
+ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_inputs,
+                      const ParallelConfig& config, MemoryOptions how = {},
+                      PipelineOptions others = {});
 
 }  // namespace lockstep::parallel

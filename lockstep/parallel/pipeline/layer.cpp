@@ -21,6 +21,21 @@ void register_layer(torch::nn::Module& stage, const std::string& path,
   parent.register_module(name, std::move(module));
 }
 
+LayerForward detail::recomputed(LayerForward forward, layout::Recompute recompute,
+                                RecomputeOptions options) {
+  if (recompute == layout::Recompute::none && !options.store) return forward;
+  if (recompute == layout::Recompute::none) {
+    return [forward = std::move(forward), options = std::move(options)](const Tensors& x) {
+      const StoreScope scope(options.store, options.modules);
+      return forward(x);
+    };
+  }
+  options.keep_products = recompute == layout::Recompute::selective;
+  return [forward = std::move(forward), options = std::move(options)](const Tensors& x) {
+    return parallel::recompute(forward, x, options);
+  };
+}
+
 std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
                                        layout::Recompute recompute,
                                        const RecomputeOptions& options) {
@@ -29,26 +44,14 @@ std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn:
   for (const Layer& layer : layers) {
     LayerForward forward = layer.build(stage);
     RecomputeOptions again = options;
-    again.keep_products = recompute == layout::Recompute::selective;
+    const bool leaves = recompute != layout::Recompute::none && !layer.recompute;
     for (const auto& module : stage.modules(/*include_self=*/false)) {
       if (known.insert(module).second) again.modules.push_back(module);
     }
     // It may compute with modules of layers before it.
     if (again.modules.empty()) again.modules.assign(known.begin(), known.end());
-    if (recompute == layout::Recompute::none && again.store) {
-      built.push_back([forward = std::move(forward), again = std::move(again)](const Tensors& x) {
-        const detail::StoreScope scope(again.store, again.modules);
-        return forward(x);
-      });
-      continue;
-    }
-    if (recompute == layout::Recompute::none || !layer.recompute) {
-      built.push_back(std::move(forward));
-      continue;
-    }
-    built.push_back([forward = std::move(forward), again = std::move(again)](const Tensors& x) {
-      return parallel::recompute(forward, x, again);
-    });
+    built.push_back(leaves ? std::move(forward)
+                           : detail::recomputed(std::move(forward), recompute, std::move(again)));
   }
   return built;
 }

@@ -52,6 +52,9 @@ namespace detail {
 
 // The module of this path below `root`; modules on the way that are not there are made.
 torch::nn::Module& container(torch::nn::Module& root, const std::string& path);
+// As a stage computes it.
+LayerForward recomputed(LayerForward forward, layout::Recompute recompute,
+                        RecomputeOptions options);
 [[noreturn]] void refuse_inputs(const std::string& layer, size_t count);
 
 template <class Module>

@@ -33,7 +33,6 @@
 #include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "lockstep/parallel/tensor/tensor.h"
-#include "lockstep/plan/memory.h"
 
 namespace lockstep::schedule {
 struct Schedule;
@@ -163,46 +162,5 @@ class Pipeline {
   mesh::Mesh mesh_;
   std::shared_ptr<detail::PipelineEngine> engine_;
 };
-
-// What memory_of() is told about a training beside its layout.
-struct MemoryOptions {
-  int64_t rows = 0;   // of a micro-batch; 0: as many as the example inputs have
-  int batch_dim = 0;  // dimension of the example inputs that counts rows
-  // Of the optimizer's state for each trained element: 8 for AdamW, 4 for SGD with momentum.
-  int64_t optimizer_bytes = 8;
-  int microbatches = 0;  // of a step; for a ParallelConfig; 0: one for each stage
-  // Of the last layer's outputs, which may have fewer rows than asked for; counts with that layer.
-  // None: the outputs get a gradient.
-  std::function<at::Tensor(const Tensors& outputs)> loss = {};
-};
-
-// One layer of a model, on the first tensor-parallel rank, in bytes.
-struct LayerMemory {
-  std::string name = {};      // path of its first parameter's module; "layer 3" where it has none
-  int64_t parameters = 0;     // with the modules' buffers
-  int64_t kept = 0;           // from forward to backward, for each micro-batch in flight
-  int64_t forward_peak = 0;   // while it computes, on top of what other layers keep
-  int64_t backward_peak = 0;  // the same, with what it keeps
-  bool on_meta = false;       // counted on the meta device; else on the CPU
-};
-
-struct ModelMemory {
-  std::vector<plan::Memory> ranks = {};  // at the peak of a step after the first
-  std::vector<LayerMemory> layers = {};
-  // How it was counted: "layers 0-3: meta device; layer 4: CPU; scaled from 2 and 3 rows to 16".
-  std::string counted = {};
-};
-
-// How much memory each rank of a training would take, before it is started. Builds the layers one
-// after the other and runs each distinct one on the CPU or, where all its operators allow it, on
-// the meta device, with at most 3 rows: more are extrapolated, block by block. Needs no ranks, and
-// leaves torch's random generator, and modules that were there before, as they were. Throws
-// ConfigError where layers and ranks do not fit.
-ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_inputs,
-                      const layout::ParallelDims& dims, const PipelineOptions& options = {},
-                      const MemoryOptions& how = {});
-// The same for micro_batch_size rows in a layout, with replicas that average their gradients.
-ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_inputs,
-                      const layout::ParallelConfig& config, MemoryOptions how = {});
 
 }  // namespace lockstep::parallel

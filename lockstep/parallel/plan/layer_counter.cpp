@@ -123,14 +123,6 @@ class SameState {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_, buffers_;
 };
 
-// A layer as a stage runs it (pipeline/stage.cpp).
-LayerForward as_in_stage(LayerForward forward, const PipelineOptions& options) {
-  if (!options.advanced.recompute) return forward;
-  return [forward = std::move(forward), random = options.advanced.random](const Tensors& x) {
-    return parallel::recompute(forward, x, {.random = random});
-  };
-}
-
 // ByType refuses a module that has none of the types; one layer may have none.
 UnitPolicy for_one_layer(const UnitPolicy& policy) {
   const auto* types = std::get_if<ByType>(&policy);
@@ -186,8 +178,11 @@ CountedLayer LayerCounter::count(const Layer& layer, size_t index, bool is_last,
       plan_units(*built.root, shard == nullptr ? OneUnit{} : for_one_layer(shard->units));
   for (const NamedTensor& buffer : tensors.buffers)
     counted.buffers += static_cast<int64_t>(buffer.tensor.nbytes());
-  const TracedLayer traced{.forward = as_in_stage(built.forward, options_.pipeline),
-                           .loss = is_last ? options_.how.loss : nullptr};
+  const PipelineAdvancedOptions& how = options_.pipeline.advanced;
+  const TracedLayer traced{
+      .forward = layer.recompute ? recomputed(built.forward, how.recompute, {.random = how.random})
+                                 : built.forward,
+      .loss = is_last ? options_.how.loss : nullptr};
   run(counted, *built.root, built.existed, traced, inputs);
   for (const NamedTensor& parameter : tensors.parameters)
     counted.parameters.push_back({parameter.name, shape_of(parameter.tensor)});

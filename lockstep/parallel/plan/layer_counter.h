@@ -11,7 +11,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/parallel/intercept/recording.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/plan/layer_trace.h"
 #include "lockstep/parallel/plan/trace_cost.h"
 #include "lockstep/parallel/shard/units.h"

@@ -13,7 +13,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/plan/layer_counter.h"
 #include "lockstep/parallel/plan/layer_trace.h"
 #include "lockstep/parallel/plan/trace_cost.h"
@@ -159,11 +159,12 @@ std::vector<plan::Unit> units_of(const CountedLayer& layer, const std::set<std::
 
 plan::Run described(size_t num_layers, const layout::ParallelDims& dims,
                     const PipelineOptions& options, const MemoryOptions& how) {
-  plan::Run run{.dims = dims,
-                .micro_batches = options.microbatches,
-                .state_bytes = how.optimizer_bytes,
-                .inputs_on_disk = options.advanced.recompute && options.advanced.store != nullptr,
-                .cuda = options.device.is_cuda()};
+  plan::Run run{
+      .dims = dims,
+      .micro_batches = options.microbatches,
+      .state_bytes = how.optimizer_bytes,
+      .inputs_on_disk = options.advanced.recompute != layout::Recompute::none && how.on_disk,
+      .cuda = options.device.is_cuda()};
   if (const auto* ddp = std::get_if<DdpOptions>(&options.data)) {
     run.reproducible = ddp->reproducible;
   } else {
@@ -342,20 +343,13 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
 }
 
 ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_inputs,
-                      const layout::ParallelConfig& config, MemoryOptions how) {
-  config.dims.validate();
+                      const layout::ParallelConfig& config, MemoryOptions how,
+                      PipelineOptions others) {
   how.rows = config.micro_batch_size;
-  const bool looped = config.schedule == PipelineSchedule::interleaved ||
-                      config.schedule == PipelineSchedule::looped_bfs ||
-                      config.schedule == PipelineSchedule::zb_v ||
-                      config.schedule == PipelineSchedule::dualpipe_v;
-  PipelineOptions options{.schedule = config.schedule,
-                          .microbatches = how.microbatches,
-                          .chunks = looped && config.dims.pp > 1 ? 2 : 1,
-                          .split = config.layer_split};
-  if (options.microbatches == 0) options.microbatches = config.dims.pp * options.chunks;
-  options.advanced.recompute = config.recompute() == layout::Recompute::full;
-  return memory_of(layers, example_inputs, config.dims, options, how);
+  how.on_disk = config.activations_to_disk();
+  return memory_of(layers, example_inputs, config.dims,
+                   pipeline_options(config, static_cast<int64_t>(layers.size()), std::move(others)),
+                   how);
 }
 
 }  // namespace lockstep::parallel

@@ -8,7 +8,7 @@
 #include "lockstep/memory/meter.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/sgd.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/parallelize.h"
 #include "tests/parallel/shard/module_cases.h"
 
 namespace lockstep::test {
@@ -136,11 +136,14 @@ TEST(MemoryOf, ALayersOutputThatBothKeepCountsOnce) {
 TEST(MemoryOf, RecomputationKeepsInputsAlone) {
   const std::vector<Layer> layers{heads_layer(0, 4), heads_layer(1, 4)};
   const Tensors input{at::zeros({8, 32, 64})};
-  layout::ParallelConfig config{.num_layers = 2, .micro_batch_size = 8};
-  config.gradient_checkpointing = true;
+  layout::ParallelConfig config{.micro_batch_size = 8};
+  const auto selective = memory_of(layers, input, config);
+  config.memory = layout::MemoryStrategy::aggressive;
   const auto full = memory_of(layers, input, config);
-  config.gradient_checkpointing = false;
+  config.memory = layout::MemoryStrategy::basic;
   const auto none = memory_of(layers, input, config);
+  EXPECT_LT(selective.layers[1].kept, none.layers[1].kept);
+  EXPECT_GT(selective.layers[1].kept, full.layers[1].kept);
   constexpr int64_t kInput = 8 * 32 * 64 * 4;
   EXPECT_NEAR(static_cast<double>(full.layers[1].kept), kInput,
               0.1 * kInput);  // and a generator's state

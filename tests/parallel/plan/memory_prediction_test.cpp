@@ -17,7 +17,7 @@
 #include "lockstep/memory/meter.h"
 #include "lockstep/nn/linear.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/pipeline/pipeline.h"
+#include "lockstep/parallel/parallelize.h"
 #include "tests/parallel/process_world.h"
 
 namespace lockstep::parallel {
@@ -127,10 +127,8 @@ PipelineOptions sharing(ShardingStrategy strategy) {
   return {.data = FullyShardOptions{.strategy = strategy, .use_orig_params = true}};
 }
 
-PipelineOptions recomputing() {
-  PipelineOptions options;
-  options.advanced.recompute = true;
-  return options;
+PipelineOptions recomputing(layout::Recompute recompute) {
+  return {.advanced = {.recompute = recompute}};
 }
 
 PipelineOptions in_parts(PipelineOptions options = {}) {
@@ -142,7 +140,8 @@ const std::vector<OwnLayout>& own_layouts() {
   static const std::vector<OwnLayout> all{
       {"one", {}},
       {"one_micro_batches", {}, {.microbatches = 3}},
-      {"one_recompute", {}, recomputing()},
+      {"one_selective", {}, recomputing(layout::Recompute::selective)},
+      {"one_recompute", {}, recomputing(layout::Recompute::full)},
       {"ddp", {.dp = 2}},
       {"shard_full", {.dp = 2}, sharing(ShardingStrategy::full_shard)},
       {"shard_optimizer", {.dp = 2}, sharing(ShardingStrategy::optimizer)},
