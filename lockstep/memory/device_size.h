@@ -5,9 +5,6 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
-#include <optional>
-
-#include "lockstep/core/error.h"
 
 namespace lockstep::memory {
 
@@ -17,7 +14,5 @@ int64_t device_bytes(c10::Device device);
 // Holds this process to so many bytes of tensors on the device: an allocation past it fails. On the
 // CPU tensors that exist are not counted. 0: no limit.
 void limit_device(c10::Device device, int64_t bytes);
-// What CUDA's allocator refused last, if a limit was set and it has refused something.
-std::optional<OutOfMemory> cuda_refusal();
 
 }  // namespace lockstep::memory

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <optional>
 
 #include "lockstep/core/error.h"
 
@@ -24,5 +24,9 @@ class Meter {
   // Installs it for a limit: allocations that would go past it throw OutOfMemory. 0: no limit.
   static void set_limit(int64_t bytes);
 };
+
+// What CUDA's allocator refused last, if limit_device() has set a limit there and it has refused
+// something.
+std::optional<OutOfMemory> cuda_refusal();
 
 }  // namespace lockstep::memory

@@ -12,7 +12,6 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
-#include "lockstep/memory/device_size.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/metrics.h"

@@ -432,9 +432,7 @@ std::vector<float> joined(const Coded& coded) {
 TEST(Master, KeepsMoreThanItsCodes) {
   for (const Codec codec : {Codec::bf16, Codec::int8, Codec::quantization}) {
     for (const Sample& sample : samples(Sign::any, 1000)) {
-      const bool finite =
-          std::ranges::all_of(sample.values, [](float v) { return std::isfinite(v); });
-      if (!finite) continue;
+      if (!std::ranges::all_of(sample.values, [](float v) { return std::isfinite(v); })) continue;
       Coded coded(codec, sample.values.size());
       split(sample.values.data(), coded.array, 1000);
       const std::vector<float> master = joined(coded);
