@@ -15,7 +15,6 @@
 
 #include "lockstep/codec/dynamic_map.h"
 #include "lockstep/codec/kernels.h"
-#include "lockstep/codec/master.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::codec {
@@ -405,94 +404,6 @@ TEST(Codec, InstructionSetsAgree) {
         EXPECT_EQ(plain, best) << name_of(codec) << " " << name;
       }
     }
-  }
-}
-
-// ---- masters ----
-
-struct Coded {
-  Coded(Codec codec, size_t count)
-      : codes(codes_size(codec, static_cast<int64_t>(count))),
-        scales(scales_size(codec, static_cast<int64_t>(count)) / sizeof(float)),
-        remainder(count),
-        array{codec, codes.data(), scales.empty() ? nullptr : scales.data(), remainder.data()} {}
-
-  std::vector<std::byte> codes;
-  std::vector<float> scales;
-  std::vector<int8_t> remainder;
-  CodedArray array;
-};
-
-std::vector<float> joined(const Coded& coded) {
-  std::vector<float> values(coded.remainder.size());
-  join(coded.array, values.data(), static_cast<int64_t>(values.size()));
-  return values;
-}
-
-TEST(Master, KeepsMoreThanItsCodes) {
-  for (const Codec codec : {Codec::bf16, Codec::int8, Codec::quantization}) {
-    for (const Sample& sample : samples(Sign::any, 1000)) {
-      if (!std::ranges::all_of(sample.values, [](float v) { return std::isfinite(v); })) continue;
-      Coded coded(codec, sample.values.size());
-      split(sample.values.data(), coded.array, 1000);
-      const std::vector<float> master = joined(coded);
-      for (size_t i = 0; i < 1000; ++i) {
-        const size_t begin = i / kBlock * kBlock;
-        const size_t end = std::min<size_t>(begin + kBlock, 1000);
-        float largest = 0;
-        for (size_t k = begin; k < end; ++k)
-          largest = std::max(largest, std::fabs(sample.values[k]));
-        const double bound = codec == Codec::bf16   ? std::fabs(sample.values[i]) * 0x1p-15
-                             : codec == Codec::int8 ? 1.01 * largest * kEvenUnit
-                                                    : 1.01 * largest * kDynamicUnit;
-        ASSERT_NEAR(master[i], sample.values[i], bound + 1e-42)
-            << sample.name << " " << name_of(codec);
-      }
-      // Joined and split again it is what it was.
-      Coded again(codec, master.size());
-      split(master.data(), again.array, 1000);
-      if (codec == Codec::quantization) {
-        for (size_t i = 0; i < 1000; ++i)
-          ASSERT_NEAR(joined(again)[i], master[i], 1e-3 * std::fabs(master[i]) + 1e-4);
-      } else {
-        EXPECT_EQ(coded.codes, again.codes) << sample.name << " " << name_of(codec);
-        EXPECT_EQ(coded.remainder, again.remainder) << sample.name << " " << name_of(codec);
-      }
-    }
-  }
-}
-
-// Updates that are far below the step of a code add up.
-TEST(Master, SmallUpdatesAddUp) {
-  for (const Codec codec : {Codec::bf16, Codec::int8, Codec::quantization}) {
-    std::vector<float> values(256, 0.5f);
-    values[0] = 1;
-    Coded coded(codec, values.size());
-    split(values.data(), coded.array, 256);
-    const float update = 1.f / 4096;
-    for (int step = 0; step < 200; ++step) {
-      values = joined(coded);
-      for (size_t i = 1; i < values.size(); ++i) values[i] += update;
-      split(values.data(), coded.array, 256);
-    }
-    values = joined(coded);
-    // Cutting off takes a unit of each step at the most.
-    const double bound = codec == Codec::quantization ? 200 * kDynamicUnit : 200 * kEvenUnit;
-    for (size_t i = 1; i < values.size(); ++i)
-      ASSERT_NEAR(values[i], 0.5 + 200 * update, bound) << name_of(codec);
-  }
-}
-
-TEST(Master, ValuesThatAreNotFiniteStaySo) {
-  for (const Codec codec : {Codec::bf16, Codec::int8, Codec::quantization}) {
-    std::vector<float> values(256, 0.5f);
-    values[3] = kNan;
-    Coded coded(codec, values.size());
-    split(values.data(), coded.array, 256);
-    EXPECT_TRUE(std::isnan(joined(coded)[3])) << name_of(codec);
-    values.assign(256, 0.f);
-    split(values.data(), coded.array, 256);
-    EXPECT_THAT(joined(coded), Each(0.f)) << name_of(codec);
   }
 }
 
