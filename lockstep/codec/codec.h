@@ -45,6 +45,8 @@ void decode(Codec codec, Sign sign, const std::byte* encoded, float* values, Ele
 // Any bytes of `width`-byte elements, and back, exactly. Bytes that do not become smaller are kept
 // as they are, with a few bytes more. Error where `packed` is damaged.
 std::vector<std::byte> compress(std::span<const std::byte> bytes, size_t width);
+// That compress() makes of so many, at most.
+size_t compressed_bound(size_t bytes, size_t width);
 void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes);
 
 }  // namespace lockstep::codec

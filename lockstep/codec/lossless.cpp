@@ -142,6 +142,12 @@ std::vector<std::byte> compress(std::span<const std::byte> bytes, size_t width) 
   return packed;
 }
 
+size_t compressed_bound(size_t bytes, size_t width) {
+  const size_t chunk = detail::chunk_bytes(width);
+  const size_t chunks = (bytes + chunk - 1) / chunk;
+  return sizeof(Head) + bytes + chunks * (width + 1) * sizeof(uint32_t);  // a length for each plane
+}
+
 void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes) {
   ConstBytes rest = packed;
   Head head;

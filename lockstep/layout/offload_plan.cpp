@@ -27,6 +27,11 @@ int64_t packed_bytes(const StatePlan& state, const StateSlice& slice) {
   return static_cast<int64_t>(codec::packed_layout(state.format, slice.count).total);
 }
 
+// What LZ4 makes of so many bytes, at most: more is known when they are there.
+int64_t packed_bound(int64_t bytes, size_t width) {
+  return static_cast<int64_t>(codec::compressed_bound(static_cast<size_t>(bytes), width));
+}
+
 DType packed_dtype(DType dtype, const std::string& name) {
   if (dtype == DType::float32 || dtype == DType::bfloat16) return dtype;
   throw ConfigError(format("[offload] parameters of '{}' are {}, must be float32 or bfloat16", name,
@@ -96,9 +101,10 @@ void count_slices(OffloadPlan::Flat& flat, const OffloadPlan& plan) {
   for (const StatePlan& state : flat.states) {
     for (const StateSlice& each : state.slices) {
       const int64_t bytes = packed_bytes(state, each);
-      flat.bytes.states.push_back(
-          {.on_device = rounded(bytes, plan.machine.device_grain),
-           .on_host = state.lossless ? bytes : rounded(bytes, plan.machine.host_grain)});
+      flat.bytes.states.push_back({.on_device = rounded(bytes, plan.machine.device_grain),
+                                   .on_host = state.lossless
+                                                  ? packed_bound(bytes, sizeof(float))
+                                                  : rounded(bytes, plan.machine.host_grain)});
     }
   }
 }
@@ -145,6 +151,13 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
     all.bytes.host_params = coded_bytes(flat, codec, plan.machine.host_grain);
     // On CUDA codes cross the link, and are decoded there.
     if (plan.machine.cuda && !flat.shared) all.bytes.line += *all.bytes.host_params;
+  }
+  if (codec == Codec::lossless) {
+    const int64_t width = static_cast<int64_t>(size_of(flat.param)), piece = kPackedParams * width;
+    const int64_t bytes = flat.shard * width;
+    all.bytes.host_params =
+        bytes / piece * packed_bound(piece, size_of(flat.param)) +
+        (bytes % piece > 0 ? packed_bound(bytes % piece, size_of(flat.param)) : 0);
   }
   if (all.bytes.grads > 0 && options.grads && options.codec.grads == Codec::bf16 &&
       flat.grad == DType::float32) {
@@ -322,6 +335,12 @@ void count(OffloadPlan& plan) {
   const bool moves = plan.on_host.sum() + plan.on_disk > 0;
   if (moves && plan.ring > 0) plan.used.states = rounded(plan.ring, plan.machine.device_grain);
   plan.used.params = lines_at_once(plan);
+  const double kept = threshold(plan.options.advanced.strategy);
+  const int64_t most =
+      std::min(plan.options.host_budget,
+               static_cast<int64_t>(kept * static_cast<double>(plan.options.advanced.host_limit)));
+  plan.state_room = std::max(plan.on_host.states, most - plan.on_host.params - plan.on_host.grads -
+                                                      plan.host_used - plan.unreduced_on_host);
 }
 
 }  // namespace

@@ -88,6 +88,8 @@ struct OffloadPlan {
   KindBytes on_host = {};
   int64_t host_used = 0;
   int64_t on_disk = 0;
+  // Bytes of the host that optimizer state may have, once it is known what LZ4 makes of it.
+  int64_t state_room = 0;
   // Unreduced gradients of micro-batches before the last, under no_sync().
   int64_t unreduced_on_device = 0, unreduced_on_host = 0;
 };
@@ -99,6 +101,9 @@ OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& o
 // The parameters of these flats (one bool for each) rest on the host: ranks that share parameters
 // agree on where they rest.
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats);
+
+// Elements of parameters that LZ4 packs together.
+inline constexpr int64_t kPackedParams = int64_t{1} << 20;
 
 // How the parameters of a tensor of `count` elements are kept, where `wanted` is asked for: 8 bits
 // are not for small tensors and embeddings, which have bf16.

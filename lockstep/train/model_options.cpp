@@ -103,17 +103,16 @@ std::string describe_offload(std::span<const parallel::ShardedModel> models) {
       "the {}",
       size_text(device), size_text(host), disk > 0 ? format(", {} on disk", size_text(disk)) : "",
       site);
-  const auto say = [&](const char* kind, layout::StateCodecs codec,
+  const auto say = [&](const char* kind, const std::string& codec,
                        const parallel::OffloadStats::Kept& kept) {
-    if (codec == layout::StateCodecs{} || kept.plain == 0) return;
-    line += format("; {} on the host kept as {} in {:.3f} of the bytes", kind,
-                   layout::name_of(codec), kept.ratio());
+    if (codec == "none" || kept.plain == 0) return;
+    line += format("; {} on the host kept as {} in {:.3f} of the bytes", kind, codec, kept.ratio());
   };
-  say("parameters", {.params = codecs.params}, params);
-  say("gradients", {.grads = codecs.grads}, grads);
+  say("parameters", std::string(codec::name_of(codecs.params)), params);
+  say("gradients", std::string(codec::name_of(codecs.grads)), grads);
   // What LZ4 makes of state is known after a step.
   const layout::StateCodecs moments{.exp_avg = codecs.exp_avg, .exp_avg_sq = codecs.exp_avg_sq};
-  if (!moments.is_lossless()) say("optimizer state", moments, state);
+  if (!moments.is_lossless()) say("optimizer state", layout::name_of(moments), state);
   return line;
 }
 

@@ -15,9 +15,8 @@
 namespace lockstep::parallel::detail {
 namespace {
 
-constexpr int64_t kChunk = 2048;               // elements decoded at a time
-constexpr int64_t kGrain = 32 * kChunk;        // of a thread
-constexpr int64_t kPacked = int64_t{1} << 20;  // elements that LZ4 packs together
+constexpr int64_t kChunk = 2048;         // elements decoded at a time
+constexpr int64_t kGrain = 32 * kChunk;  // of a thread
 static_assert(kChunk % codec::kBlock == 0);
 
 // body(begin, count) for chunks of so many elements, on torch's threads.
@@ -183,11 +182,11 @@ void EncodedShard::compress_all() {
   const auto width = c10::elementSize(plan_.dtype);
   const std::string what = "parameters of " + plan_.name;
   const int64_t count = values_.numel();
-  packed_.resize(static_cast<size_t>((count + kPacked - 1) / kPacked));
+  packed_.resize(static_cast<size_t>((count + layout::kPackedParams - 1) / layout::kPackedParams));
   for (size_t i = 0; i < packed_.size(); ++i) {
     Packed& packed = packed_[i];
-    const int64_t begin = static_cast<int64_t>(i) * kPacked;
-    packed.range = {begin, std::min(begin + kPacked, count)};
+    const int64_t begin = static_cast<int64_t>(i) * layout::kPackedParams;
+    packed.range = {begin, std::min(begin + layout::kPackedParams, count)};
     packed.bytes = codec::compress({range_->data() + static_cast<size_t>(begin) * width,
                                     static_cast<size_t>(packed.range.size()) * width},
                                    width);

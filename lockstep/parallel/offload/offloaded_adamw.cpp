@@ -8,6 +8,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/memory/later_event.h"
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/gradient_passes.h"
@@ -37,6 +39,24 @@ std::vector<optim::NamedParameter> parameters_of(const ShardedModel& model) {
 void expose(const Flat& flat, bool to_write) {
   if (flat.shard.is_packed()) return flat.shard.open(to_write);
   flat.shard.settle();
+}
+
+// What LZ4 made of optimizer state in the first step. By the driver.
+void say_ratio(const OffloadTiers& tiers) {
+  const layout::StateCodecs& codecs = tiers.options.codec;
+  const bool lossless =
+      codecs.exp_avg == codec::Codec::lossless || codecs.exp_avg_sq == codec::Codec::lossless;
+  const int64_t bytes = tiers.kept.bytes, plain = tiers.kept.plain;
+  if (!lossless || bytes == 0 || plain == 0) return;
+  const double ratio = static_cast<double>(bytes) / static_cast<double>(plain);
+  const int64_t moved = tiers.kept.moved_to_host;
+  log::info(format(
+      "[offload] optimizer state outside the device is kept in {:.3f} of its bytes: the host "
+      "budget of {} is one of {}{}",
+      ratio, size_text(tiers.options.host_budget),
+      size_text(layout::effective_budget(tiers.options.host_budget, ratio)),
+      moved > 0 ? format("; {} that were planned for the disk are on the host", size_text(moved))
+                : ""));
 }
 
 const std::shared_ptr<OffloadTiers>& tiers_of(const ShardedModel& model) {
@@ -87,6 +107,7 @@ struct OffloadedAdamW::State {
     std::shared_ptr<UpdateRing> ring;
     std::map<size_t, OffloadedFlat> flats = {};
     memory::Event last = {};  // everything that was queued
+    bool measured = false;    // what LZ4 makes of the state
   };
 
   State(std::vector<ShardedModel> given, std::vector<optim::ParameterGroup> groups,
@@ -269,7 +290,13 @@ void OffloadedAdamW::step() {
       if (exact) state_->update(*model, index);
     }
     model->tiers->consumed.clear();
-    model->tiers->driver->run([ring = model->ring] { ring->end_step(); }, "fetch state");
+    const bool measures = !std::exchange(model->measured, true);
+    model->tiers->driver->run(
+        [ring = model->ring, tiers = model->tiers.get(), measures] {
+          ring->end_step();
+          if (measures) say_ratio(*tiers);
+        },
+        "fetch state");
   }
   for (State::Tensor& tensor : state_->tensors) tensor.updated = false;
 }
@@ -423,6 +450,8 @@ OffloadStats offload_stats(const ShardedModel& model) {
       }
     }
   }
+  stats.state_on_host += tiers.kept.moved_to_host;
+  stats.state_on_disk -= tiers.kept.moved_to_host;
   stats.state_kept = {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain};
   stats.site = tiers.site;
   return stats;

@@ -105,6 +105,8 @@ std::shared_ptr<OffloadTiers> arrange_offload(
   }
   layout::OffloadPlan plan = layout::plan_offload(std::move(flats), wanted, machine);
   agree_on_parameters(plans, plan);
+  tiers->state_room = {"offload.host_budget",
+                       static_cast<size_t>(std::max<int64_t>(plan.state_room, 1))};
   tiers->ring_bytes = plan.used.states > 0 ? static_cast<size_t>(plan.ring) : 0;
   for (size_t i = 0; i < plans.size(); ++i) {
     layout::OffloadPlan::Flat& placed = plan.flats[i];

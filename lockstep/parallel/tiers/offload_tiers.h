@@ -33,6 +33,8 @@ struct TierTraffic {
 // Optimizer state outside the device: bytes as they are kept, and without codecs.
 struct KeptState {
   std::atomic<int64_t> bytes = 0, plain = 0;
+  // Bytes without LZ4 that are on the host and were planned for the disk.
+  std::atomic<int64_t> moved_to_host = 0;
 };
 
 // The optimizer of an offloaded model.
@@ -74,6 +76,8 @@ class OffloadTiers {
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;
   size_t ring_bytes = 0;  // on the device, for state on its way
+  // Of host_budget, for state that LZ4 packs.
+  memory::Budget state_room = {"offload.host_budget", 0};
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
   std::vector<at::Tensor> consumed;
 

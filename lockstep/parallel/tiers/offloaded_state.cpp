@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lockstep/codec/codec.h"
+#include "lockstep/core/error.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -125,24 +126,50 @@ void OffloadedState::store(Slice& slice, std::shared_ptr<std::byte> memory) {
   tiers_->kept.bytes += static_cast<int64_t>(kept_bytes(slice)) - static_cast<int64_t>(before);
 }
 
+// What LZ4 makes of a slice is known when it comes back from its first update: then it is on the
+// host if there is room, also where it was planned for the disk. Later it may outgrow its place.
 void OffloadedState::store_packed(Slice& slice, std::shared_ptr<std::byte> memory) {
-  if (slice.place.tier == Tier::disk) {
-    if (plan_.lossless) {
-      auto packed = std::make_shared<std::vector<std::byte>>(
-          codec::compress({memory.get(), slice.bytes}, kWidth));
-      slice.block_bytes = packed->size();
-      slice.block = tiers_->disk->put(*packed, packed);
-    } else {
-      slice.block_bytes = slice.bytes;
-      slice.block = tiers_->disk->put({memory.get(), slice.bytes}, memory);
-    }
+  Tier& tier = slice.place.tier;
+  if (!plan_.lossless) {
+    slice.block_bytes = slice.bytes;
+    slice.block = tiers_->disk->put({memory.get(), slice.bytes}, memory);
     tiers_->traffic.to_disk += static_cast<int64_t>(slice.block_bytes);
     return;
   }
   auto packed = codec::compress({memory.get(), slice.bytes}, kWidth);
+  const bool first = slice.stores++ == 1;
+  const auto moved = static_cast<int64_t>(slice.bytes);
+  if ((tier == Tier::host || first) && take_host(slice, packed.size())) {
+    if (tier == Tier::disk) tiers_->kept.moved_to_host += moved;
+    tier = Tier::host;
+    slice.block = {};
+    slice.block_bytes = 0;
+    slice.packed = std::move(packed);
+    return;
+  }
+  check(tiers_->disk.has_value(), "what is planned for the host fits there");
+  if (tier == Tier::host) tiers_->kept.moved_to_host -= moved;
+  tier = Tier::disk;
+  slice.packed = {};
+  auto kept = std::make_shared<std::vector<std::byte>>(std::move(packed));
+  slice.block_bytes = kept->size();
+  slice.block = tiers_->disk->put(*kept, kept);
+  tiers_->traffic.to_disk += static_cast<int64_t>(slice.block_bytes);
+}
+
+bool OffloadedState::take_host(Slice& slice, size_t bytes) {
+  const std::string what = "optimizer state of " + name_;
   slice.share = {};
-  slice.share = tiers_->host_budget.take(packed.size(), "optimizer state of " + name_);
-  slice.packed = std::move(packed);
+  slice.room = {};
+  try {
+    slice.room = tiers_->state_room.take(bytes, what);
+    slice.share = tiers_->host_budget.take(bytes, what);
+    return true;
+  } catch (const OverBudget&) {
+    slice.share = {};
+    slice.room = {};
+    return false;
+  }
 }
 
 // Calls visit(slice, state) with the state of every slice in host memory, and keeps what it writes.

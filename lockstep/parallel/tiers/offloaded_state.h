@@ -33,11 +33,12 @@ class OffloadedState {
 
   struct Slice {
     StateSlice place;
-    size_t bytes = 0;                        // as computed with
-    std::shared_ptr<std::byte> memory = {};  // on the device or on the host; on disk: none
-    std::vector<std::byte> packed = {};      // lossless, on the host
-    memory::Budget::Share share = {};        // of that
-    memory::DiskStore::Block block = {};     // on disk
+    size_t bytes = 0;                             // as computed with
+    std::shared_ptr<std::byte> memory = {};       // on the device or on the host; on disk: none
+    std::vector<std::byte> packed = {};           // lossless, on the host
+    memory::Budget::Share share = {}, room = {};  // of that
+    int stores = 0;                               // since it was made
+    memory::DiskStore::Block block = {};          // on disk
     size_t block_bytes = 0;
     memory::Event saved = {};  // what was sent back has arrived
   };
@@ -77,6 +78,7 @@ class OffloadedState {
   // How many bytes a slice is kept in, outside the device.
   size_t kept_bytes(const Slice& slice) const;
   void store_packed(Slice& slice, std::shared_ptr<std::byte> memory);
+  bool take_host(Slice& slice, size_t bytes);
   template <class Visit>
   void for_each_on_host(const Visit& visit);
 

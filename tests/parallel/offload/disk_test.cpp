@@ -86,6 +86,42 @@ TEST(OffloadDisk, LosslessCodecsHaveTheSameBits) {
   }
 }
 
+// Without gradients state stays zero, and all of it fits on the host. With them it grows, and what
+// no longer fits goes to the disk: the same bits, and no error.
+TEST(OffloadDisk, LosslessStateIsWhereItFits) {
+  const TempDir folder;
+  OffloadOptions offload = on_disk(folder.path(), UpdateSite::cpu);
+  offload.codec = layout::parse_state_codecs("lossless");
+  OffloadRun run = kRun;
+  run.steps = 4;
+  run.before = [](int step, const parallel::ShardedModel& model, optim::Optimizer&) {
+    const at::NoGradGuard no_grad;
+    if (step > 1) return;
+    for (const at::Tensor& parameter : model.parameters()) parameter.grad().zero_();
+  };
+  std::vector<int64_t> on_disk_after;
+  OffloadRun counted = run;
+  counted.after = [&](int, const parallel::ShardedModel& model, optim::Optimizer& each) {
+    dynamic_cast<parallel::OffloadedAdamW&>(each).wait();
+    on_disk_after.push_back(parallel::offload_stats(model).state_on_disk);
+  };
+  const OffloadCurve plain = train_offloaded({}, run, {});
+  const OffloadCurve moved = train_offloaded({}, counted, offload);
+  EXPECT_TRUE(plain == moved);
+  EXPECT_LE(moved.stats.host_peak, offload.host_budget);
+  EXPECT_EQ(on_disk_after[0], 0);
+  EXPECT_EQ(on_disk_after[1], 0);
+  EXPECT_GT(on_disk_after[2], 0);
+  EXPECT_EQ(moved.stats.state_on_disk, on_disk_after[3]);
+  // The plan, which knows nothing of LZ4, has more there than fits in the end, or as much.
+  OffloadOptions whole = offload;
+  whole.codec = {};
+  const OffloadCurve planned = train_offloaded({}, run, whole);
+  EXPECT_LE(moved.stats.state_on_disk, planned.stats.state_on_disk);
+  EXPECT_EQ(moved.stats.state_on_disk + moved.stats.state_on_host,
+            planned.stats.state_on_disk + planned.stats.state_on_host);
+}
+
 TEST(OffloadDisk, UpdatesInBackward) {
   const TempDir folder;
   OffloadRun run = kRun;
