@@ -183,7 +183,10 @@ class Ddp {
     if (!tensors_.empty())
       check_own_devices("ddp", device.value_or(tensors_[0].device()), private_group_);
     options_.bucket_bytes = agreed;
-    if (device) move_model(*device);
+    if (device) {
+      move_model(*device);
+      reducer_->start();
+    }
     reducer_->lay_out_again();
   }
 

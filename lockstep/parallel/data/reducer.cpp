@@ -42,6 +42,7 @@ Reducer::Reducer(std::vector<Parameter> parameters, std::vector<Parameter> froze
 }
 
 void Reducer::start() {
+  const std::lock_guard lock(rounds_.mutex());
   std::vector<at::Tensor> tensors;
   for (const Parameter& parameter : parameters_) tensors.push_back(parameter.tensor);
   rounds_.listen(tensors, weak_from_this());
@@ -122,7 +123,6 @@ void Reducer::check_between_rounds(const char* operation) {
 
 void Reducer::lay_out_again() {
   const std::lock_guard lock(rounds_.mutex());
-  start();
   use_buckets(plan());
 }
 

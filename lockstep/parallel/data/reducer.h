@@ -31,7 +31,8 @@ class Reducer final : public BackwardRounds::Listener,
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // Begins to listen to the parameters' gradients, when a shared_ptr owns this.
+  // Begins to listen to the parameters' gradients, when a shared_ptr owns this; again where they
+  // were moved to another device.
   void start();
   // ConfigError where a backward is in progress.
   void check_between_rounds(const char* operation);

@@ -55,7 +55,11 @@ void BackwardRounds::listen(std::span<const at::Tensor> parameters,
   listener_ = std::move(listener);
   remove_hooks();
   for (size_t i = 0; i < parameters.size(); ++i) {
+    // One that is frozen now has none, and may be trained later.
+    const bool trained = parameters[i].requires_grad();
+    if (!trained) parameters[i].set_requires_grad(true);
     Hook hook{.accumulator = torch::autograd::impl::grad_accumulator(parameters[i])};
+    if (!trained) parameters[i].set_requires_grad(false);
     hook.after = hook.accumulator->add_post_hook(std::make_unique<AfterHook>(listener_, i));
     if (before) hook.accumulator->add_pre_hook(std::make_unique<BeforeHook>(listener_, i));
     hooks_.push_back(std::move(hook));

@@ -263,6 +263,25 @@ TEST(DdpWrapper, ForwardsToTheModel) {
   EXPECT_FALSE(gradient(alone.module(), 0) > 0);
 }
 
+TEST(DdpWrapper, ParametersMayBeFrozenMeanwhile) {
+  comm::run_threads(2, [](comm::Group group) {
+    auto ddp = parallel::ddp(Branches(), group, {.find_unused_parameters = true});
+    at::Tensor& weight = ddp.module()->weights[1];
+    weight.set_requires_grad(false);
+    ddp.to(at::kCPU);
+    ddp.set_bucket_size(1);
+    EXPECT_FALSE(weight.requires_grad());
+    const std::vector<int> all{0, 1, 2};
+    ddp.forward(all, group.rank() + 1.0).backward();
+    EXPECT_EQ(gradient(ddp.module(), 0), 1.5);
+    EXPECT_FALSE(weight.grad().defined());
+    weight.set_requires_grad(true);
+    ddp.zero_grad();
+    ddp.forward(all, group.rank() + 1.0).backward();
+    EXPECT_EQ(gradient(ddp.module(), 1), 1.5);
+  });
+}
+
 TEST(DdpWrapper, TakesTheDevicesOfAHost) {
   const std::vector<c10::Device> cpu_twice(2, at::kCPU);
   comm::run_threads(4,
