@@ -64,16 +64,19 @@ Codec wanted_codec(const OffloadFlat& flat, const OffloadOptions& options) {
   return may ? options.codec.params : Codec::none;
 }
 
-// Of all tensors of a flat, with a block for all codes and one for all remainders.
-int64_t coded_bytes(const OffloadFlat& flat, Codec wanted, int64_t grain) {
+// Of all tensors of a flat: a block for all codes and one for all remainders.
+struct CodedBytes {
   int64_t codes = 0, remainders = 0;
+};
+CodedBytes coded_bytes(const OffloadFlat& flat, Codec wanted) {
+  CodedBytes bytes;
   for (const OffloadFlat::Tensor& tensor : flat.tensors) {
     const Codec codec = weight_codec(wanted, tensor.count, tensor.embedding);
     const auto layout = codec::coded_layout(codec, tensor.count);
-    codes += static_cast<int64_t>(layout.remainder);
-    remainders += static_cast<int64_t>(layout.total - layout.remainder);
+    bytes.codes += static_cast<int64_t>(layout.remainder);
+    bytes.remainders += static_cast<int64_t>(layout.total - layout.remainder);
   }
-  return rounded(codes, grain) + rounded(remainders, grain);
+  return bytes;
 }
 
 bool updates_in_backward(const OffloadOptions& options) {
@@ -148,9 +151,11 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
   if (flat.trained && !updates_in_backward(options))
     all.bytes.grads = rounded(bytes_of(flat.shard, flat.grad), grain);
   if (codec::is_lossy(codec)) {
-    all.bytes.host_params = coded_bytes(flat, codec, plan.machine.host_grain);
+    const auto [codes, remainders] = coded_bytes(flat, codec);
+    const int64_t host_grain = plan.machine.host_grain;
+    all.bytes.host_params = rounded(codes, host_grain) + rounded(remainders, host_grain);
     // On CUDA codes cross the link, and are decoded there.
-    if (plan.machine.cuda && !flat.shared) all.bytes.line += *all.bytes.host_params;
+    if (plan.machine.cuda && !flat.shared) all.bytes.line += rounded(codes, grain);
   }
   if (codec == Codec::lossless) {
     const int64_t width = static_cast<int64_t>(size_of(flat.param)), piece = kPackedParams * width;
