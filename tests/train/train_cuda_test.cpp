@@ -58,5 +58,35 @@ TEST_F(TrainCuda, ARankWithoutMemorySaysWhatItWasFor) {
       0);
 }
 
+// Codes cross the link and are decoded on the device. Updates on it and on the CPU agree.
+TEST_F(TrainCuda, CodedParametersTrainNearlyAsWell) {
+  for (const char* dtype : {"float32", "bfloat16"}) {
+    const std::string name = dtype;
+    const Words model{"--train.device", "cuda", "--train.dtype",  name,  "--train.steps", "8",
+                      "--model.layers", "2",    "--model.hidden", "128", "--model.heads", "2"};
+    const Words offload{"--offload.params",       "true", "--offload.grads",        "true",
+                        "--offload.optimizer",    "true", "--offload.strategy",     "extreme",
+                        "--offload.device_limit", "4MB",  "--offload.param_budget", "2MB"};
+    const auto plain = losses(steps(name + "plain", model + offload));
+    for (const char* codec : {"bf16", "int8", "quantization"}) {
+      const Words coded = model + offload +
+                          Words{"--offload.codec", std::string("params=") + codec + ",grads=bf16"};
+      const std::string folder = name + codec;
+      const auto there =
+          losses(steps(folder + "device", coded + Words{"--offload.update_site", "device"}));
+      const auto here =
+          losses(steps(folder + "cpu", coded + Words{"--offload.update_site", "cpu"}));
+      SCOPED_TRACE(folder);
+      expect_close(there, plain, 0.02);
+      expect_close(here, there, 1e-3);
+    }
+    const auto packed =
+        losses(steps(name + "lossless", model + offload +
+                                            Words{"--offload.codec", "params=lossless",
+                                                  "--offload.update_site", "cpu"}));
+    expect_close(packed, plain, 1e-3);
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::test

@@ -69,7 +69,8 @@ TEST_F(TrainOffload, ReportsWhatIsOffloaded) {
   EXPECT_THAT(result.out, HasSubstr("offload "));
   EXPECT_THAT(result.out, HasSubstr("on the host; updates on the device"));
   const Result encoded = run(model_ + Words{"--train.steps", "3"} + offload("cpu") +
-                             Words{"--offload.codec", "quantization,params=int8,grads=bf16"});
+                             Words{"--offload.codec", "quantization,params=int8,grads=bf16",
+                                   "--checkpoint.dir", path("encoded")});
   EXPECT_EQ(encoded.code, 0) << encoded.err;
   EXPECT_THAT(encoded.out, HasSubstr("parameters on the host kept as int8 in 0."));
   EXPECT_THAT(encoded.out, HasSubstr("gradients on the host kept as bf16 in 0.500"));
