@@ -32,7 +32,7 @@ constexpr const char* kPlanHelp =
     "memory.max_per_device. The exit status is 0 if it fits or nothing limits it, 1 if it does "
     "not.\n"
     "inventory: the model's tensors by kind, with statistics; with --list each of them, and which\n"
-    "ranks keep some of it; and where what is offloaded will rest.\n"
+    "ranks keep some of it, and the groups of ranks by id; and where what is offloaded will rest.\n"
     "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n";
 
 // The data need not be there; the vocabulary must.
@@ -45,6 +45,8 @@ config::ModelSpec model_of(const TrainConfig& config) {
 std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {
   std::string text = format("{} on {} rank{}: {}", model.describe(), world, world > 1 ? "s" : "",
                             config.dims(world).describe());
+  if (config.parallel.order != layout::Order::pp_fastest)
+    text += format(" in order {}", layout::name_of(config.parallel.order));
   if (config.parallel.shard != layout::ShardingStrategy::no_shard)
     text += format(", shard {}", name_of(config.parallel.shard));
   if (config::is_pipelined(config.parallel)) {
@@ -111,7 +113,8 @@ int plan_inventory(Words arguments) {
   const auto& [config, model, world] = *request;
   const int64_t element = config::element_bytes_of(config);
   const auto tensors = model.tensors();
-  if (list) std::cout << config::tensor_list(config, model, world);
+  if (list)
+    std::cout << config::tensor_list(config, model, world) << config::group_list(config, world);
   std::cout << config::inventory_table(tensors, element) << describe(config, model, world) << "\n";
   if (config.offload.any())
     std::cout << "rank 0:\n"

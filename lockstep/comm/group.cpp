@@ -15,6 +15,17 @@
 #include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
+namespace {
+
+// FNV-1a: the same on every rank, whatever its standard library.
+uint64_t hash_of(const std::string& text) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const char letter : text)
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211ULL;
+  return hash;
+}
+
+}  // namespace
 
 Group::Group()
     : impl_(detail::make_group(
@@ -49,27 +60,50 @@ int Group::local_size() const {
 }
 
 Group Group::split(int colour, int key, bool check) const {
+  return split_as(colour, key, check, format("{}", colour));
+}
+
+Group Group::split_named(int colour, int key, const std::string& label) const {
+  if (label.empty() || label.find_first_of(". /") != std::string::npos) {
+    throw ConfigError(
+        format("[split] rank {}: label '{}' must have characters, and no dot, space or slash",
+               rank(), label));
+  }
+  return split_as(colour, key, false, label);
+}
+
+Group Group::split_as(int colour, int key, bool check, const std::string& label) const {
   if (colour < 0)
     throw ConfigError(format("[split] rank {}: colour {} must be at least 0", rank(), colour));
   const detail::Membership& mine = impl_->membership();
-  const std::string name = format("{}.{}/{}", mine.name, impl_->next_split(), colour);
+  const std::string name = format("{}.{}/{}", mine.name, impl_->next_split(), label);
   if (size() == 1)
     return Group(detail::make_group({name, 0, mine.members, mine.world}, impl_->backend()));
 
   const auto n = static_cast<size_t>(size());
   // Mine, and after it those of all; the backend's, too, if it does not end well.
-  const auto memory = std::make_shared<std::vector<std::array<int64_t, 2>>>(n + 1);
-  memory->front() = {colour, key};
+  const auto memory = std::make_shared<std::vector<std::array<int64_t, 3>>>(n + 1);
+  const auto hash = static_cast<int64_t>(hash_of(label));
+  memory->front() = {colour, key, hash};
   const auto choices = std::span(*memory).subspan(1);
   fabric::Operation gather{.kind = fabric::OpKind::all_gather,
                            .dtype = DType::int64,
                            .input = std::as_bytes(std::span(*memory).first(1)),
                            .output = std::as_writable_bytes(choices),
-                           .recv_counts = std::vector<int64_t>(n, 2),
+                           .recv_counts = std::vector<int64_t>(n, 3),
                            .tag = "split",
                            .timeout = mine.world->timeout,
-                           .count = static_cast<int64_t>(2 * n)};
+                           .count = static_cast<int64_t>(3 * n)};
   impl_->submit(gather, memory)->wait();
+  // Groups of one name would share keys of the store.
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto& [other, its_key, its_hash] = choices[static_cast<size_t>(peer)];
+    if ((other == colour) == (its_hash == hash)) continue;
+    throw ConfigError(
+        format("[split] rank {}: label '{}' of colour {}, but rank {} has {} label for colour {}; "
+               "each colour must have one label of its own",
+               rank(), label, colour, peer, other == colour ? "another" : "the same", other));
+  }
 
   std::vector<int> chosen;  // ranks of this group that chose the same colour
   for (int peer = 0; peer < size(); ++peer) {

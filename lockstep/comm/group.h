@@ -31,7 +31,7 @@ class Group {
 
   int rank() const;
   int size() const;
-  const std::string& name() const;   // "world", "world.0/1": unique in the job
+  const std::string& name() const;   // "world", "world.0/dp_group_tp1_pp0": unique in the job
   std::string_view backend() const;  // "thread", "shm", "mpi", "gloo", "nccl"
   layout::CommStrategy strategy() const;
   std::span<const int> members() const;  // world rank of every member
@@ -46,6 +46,9 @@ class Group {
   // Collective: the ranks of one colour (at least 0) become a group, ordered by key, then by rank.
   // With `check`, its ranks compare operations before running them, whatever InitOptions says.
   Group split(int colour, int key, bool check = false) const;
+  // The same; the name of the group has the label, "dp_group_tp0_pp1", in place of the colour, and
+  // so have its errors and traces. ConfigError unless each colour has one label of its own.
+  Group split_named(int colour, int key, const std::string& label) const;
   // Collective: the same ranks, whose operations go by another strategy. Its splits do too.
   Group with_strategy(layout::CommStrategy strategy) const;
   // Collective: the same ranks, whose waits have another deadline. Its splits do too.
@@ -53,6 +56,7 @@ class Group {
 
  private:
   friend struct detail::GroupAccess;
+  Group split_as(int colour, int key, bool check, const std::string& label) const;
 
   std::shared_ptr<detail::GroupImpl> impl_;
 };

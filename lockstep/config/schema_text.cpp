@@ -95,7 +95,7 @@ std::string help_text(const Schema& schema) {
                                             : std::string(kHelpColumn - flag.size(), ' ');
       std::string help = option.help;
       // Many names need more than one line.
-      const char* const separator = option.choices.size() > 8 ? " | " : "|";
+      const char* const separator = option.choices.size() >= 8 ? " | " : "|";
       if (!option.choices.empty()) help += format(" {{{}}}", choices_text(option, separator));
       const std::string fallback = shown(option, option.fallback);
       if (!fallback.empty()) help += format(" [{}]", fallback);

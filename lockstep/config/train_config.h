@@ -70,6 +70,7 @@ struct OptimConfig {
 struct LayoutConfig {
   int dp = 0;  // 0: what tp and pp leave
   int tp = 1, pp = 1;
+  layout::Order order = layout::Order::pp_fastest;
   bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices
   layout::ShardingStrategy shard = layout::ShardingStrategy::no_shard;
   int shard_size = 0;  // hybrid: ranks that share; 0: those of a host

@@ -141,6 +141,22 @@ void add_optim(Schema& schema, OptimConfig& optim) {
              {.min = 0, .max = 1});
 }
 
+// Two orders have a name besides their spelling.
+void add_order(Schema& schema, layout::Order& order) {
+  Option option{.type = OptionType::choice,
+                .help =
+                    "Which axes neighbouring ranks differ on. A permutation has the slowest axis "
+                    "first; pp_fastest is dp-tp-pp, tp_fastest, which keeps tp inside a host, "
+                    "is pp-dp-tp.",
+                .choices = names_up_to(layout::Order::pp_tp_dp)};
+  option.choices.insert(option.choices.end(), {"dp-tp-pp", "pp-dp-tp"});
+  option.get = [&order]() -> Value { return std::string(layout::name_of(order)); };
+  option.put = [&order](const Value& value) {
+    order = layout::parse_order(std::get<std::string>(value));
+  };
+  schema.add_option("order", std::move(option));
+}
+
 void add_layout(Schema& schema, TrainConfig& config) {
   LayoutConfig& parallel = config.parallel;
   schema.section("parallel", "The ranks");
@@ -151,6 +167,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
              "tp ranks share the sequence where they do not share matrices: less memory for "
              "activations.");
   schema.add("pp", parallel.pp, "Ranks that the layers are cut over, as a pipeline.", kFromOne);
+  add_order(schema, parallel.order);
   schema.add_choice("shard", parallel.shard, names_up_to(layout::ShardingStrategy::hybrid_shard),
                     "What dp ranks share instead of holding it all: parameters, gradients and "
                     "optimizer state (full); the same, with parameters kept from forward to "

@@ -70,6 +70,7 @@ std::optional<std::vector<int>> layers_per_stage(int64_t layers, int64_t stages,
                                                  const std::vector<int>& split);
 
 struct ParallelAdvancedConfig {
+  Order order = Order::pp_fastest;    // of the ranks
   int num_layers = 0;                 // of the model; 0: as many as parallelize() is given
   std::vector<int> layer_split = {};  // layers of each stage; empty means equal stages
   int chunks = 0;                     // stages of a rank; 0: as few as the schedule allows

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <limits>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -12,7 +13,8 @@ namespace lockstep::layout {
 namespace {
 
 constexpr std::array<std::string_view, 3> kAxes = {"dp", "tp", "pp"};
-constexpr std::array<std::string_view, 2> kOrders = {"pp_fastest", "tp_fastest"};
+constexpr std::array<std::string_view, 6> kOrders = {"pp_fastest", "tp_fastest", "dp-pp-tp",
+                                                     "tp-dp-pp",   "tp-pp-dp",   "pp-tp-dp"};
 
 }  // namespace
 
@@ -41,6 +43,30 @@ void ParallelDims::validate(int world_size) const {
 std::string_view name_of(Axis axis) { return enum_name(kAxes, axis); }
 std::string_view name_of(Order order) { return enum_name(kOrders, order); }
 
+Order parse_order(std::string_view name) {
+  if (name == "dp-tp-pp") return Order::pp_fastest;
+  if (name == "pp-dp-tp") return Order::tp_fastest;
+  return parse_enum<Order>("order of ranks", kOrders, name);
+}
+
+std::array<Axis, 3> axes_of(Order order) {
+  using enum Axis;
+  switch (order) {
+    case Order::pp_fastest:
+      return {dp, tp, pp};
+    case Order::tp_fastest:
+      return {pp, dp, tp};
+    case Order::dp_pp_tp:
+      return {dp, pp, tp};
+    case Order::tp_dp_pp:
+      return {tp, dp, pp};
+    case Order::tp_pp_dp:
+      return {tp, pp, dp};
+    default:
+      return {pp, tp, dp};
+  }
+}
+
 int Coordinate::at(Axis axis) const { return axis == Axis::dp ? dp : axis == Axis::tp ? tp : pp; }
 
 RankMap::RankMap(ParallelDims dims, Order order) : dims_(dims), order_(order), world_size_(0) {
@@ -54,15 +80,10 @@ RankMap::RankMap(ParallelDims dims, Order order) : dims_(dims), order_(order), w
 int RankMap::size(Axis axis) const { return Coordinate{dims_.dp, dims_.tp, dims_.pp}.at(axis); }
 
 int RankMap::stride(Axis axis) const {
-  const bool pp_fastest = order_ == Order::pp_fastest;
-  switch (axis) {
-    case Axis::dp:
-      return pp_fastest ? dims_.pp * dims_.tp : dims_.tp;
-    case Axis::tp:
-      return pp_fastest ? dims_.pp : 1;
-    default:
-      return pp_fastest ? 1 : dims_.tp * dims_.dp;
-  }
+  const std::array<Axis, 3> axes = axes_of(order_);
+  int product = 1;
+  for (size_t i = axes.size(); axes[i - 1] != axis; --i) product *= size(axes[i - 1]);
+  return product;
 }
 
 Coordinate RankMap::coordinate_of(int rank) const {
@@ -113,6 +134,17 @@ std::string RankMap::group_id(Axis axis, int rank) const {
     default:
       return format("pp_group_dp{}_tp{}", at.dp, at.tp);
   }
+}
+
+std::vector<RankMap::NamedGroup> RankMap::named_groups() const {
+  std::vector<NamedGroup> all;
+  for (const Axis axis : {Axis::dp, Axis::tp, Axis::pp}) {
+    for (std::vector<int>& members : groups(axis)) {
+      const int first = members.front();
+      all.push_back({group_id(axis, first), axis, coordinate_of(first), std::move(members)});
+    }
+  }
+  return all;
 }
 
 std::optional<int> RankMap::next_stage(int rank) const {

@@ -2,6 +2,7 @@
 // The data, tensor and pipeline axes, and where each rank stands on them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -29,12 +30,22 @@ struct ParallelDims {
 };
 
 enum class Axis { dp, tp, pp };
-// pp_fastest: neighbouring ranks are neighbouring stages, then tp, dp slowest.
-// tp_fastest: neighbouring ranks share a layer, then dp, pp slowest, as Megatron lays them out.
-enum class Order { pp_fastest, tp_fastest };
+// Which axes neighbouring ranks differ on. A permutation is spelled as the axes of a mesh are,
+// slowest first: in "tp-dp-pp" neighbouring ranks are neighbouring stages.
+enum class Order {
+  pp_fastest,  // "dp-tp-pp": neighbouring ranks are neighbouring stages, then tp, dp slowest
+  tp_fastest,  // "pp-dp-tp": neighbouring ranks share a layer, as Megatron lays them out
+  dp_pp_tp,
+  tp_dp_pp,
+  tp_pp_dp,
+  pp_tp_dp
+};
 
 std::string_view name_of(Axis axis);
-std::string_view name_of(Order order);
+std::string_view name_of(Order order);  // "pp_fastest", "tp_fastest", "dp-pp-tp" ...
+// Also takes the permutations that have names, "dp-tp-pp" and "pp-dp-tp". ConfigError for others.
+Order parse_order(std::string_view name);
+std::array<Axis, 3> axes_of(Order order);  // slowest first
 
 struct Coordinate {
   int dp = 0, tp = 0, pp = 0;
@@ -69,6 +80,14 @@ class RankMap {
   // "dp_group_tp0_pp1", "tp_group_dp0_pp1", "pp_group_dp0_tp1": the same for all members of a
   // group.
   std::string group_id(Axis axis, int rank) const;
+  // All of them, axis by axis, with the coordinate of the first member.
+  struct NamedGroup {
+    std::string id = {};
+    Axis axis = Axis::dp;
+    Coordinate first = {};
+    std::vector<int> members = {};
+  };
+  std::vector<NamedGroup> named_groups() const;
 
   // The neighbouring stage's rank; none past the ends.
   std::optional<int> next_stage(int rank) const;

@@ -2,9 +2,11 @@
 #include "lockstep/mesh/mesh.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -66,7 +68,23 @@ struct Mesh::Grid {
         others.push_back(place);
       }
     }
-    groups.emplace(selected, group.split(index_over(others), index_over(selected)));
+    groups.emplace(selected, group.split_named(index_over(others), index_over(selected),
+                                               group_id(selected, others)));
+  }
+
+  // "dp_group_tp0_pp1": the axes of the group, and where it lies on the others, as
+  // layout::RankMap::group_id has it whatever the order of the mesh's axes.
+  std::string group_id(const std::vector<size_t>& selected, std::vector<size_t> others) const {
+    std::vector<std::string> names;
+    for (const size_t place : selected) names.push_back(axes[place].name);
+    const auto usual_place = [&](size_t place) {
+      constexpr std::array<std::string_view, 3> kUsual = {"dp", "tp", "pp"};
+      return std::ranges::find(kUsual, axes[place].name) - kUsual.begin();
+    };
+    std::ranges::stable_sort(others, {}, usual_place);
+    std::string id = join(names, "-") + "_group";
+    for (const size_t place : others) id += format("_{}{}", axes[place].name, coordinate[place]);
+    return id;
   }
 };
 
@@ -110,9 +128,11 @@ Mesh Mesh::cube(comm::Group group, std::array<std::string, 3> axes) {
 
 Mesh Mesh::parallel(comm::Group group, const layout::ParallelDims& dims, layout::Order order) {
   dims.validate(group.size());
-  const Axis dp{"dp", dims.dp}, tp{"tp", dims.tp}, pp{"pp", dims.pp};
-  if (order == layout::Order::pp_fastest) return Mesh(std::move(group), {dp, tp, pp});
-  return Mesh(std::move(group), {pp, dp, tp});
+  const layout::RankMap map(dims, order);
+  std::vector<Axis> axes;
+  for (const layout::Axis axis : layout::axes_of(order))
+    axes.push_back({std::string(layout::name_of(axis)), map.size(axis)});
+  return Mesh(std::move(group), std::move(axes));
 }
 
 const Axis& Mesh::axis(size_t place) const { return grid_->axes[place]; }

@@ -95,7 +95,7 @@ Pipeline apply(const std::vector<Layer>& layers, const ParallelConfig& config,
         scratch_folder(), memory::DiskStoreOptions{.rank = given.rank()});
   }
   const comm::Group group = arranged(given, config.advanced);
-  const auto mesh = mesh::Mesh::parallel(group, config.dims);
+  const auto mesh = mesh::Mesh::parallel(group, config.dims, config.advanced.order);
   const c10::Device device = options.device;
   // CUDA's allocator is there, and counts, once something was allocated.
   if (device.is_cpu()) memory::limit_device(device, config.advanced.max_memory_per_device);

@@ -79,6 +79,7 @@ struct MemoryOptions {
   int64_t optimizer_bytes = 8;
   // Inputs of layers that are computed again are on disk.
   bool on_disk = false;
+  layout::Order order = layout::Order::pp_fastest;  // of the ranks
   // Of the last layer's outputs, which may have fewer rows than asked for; counts with that layer.
   // None: the outputs get a gradient.
   std::function<at::Tensor(const Tensors& outputs)> loss = {};

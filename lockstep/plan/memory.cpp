@@ -75,7 +75,7 @@ void offload(Memory& memory, std::span<const layout::OffloadPlan> plans, bool wa
 }  // namespace
 
 std::vector<Memory> memory_per_rank(const Run& run) {
-  const layout::RankMap map(run.dims);
+  const layout::RankMap map(run.dims, run.order);
   const std::vector<PipelineRankWork> work_per_rank = work_per_pipeline_rank(run);
   const int64_t under_way = run.inputs_on_disk ? kInputsUnderWay : 0;
   const int64_t workspace = run.cuda ? kCublasWorkspace : 0;

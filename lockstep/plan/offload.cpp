@@ -145,7 +145,7 @@ std::vector<std::vector<OffloadPlan>> offload_of_shards(const Run& run,
 }
 
 std::vector<OffloadPlan> plan_offload(const Run& run, int rank) {
-  const auto place = layout::RankMap(run.dims).coordinate_of(rank);
+  const auto place = layout::RankMap(run.dims, run.order).coordinate_of(rank);
   const std::vector<Stage> chunks =
       run.pipeline
           ? chunks_per_rank(run, schedule::generate(*run.pipeline))[static_cast<size_t>(place.pp)]

@@ -71,6 +71,7 @@ struct Model {
 struct Run {
   Model model = {};
   layout::ParallelDims dims = {};
+  layout::Order order = layout::Order::pp_fastest;
   layout::ShardingStrategy sharding = layout::ShardingStrategy::no_shard;
   int shards = 1;  // data-parallel ranks that share parameters out among them
   int64_t min_sharded = layout::kMinShardedElements;  // smaller tensors stay whole

@@ -285,13 +285,20 @@ static StepSums combine(const at::Tensor& losses, bool stop, const mesh::Mesh& m
   comm::all_gather(all, mine, mesh.group(), {.tag = "losses"}).wait();
   StepSums sums{0, false};
   const auto values = all.accessor<double, 2>();
-  const int dp = mesh.size("dp");
-  const int others = mesh.size() / dp;  // which have the same losses, next to each other
-  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
-    for (int64_t i = 0; i < count && rank % others == 0; ++i) sums.loss += values[rank][i];
+  // Ranks that differ on other axes have the same losses: those at the beginning of these count.
+  const std::vector<std::string> names = mesh.axis_names();
+  const auto counts = [&](int rank) {
+    const std::vector<int> at = mesh.coordinate_of(rank).value();
+    for (size_t i = 0; i < names.size(); ++i) {
+      if (names[i] != "dp" && at[i] != 0) return false;
+    }
+    return true;
+  };
+  for (int rank = 0; rank < mesh.size(); ++rank) {
+    for (int64_t i = 0; i < count && counts(rank); ++i) sums.loss += values[rank][i];
     sums.stop = sums.stop || values[rank][count] != 0;
   }
-  sums.loss /= dp;
+  sums.loss /= mesh.size("dp");
   return sums;
 }
 

@@ -18,13 +18,16 @@ using testing::ThrowsMessage;
 
 constexpr Axis kAxes[] = {Axis::dp, Axis::tp, Axis::pp};
 
-// Every factorisation of every world size up to 24, in both orders.
+constexpr Order kOrders[] = {Order::pp_fastest, Order::tp_fastest, Order::dp_pp_tp,
+                             Order::tp_dp_pp,   Order::tp_pp_dp,   Order::pp_tp_dp};
+
+// Every factorisation of every world size up to 24, in all orders.
 void for_every_map(const std::function<void(const RankMap&)>& body) {
   for (int world = 1; world <= 24; ++world) {
     for (int dp = 1; dp <= world; ++dp) {
       for (int tp = 1; world % dp == 0 && tp <= world / dp; ++tp) {
         if (world / dp % tp != 0) continue;
-        for (const auto order : {Order::pp_fastest, Order::tp_fastest}) {
+        for (const auto order : kOrders) {
           const RankMap map({dp, tp, world / dp / tp}, order);
           SCOPED_TRACE(map.dims().describe() + " " + std::string(name_of(order)));
           ASSERT_EQ(map.world_size(), world);
@@ -136,6 +139,34 @@ TEST(RankMap, MegatronExample) {
   EXPECT_THAT(map.group(Axis::pp, 3), ElementsAre(3, 7, 11, 15));
 }
 
+// The name of a permutation says what its map does: the last axis is fastest.
+TEST(RankMap, APermutationHasTheSlowestAxisFirst) {
+  const ParallelDims dims{.dp = 2, .tp = 3, .pp = 5};
+  for (const char* name :
+       {"dp-tp-pp", "pp-dp-tp", "dp-pp-tp", "tp-dp-pp", "tp-pp-dp", "pp-tp-dp"}) {
+    const RankMap map(dims, parse_order(name));
+    int stride = 1;
+    for (const size_t at : {6, 3, 0}) {
+      const Axis axis = name[at] == 'd' ? Axis::dp : name[at] == 't' ? Axis::tp : Axis::pp;
+      EXPECT_EQ(map.group(axis, 0).at(1), stride) << name;
+      stride *= map.size(axis);
+    }
+  }
+}
+
+TEST(RankMap, GroupsAreListedByCoordinate) {
+  const RankMap map({.dp = 2, .tp = 1, .pp = 2}, Order::tp_fastest);
+  std::vector<std::string> ids;
+  for (const auto& group : map.named_groups()) {
+    ids.push_back(group.id);
+    EXPECT_EQ(group.members.front(), map.rank_at(group.first));
+    for (const int rank : group.members) EXPECT_EQ(map.group_id(group.axis, rank), group.id);
+  }
+  EXPECT_THAT(ids, ElementsAre("dp_group_tp0_pp0", "dp_group_tp0_pp1", "tp_group_dp0_pp0",
+                               "tp_group_dp1_pp0", "tp_group_dp0_pp1", "tp_group_dp1_pp1",
+                               "pp_group_dp0_tp0", "pp_group_dp1_tp0"));
+}
+
 TEST(RankMap, OutsideIsAnError) {
   const RankMap map({2, 2, 3});
   EXPECT_THAT([&] { map.coordinate_of(12); },
@@ -158,6 +189,11 @@ TEST(RankMap, OutsideIsAnError) {
 TEST(RankMap, Names) {
   EXPECT_EQ(name_of(Order::pp_fastest), "pp_fastest");
   EXPECT_EQ(name_of(Order::tp_fastest), "tp_fastest");
+  for (const Order order : kOrders) EXPECT_EQ(parse_order(name_of(order)), order);
+  EXPECT_EQ(parse_order("dp-tp-pp"), Order::pp_fastest);
+  EXPECT_EQ(parse_order("pp-dp-tp"), Order::tp_fastest);
+  EXPECT_THROW(parse_order("dp-tp"), ConfigError);
+  EXPECT_THROW(parse_order("dp-dp-tp"), ConfigError);
   EXPECT_EQ(name_of(Axis::tp), "tp");
 }
 

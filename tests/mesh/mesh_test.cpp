@@ -88,14 +88,15 @@ TEST(Mesh, AxisGroupsAreTheRightRanksInOrder) {
   });
 }
 
-// Every factorisation of each world size, in both orders.
+// Every factorisation of each world size, in some orders.
 TEST(Mesh, AgreesWithTheRankMap) {
   for (const int world : {1, 2, 3, 4, 6, 8}) {
     run_threads(world, [world](Group group) {
       for (int dp = 1; dp <= world; ++dp) {
         for (int tp = 1; world % dp == 0 && tp <= world / dp; ++tp) {
           if (world / dp % tp != 0) continue;
-          for (const auto order : {layout::Order::pp_fastest, layout::Order::tp_fastest}) {
+          for (const auto order :
+               {layout::Order::pp_fastest, layout::Order::tp_fastest, layout::Order::tp_pp_dp}) {
             const layout::RankMap map({dp, tp, world / dp / tp}, order);
             const auto mesh = Mesh::parallel(group, map.dims(), order);
             require_equal(mesh.rank(), group.rank());
@@ -103,6 +104,8 @@ TEST(Mesh, AgreesWithTheRankMap) {
               const auto slice = mesh[name_of(axis)];
               require_equal(slice.coordinate()[0], map.coordinate_of(group.rank()).at(axis));
               require_equal(slice.members(), map.group(axis, group.rank()));
+              const std::string& name = slice.group().name();
+              require_equal(name.substr(name.rfind('/') + 1), map.group_id(axis, group.rank()));
               require_equal(gathered(group.rank(), slice), map.group(axis, group.rank()));
             }
           }
@@ -110,6 +113,43 @@ TEST(Mesh, AgreesWithTheRankMap) {
       }
     });
   }
+}
+
+// Errors name the group by its id; two meshes of one world do not share it.
+TEST(Mesh, GroupsAreNamedByTheirIds) {
+  run_threads(4, [](Group group) {
+    const auto first = Mesh::parallel(group, {.dp = 2, .tp = 1, .pp = 2});
+    const auto second = Mesh::parallel(group, {.dp = 2, .tp = 1, .pp = 2});
+    const std::string id = group.rank() % 2 == 0 ? "dp_group_tp0_pp0" : "dp_group_tp0_pp1";
+    require_equal(first["dp"].group().name().ends_with("/" + id), true);
+    require_equal(first["dp"].group().name() != second["dp"].group().name(), true);
+    require_equal(first.flatten({"dp", "tp"})
+                      .name()
+                      .ends_with(group.rank() % 2 == 0 ? "/dp-tp_group_pp0" : "/dp-tp_group_pp1"),
+                  true);
+    std::string message;
+    try {
+      comm::all_reduce(at::ones({first.coordinate("dp") + 1}), first["dp"]).wait();
+    } catch (const std::exception& error) {
+      message = error.what();
+    }
+    require_equal(message.find(id) != std::string::npos, true);
+  });
+}
+
+TEST(Mesh, EachColourHasALabelOfItsOwn) {
+  const auto refused = [](const std::function<std::string(int)>& label) {
+    try {
+      run_threads(
+          2, [&](Group group) { (void)group.split_named(group.rank(), 0, label(group.rank())); });
+    } catch (const ConfigError&) {
+      return true;
+    }
+    return false;
+  };
+  EXPECT_TRUE(refused([](int) { return "same"; }));
+  EXPECT_TRUE(refused([](int rank) { return rank == 0 ? "with/slash" : "b"; }));
+  EXPECT_FALSE(refused([](int rank) { return rank == 0 ? "a" : "b"; }));
 }
 
 TEST(Mesh, Shapes) {

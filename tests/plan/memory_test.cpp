@@ -45,6 +45,27 @@ TEST(MemoryOfLayers, StagesOfAPipelineHaveTheirs) {
   EXPECT_EQ(ranks[0].parameters, 3 * 64 * 4);
   EXPECT_EQ(ranks[1].parameters, 64 * 4);
   EXPECT_EQ(ranks[1].buffers, 2 * 50);
+  run.dims.dp = 2;
+  run.order = layout::Order::tp_fastest;  // stages are slowest
+  const auto four = memory_per_rank(run);
+  EXPECT_EQ(four[1].parameters, 3 * 64 * 4);
+  EXPECT_EQ(four[2].parameters, 64 * 4);
+}
+
+TEST(MemoryOfLayers, CountsEachTensorAsItIs) {
+  auto run = four_layers();
+  run.model.kinds[0].buffers = 40;
+  run.model.kinds[0].units[0][0].element = 8;
+  EXPECT_EQ(memory_per_rank(run)[0].parameters, 4 * (64 * 8 + 40));
+  EXPECT_EQ(memory_per_rank(run)[0].optimizer, 4 * 64 * 16);
+  run.model.kinds[0].units[0][0].trained = false;
+  EXPECT_EQ(memory_per_rank(run)[0].gradients, 0);
+  EXPECT_EQ(memory_per_rank(run)[0].optimizer, 0);
+  run.dims.dp = run.shards = 2;
+  run.sharding = layout::ShardingStrategy::full_shard;
+  run.min_sharded = 1;
+  EXPECT_EQ(memory_per_rank(run)[1].parameters, 4 * (64 * 8 / 2 + 40));
+  EXPECT_EQ(memory_per_rank(run)[1].gradients, 0);
 }
 
 }  // namespace

@@ -47,6 +47,20 @@ TEST_F(TrainPipeline, ReproducibleRunsResumeInOtherLayouts) {
             one);
 }
 
+// The same losses wherever ranks stand, and one order resumes what another saved.
+TEST_F(TrainPipeline, TheOrderOfRanksChangesNoLoss) {
+  const Words fixed = model_ + Words{"--train.reproducible", "true",    "--model.kind", "llama",
+                                     "--optim.schedule",     "constant"};
+  const auto in_order = [](const std::string& order) {
+    return Words{"-n", "4", "--parallel.pp", "2", "--parallel.order", order};
+  };
+  const auto one = losses(steps("one", fixed + Words{"-n", "1"}));
+  EXPECT_EQ(moving(fixed, {in_order("tp_fastest"), in_order("dp-tp-pp"), in_order("pp-tp-dp"),
+                           in_order("pp_fastest")}),
+            one);
+  expect_refused(model_ + in_order("pp-dp"), "parallel.order");
+}
+
 TEST_F(TrainPipeline, TheTraceBecomesAPicture) {
   const std::string trace = path("trace");
   const Result trained = run(model_ + pipeline(2, "zb-h1") + Words{"--metrics.trace", trace});

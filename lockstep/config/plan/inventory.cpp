@@ -150,7 +150,7 @@ std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const Mode
                                            int world) {
   const auto tensors = model.tensors();
   const plan::Run run = planned_run(config, model, world);
-  const layout::RankMap map(run.dims);
+  const layout::RankMap map(run.dims, run.order);
   const std::vector<int> stage_ranks = plan::rank_per_layer(run);
   const int shards = run.shards, tp = run.dims.tp;
   const bool whole = run.sharding == layout::ShardingStrategy::no_shard;
@@ -187,6 +187,15 @@ std::string tensor_list(const TrainConfig& config, const ModelSpec& model, int w
                      plan::rank_ranges(owners[i])});
   }
   return table(lines, 2);
+}
+
+std::string group_list(const TrainConfig& config, int world) {
+  std::vector<std::vector<std::string>> lines{{"group", "ranks"}};
+  const layout::RankMap map(config.dims(world), config.parallel.order);
+  for (const layout::RankMap::NamedGroup& group : map.named_groups()) {
+    if (group.members.size() > 1) lines.push_back({group.id, join(group.members)});
+  }
+  return lines.size() > 1 ? table(lines, 2) : "";
 }
 
 }  // namespace lockstep::config

@@ -43,4 +43,8 @@ std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const Mode
 // A line for each tensor, with its owners.
 std::string tensor_list(const TrainConfig& config, const ModelSpec& model, int world);
 
+// A line for each group of more than one rank, "dp_group_tp0_pp1  1, 3": the ids that errors and
+// traces of a run have. Nothing for one rank.
+std::string group_list(const TrainConfig& config, int world);
+
 }  // namespace lockstep::config

@@ -118,6 +118,7 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
   plan::Run run{
       .model = planned_model(model, sizes, config.parallel.tp),
       .dims = config.dims(world),
+      .order = config.parallel.order,
       .sharding = config.parallel.shard,
       .shards = shards_of(config, world),
       .offload = config.offload,

@@ -161,6 +161,7 @@ plan::Run described(size_t num_layers, const layout::ParallelDims& dims,
                     const PipelineOptions& options, const MemoryOptions& how) {
   plan::Run run{
       .dims = dims,
+      .order = how.order,
       .micro_batches = options.microbatches,
       .state_bytes = how.optimizer_bytes,
       .inputs_on_disk = options.advanced.recompute != layout::Recompute::none && how.on_disk,
@@ -347,6 +348,7 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
                       PipelineOptions others) {
   how.rows = config.micro_batch_size;
   how.on_disk = config.activations_to_disk();
+  how.order = config.advanced.order;
   return memory_of(layers, example_inputs, config.dims,
                    pipeline_options(config, static_cast<int64_t>(layers.size()), std::move(others)),
                    how);

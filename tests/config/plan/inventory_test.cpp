@@ -118,6 +118,10 @@ TEST(Inventory, OwnersOfStagesAndMatrices) {
   config.parallel.pp = 2;
   EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 2));
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(1, 3));
+  config.parallel.order = layout::Order::tp_fastest;  // stages are slowest
+  EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0, 1));
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(2, 3));
+  config.parallel.order = layout::Order::pp_fastest;
   config.parallel.pp = 1;
   config.parallel.tp = 2;
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1, 2, 3));
@@ -131,6 +135,18 @@ TEST(Inventory, ListHasTheOwners) {
   EXPECT_THAT(list, testing::StartsWith("tensor "));
   EXPECT_THAT(list, testing::HasSubstr("  owners\n"));
   EXPECT_THAT(list, testing::ContainsRegex("blocks.0.mlp.up.weight +.256, 64. +64 kB +1-2\n"));
+}
+
+TEST(Inventory, GroupsAreListedByTheirIds) {
+  TrainConfig config = config_of(layout::ShardingStrategy::no_shard);
+  EXPECT_EQ(group_list(config, 1), "");
+  config.parallel.pp = 2;
+  EXPECT_EQ(group_list(config, 4),
+            "group             ranks\n"
+            "dp_group_tp0_pp0  0, 2 \n"
+            "dp_group_tp0_pp1  1, 3 \n"
+            "pp_group_dp0_tp0  0, 1 \n"
+            "pp_group_dp1_tp0  2, 3 \n");
 }
 
 }  // namespace
