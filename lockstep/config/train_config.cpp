@@ -164,6 +164,10 @@ void TrainConfig::validate(int world) const {
   validate_schedule(*this);
   validate_offload(*this);
   validate_compression(*this);
+  require(comm.backend != "nccl" || comm.strategy == layout::CommStrategy::all_reduce,
+          format("comm.strategy is {}, but comm.backend is nccl, which chooses between rings and "
+                 "trees for tensors on GPUs itself: leave it out, or use another backend",
+                 layout::name_of(comm.strategy)));
   validate_checkpoints(checkpoint);
 }
 

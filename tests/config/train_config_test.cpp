@@ -245,6 +245,17 @@ TEST(TrainConfig, CompressionIsForWholeModels) {
                  "gradients depend on the layout");
 }
 
+TEST(TrainConfig, StrategiesAreNotForNccl) {
+  expect_refused(
+      2,
+      [](auto& c) {
+        c.comm.backend = "nccl";
+        c.comm.strategy = layout::CommStrategy::ring;
+      },
+      "comm.strategy is ring, but comm.backend is nccl, which chooses between rings and trees for "
+      "tensors on GPUs itself: leave it out, or use another backend");
+}
+
 TEST(TrainConfig, TensorParallelRanksDivideTheModel) {
   expect_refused(
       3, [](auto& c) { c.parallel.tp = 3; },

@@ -412,6 +412,18 @@ std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
   }
 }
 
+// NCCL has no call that would name an algorithm, and kernels of ours for tensors on GPUs there are
+// none: a strategy would be ignored for them.
+void require_own_strategy(const detail::Membership& membership) {
+  const layout::CommStrategy strategy = membership.world->strategy;
+  if (strategy == layout::CommStrategy::all_reduce || membership.size() == 1) return;
+  throw ConfigError(
+      format("[init] strategy {} cannot be had with backend nccl, which chooses between rings and "
+             "trees for tensors on GPUs itself (NCCL_ALGO overrides it); use strategy {}, or "
+             "another backend",
+             layout::name_of(strategy), layout::name_of(layout::CommStrategy::all_reduce)));
+}
+
 Engine real_engine() { return {library().api, cuda_runtime()}; }
 
 }  // namespace
@@ -436,6 +448,7 @@ std::shared_ptr<detail::GroupImpl> create(detail::Membership membership) {
 
 detail::Factory factory(const Engine& engine, const std::string& name) {
   return [engine, name](detail::Membership membership) -> std::shared_ptr<detail::GroupImpl> {
+    require_own_strategy(membership);
     auto companion = detail::make_plain_group(membership, membership.world->host_backend);
     return std::make_shared<NcclGroup>(engine, std::move(membership), name, std::move(companion));
   };
@@ -451,6 +464,7 @@ std::shared_ptr<detail::GroupImpl> adopt(const Engine& engine, ncclComm* comm,
       throw CommError(format("[adopt] NCCL: {}", engine.api->get_error_string(result)));
   }
   const detail::Membership& membership = companion->membership();
+  require_own_strategy(membership);
   if (rank != membership.rank || size != membership.size()) {
     throw ConfigError(format(
         "[adopt] the communicator has rank {} of {}, the group for host memory '{}' has rank {} of "

@@ -194,6 +194,26 @@ TEST_F(Nccl, ACallThatFailsIsToldInItsWords) {
   });
 }
 
+// They would act on host memory alone.
+TEST_F(Nccl, StrategiesAreRefused) {
+  using layout::CommStrategy;
+  for (const auto strategy : {CommStrategy::ring, CommStrategy::tree, CommStrategy::hierarchical,
+                              CommStrategy::adaptive}) {
+    std::string message;
+    try {
+      run_threads(2, [](const Group&) {}, {.backend = "fake", .strategy = strategy, .check = false},
+                  {0, 1});
+    } catch (const ConfigError& error) {
+      message = error.what();
+    }
+    EXPECT_THAT(message, HasSubstr("strategy " + std::string(layout::name_of(strategy))));
+    EXPECT_THAT(message, HasSubstr("nccl"));
+  }
+  run(2, [](const Group& group) {
+    EXPECT_THROW((void)group.with_strategy(CommStrategy::ring), ConfigError);
+  });
+}
+
 TEST_F(Nccl, AnotherDeviceIsRefused) {
   run(2, [](const Group& group) {
     at::Tensor data = at::ones({4});
