@@ -270,6 +270,10 @@ TEST(ParallelizeFields, SizesBatchesAndSchedule) {
     EXPECT_EQ(model.schedule().kind, PipelineSchedule::gpipe);
     EXPECT_EQ(model.options().microbatches, 1);
   });
+  with({.dims = {.dp = 2, .pp = 2},
+        .schedule = PipelineSchedule::gpipe,
+        .advanced = {.order = layout::Order::tp_fastest}},
+       [](auto& model) { EXPECT_THAT(model.mesh().axis_names(), ElementsAre("pp", "dp", "tp")); });
   with({.dims = {.pp = 2},
         .micro_batch_size = 2,
         .global_batch_size = 8,
