@@ -104,7 +104,7 @@ TEST(Mesh, AgreesWithTheRankMap) {
               const auto slice = mesh[name_of(axis)];
               require_equal(slice.coordinate()[0], map.coordinate_of(group.rank()).at(axis));
               require_equal(slice.members(), map.group(axis, group.rank()));
-              const std::string& name = slice.group().name();
+              const std::string name = slice.group().name();
               require_equal(name.substr(name.rfind('/') + 1), map.group_id(axis, group.rank()));
               require_equal(gathered(group.rank(), slice), map.group(axis, group.rank()));
             }
