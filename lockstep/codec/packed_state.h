@@ -13,7 +13,7 @@ namespace lockstep::codec {
 
 struct PackedFormat {
   DType param = DType::float32;    // or bfloat16
-  DType grad = DType::float32;     // the parameter's, or float32
+  DType grad = DType::float32;     // or bfloat16
   Codec exp_avg = Codec::none;     // not lossless
   Codec exp_avg_sq = Codec::none;  // not lossless
   // The parameter is float32 in two parts (master.h), which are beside the state: bf16, int8 or
