@@ -141,7 +141,11 @@ at::Tensor shape_of(const at::Tensor& tensor) {
 // Modules and inputs, as far as they can be seen from outside.
 std::string signature(const torch::nn::Module& root, const std::vector<PassedTensors>& inputs) {
   std::ostringstream text;
-  text << root << '\n';
+  // By itself each: the names that lead to a layer are its own.
+  for (const auto& module : root.modules()) {
+    module->pretty_print(text);
+    text << '\n';
+  }
   for (const at::Tensor& tensor : ModuleTensors(root).all()) {
     text << tensor.sizes() << tensor.scalar_type() << tensor.requires_grad() << '\n';
   }
@@ -186,6 +190,8 @@ CountedLayer LayerCounter::count(const Layer& layer, size_t index, bool is_last,
   run(counted, *built.root, built.existed, traced, inputs);
   for (const NamedTensor& parameter : tensors.parameters)
     counted.parameters.push_back({parameter.name, shape_of(parameter.tensor)});
+  for (const size_t place : counted.sparse_places)
+    counted.sparse.insert(counted.parameters[place].name);
   for (UnitPlan& unit : counted.units) {
     for (auto& parameter : unit.parameters) parameter.tensor = shape_of(parameter.tensor);
   }
@@ -225,11 +231,11 @@ void LayerCounter::run_on(CountedLayer& counted, const torch::nn::Module& root,
   // several ranks, which would have to agree on it.
   const bool may_be_alike =
       tensor_.group().size() == 1 && !layer.loss && !ModuleTensors(root).parameters.empty();
-  const std::string looks = may_be_alike ? signature(root, inputs) : "";
+  const std::string looks = may_be_alike ? layer.device.str() + signature(root, inputs) : "";
   if (const auto found = seen_.find(looks);
       may_be_alike && found != seen_.end() && found->second.forwards == counted.forwards) {
     counted.traces = found->second.traces;
-    counted.sparse = found->second.sparse;
+    counted.sparse_places = found->second.sparse_places;
     return;
   }
   const std::vector<NamedTensor> parameters = ModuleTensors(root).parameters;
@@ -244,10 +250,9 @@ void LayerCounter::run_on(CountedLayer& counted, const torch::nn::Module& root,
       traces.split_adding = trace_step(layer, each, BackwardParts::halves);
     }
     traces.keeping = keeping(BackwardParts::whole);
-    for (const NamedTensor& parameter : parameters) {
-      const at::Tensor& gradient = parameter.tensor.grad();
-      if (gradient.defined() && gradient.layout() != at::kStrided)
-        counted.sparse.insert(parameter.name);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& gradient = parameters[i].tensor.grad();
+      if (gradient.defined() && gradient.layout() != at::kStrided) counted.sparse_places.insert(i);
     }
     traces.adding = trace_step(layer, each, BackwardParts::whole);
     counted.traces.push_back(std::move(traces));

@@ -26,7 +26,8 @@ struct CountedLayer {
   std::vector<Trace> forwards;
   std::vector<PassedTensors> outputs;
   std::vector<NamedTensor> parameters;  // of the meta device: shapes alone
-  std::set<std::string> sparse;         // of their gradients
+  std::set<size_t> sparse_places;       // of parameters with sparse gradients, and their names
+  std::set<std::string> sparse;
   std::vector<UnitPlan> units;
   int64_t buffers = 0;
   bool on_meta = false;

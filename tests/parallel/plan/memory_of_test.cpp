@@ -97,10 +97,13 @@ class HeadsImpl : public torch::nn::Module {
     wide_ = register_module("wide", torch::nn::Linear(64, 64));
   }
   at::Tensor forward(const at::Tensor& x) {  // (B, T, 64)
+    ++calls;
     const at::Tensor split = wide_(x).unflatten(2, {heads_, 64 / heads_}).transpose(1, 2);
     const at::Tensor mixed = split.matmul(split.transpose(2, 3)).softmax(-1).matmul(split);
     return mixed.transpose(1, 2).flatten(2);
   }
+
+  static inline int calls = 0;
 
  private:
   int64_t heads_;
@@ -118,6 +121,44 @@ TEST(MemoryOf, LayersThatOnlyLookAlikeAreCountedByThemselves) {
   // Scores of one head are (B, 32, 32).
   EXPECT_GT(said.layers[1].kept, said.layers[2].kept + 2 * 7 * 32 * 32 * 4 - 1);
   EXPECT_EQ(said.layers[0].name, "blocks.0.wide");
+}
+
+TEST(MemoryOf, EachDistinctLayerRunsOnce) {
+  HeadsImpl::calls = 0;
+  const auto said =
+      memory_of({heads_layer(0, 2), heads_layer(1, 2), heads_layer(2, 2), heads_layer(3, 2)},
+                {at::zeros({2, 4, 64})}, layout::ParallelDims{});
+  // The first has an input without gradient. A forward, and two with a backward; then one each.
+  EXPECT_EQ(HeadsImpl::calls, 3 + 3 + 1 + 1) << said.counted;
+  EXPECT_EQ(said.layers[3].kept, said.layers[1].kept);
+  EXPECT_GT(said.layers[1].kept, 0);
+}
+
+// Passes its words on, and adds rows of a table of its own.
+class SparseRowsImpl : public torch::nn::Module {
+ public:
+  SparseRowsImpl() {
+    table_ = register_module(
+        "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(50, 40).sparse(true)));
+  }
+  Tensors forward(const Tensors& in) {
+    const at::Tensor rows = table_(in[0]);
+    return {in[0], in.size() > 1 ? in[1] + rows : rows};
+  }
+
+ private:
+  torch::nn::Embedding table_{nullptr};
+};
+TORCH_MODULE(SparseRows);
+
+TEST(MemoryOf, SparseGradientsOfAlikeLayersAreSparse) {
+  std::vector<Layer> layers;
+  for (int i = 0; i < 3; ++i) {
+    layers.push_back(parallel::layer("rows." + std::to_string(i), [] { return SparseRows(); }));
+  }
+  const auto said = memory_of(layers, {at::zeros({2, 4}, at::kLong)}, layout::ParallelDims{});
+  EXPECT_EQ(said.ranks[0].parameters, 3 * 50 * 40 * 4);
+  EXPECT_EQ(said.ranks[0].gradients, 0);
 }
 
 TEST(MemoryOf, ALayersOutputThatBothKeepCountsOnce) {
