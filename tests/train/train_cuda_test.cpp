@@ -63,7 +63,8 @@ TEST_F(TrainCuda, CodedParametersTrainNearlyAsWell) {
   for (const char* dtype : {"float32", "bfloat16"}) {
     const std::string name = dtype;
     const Words model{"--train.device", "cuda", "--train.dtype",  name,  "--train.steps", "8",
-                      "--model.layers", "2",    "--model.hidden", "128", "--model.heads", "2"};
+                      "--model.layers", "2",    "--model.hidden", "128", "--model.heads", "2",
+                      "--optim.lr",     "2e-4"};
     const Words offload{"--offload.params",       "true", "--offload.grads",        "true",
                         "--offload.optimizer",    "true", "--offload.strategy",     "extreme",
                         "--offload.device_limit", "4MB",  "--offload.param_budget", "2MB"};

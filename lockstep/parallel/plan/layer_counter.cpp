@@ -198,10 +198,22 @@ CountedLayer LayerCounter::count(const Layer& layer, size_t index, bool is_last,
   return counted;
 }
 
+// Recurrent modules go another way on the meta device: there is no kernel for a whole layer of
+// them.
+static bool goes_another_way_on_meta(const torch::nn::Module& root) {
+  for (const auto& module : root.modules(/*include_self=*/false)) {
+    const std::string name = module->name();
+    for (const char* kind : {"LSTM", "GRU", "RNN"}) {
+      if (name.find(kind) != std::string::npos) return true;
+    }
+  }
+  return false;
+}
+
 void LayerCounter::run(CountedLayer& counted, const torch::nn::Module& root, bool existed,
                        TracedLayer layer, const std::vector<PassedTensors>& inputs) {
   const bool alone = tensor_.group().size() == 1;
-  if (alone && !existed) {
+  if (alone && !existed && !goes_another_way_on_meta(root)) {
     try {
       const OnMeta meta(root);
       layer.device = at::kMeta;

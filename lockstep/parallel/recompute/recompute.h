@@ -131,6 +131,7 @@ auto recompute(Function function, const std::vector<at::Tensor>& inputs,
   return function(inputs);
 }
 
+// The same with one input.
 template <std::invocable<const at::Tensor&> Function>
 auto recompute(Function function, const at::Tensor& input, RecomputeOptions options = {}) {
   const detail::RecomputeScope scope(
