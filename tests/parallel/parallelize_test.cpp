@@ -65,7 +65,7 @@ struct ConvBlockImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     ++convolutions;
     const at::Tensor h = norm(x.transpose(1, 2));
-    return x + at::gelu(conv(h)).transpose(1, 2);
+    return x + at::relu(conv(h)).transpose(1, 2);
   }
   torch::nn::BatchNorm1d norm{torch::nn::BatchNorm1dOptions(kWidth).momentum(0.5)};
   torch::nn::Conv1d conv{torch::nn::Conv1dOptions(kWidth, kWidth, 3).padding(1)};
