@@ -7,9 +7,9 @@
 
 namespace lockstep::parallel::detail {
 
-// operators: calls with tensors that have the dispatch key DeferredInit (fully_shard, deferred), and
-// calls in a scope that has the key Fake (recompute that keeps products).
-// saved_tensors: what autograd asks its default engine for when a node saves a tensor (recompute).
+// operators: calls with tensors that have the dispatch key DeferredInit (fully_shard, deferred),
+// and calls in a scope that has the key Fake (recompute that keeps products). saved_tensors: what
+// autograd asks its default engine for when a node saves a tensor (recompute).
 enum class Interception { operators, saved_tensors };
 
 // LOCKSTEP_INTERCEPT is a list of the names above, "all" (the default) or "none". ConfigError for
