@@ -16,8 +16,8 @@ struct PackedFormat {
   DType grad = DType::float32;     // or bfloat16
   Codec exp_avg = Codec::none;     // not lossless
   Codec exp_avg_sq = Codec::none;  // not lossless
-  // The parameter is float32 in two parts (master.h), which are beside the state: bf16, int8 or
-  // quantization. none: it is as `param` says.
+  // The parameter is float32 in two parts (master.h), which are stored next to the state: bf16,
+  // int8 or quantization. none: it is as `param` says.
   Codec weight = Codec::none;
 };
 

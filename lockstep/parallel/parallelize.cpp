@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/memory/device_size.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/nn/kernels/can_multiply.h"
@@ -14,17 +15,15 @@
 namespace lockstep::parallel {
 namespace {
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw ConfigError("[parallelize] " + what);
-}
+constexpr Requirement require_fit("parallelize");
 
 // What is said twice could be said in two ways.
 void check_left_alone(const PipelineOptions& others) {
   const PipelineOptions untouched;
   const auto check = [](bool same, const char* field, const char* instead) {
-    require(same,
-            format("PipelineOptions::{} is set, but ParallelConfig::{} decides: leave it alone",
-                   field, instead));
+    require_fit(same,
+                format("PipelineOptions::{} is set, but ParallelConfig::{} decides: leave it alone",
+                       field, instead));
   };
   check(others.schedule == untouched.schedule, "schedule", "schedule");
   check(others.microbatches == 1, "microbatches", "global_batch_size");
@@ -42,9 +41,9 @@ void check_left_alone(const PipelineOptions& others) {
 
 // Products in bfloat16, of weights whose float32 copies the optimizer updates.
 MixedPrecision mixed(const PipelineOptions& others) {
-  require(nn::can_multiply(at::kBFloat16, others.device),
-          format("mixed_precision is on, but libtorch cannot multiply bfloat16 matrices on {}",
-                 others.device.str()));
+  require_fit(nn::can_multiply(at::kBFloat16, others.device),
+              format("mixed_precision is on, but libtorch cannot multiply bfloat16 matrices on {}",
+                     others.device.str()));
   return {.param = at::kBFloat16, .reduce = at::kFloat};
 }
 
@@ -53,18 +52,25 @@ void choose_data(const ParallelConfig& config, PipelineOptions& options) {
   const bool shards = config.sharding != layout::ShardingStrategy::no_shard;
   if (!shards && !config.mixed_precision && shard == nullptr) return;  // DDP
   if (shard == nullptr) {
-    const DdpOptions ddp = std::get<DdpOptions>(options.data);
-    require(!ddp.hook, format("a gradient hook is for sharding none without mixed precision; "
-                              "sharding is {}",
-                              layout::name_of(config.sharding)));
+    const DdpOptions ddp = std::get<DdpOptions>(options.data), untouched;
+    const bool left_alone = !ddp.hook && ddp.bucket_bytes == untouched.bucket_bytes &&
+                            !ddp.find_unused_parameters && !ddp.static_graph &&
+                            ddp.broadcast_buffers && !ddp.uneven_inputs &&
+                            ddp.sparse_parameters.empty();
+    require_fit(left_alone,
+                format("sharding is {} and mixed_precision {}, so the stages are not DDP's, but "
+                       "PipelineOptions::data has DdpOptions other than reproducible: give "
+                       "FullyShardOptions",
+                       layout::name_of(config.sharding), config.mixed_precision ? "on" : "off"));
     options.data = FullyShardOptions{.use_orig_params = true, .reproducible = ddp.reproducible};
     shard = &std::get<FullyShardOptions>(options.data);
   }
   shard->strategy = config.sharding;
   if (config.mixed_precision) {
-    require(!shard->mixed_precision.param && !shard->mixed_precision.reduce,
-            "ParallelConfig::mixed_precision is on, and FullyShardOptions::mixed_precision is set "
-            "too: say it once");
+    require_fit(
+        !shard->mixed_precision.param && !shard->mixed_precision.reduce,
+        "ParallelConfig::mixed_precision is on, and FullyShardOptions::mixed_precision is set "
+        "too: say it once");
     const auto buffer = shard->mixed_precision.buffer;
     shard->mixed_precision = mixed(options);
     shard->mixed_precision.buffer = buffer;
@@ -120,17 +126,19 @@ void register_parts(torch::nn::Module& stage, torch::nn::Module& module) {
 }
 
 void require_one_stage(const ParallelConfig& config) {
-  require(config.dims.pp == 1,
-          format("a module is one layer, but pp is {}: give the model as layers, of which stages "
-                 "can be made",
-                 config.dims.pp));
+  require_fit(
+      config.dims.pp == 1,
+      format("a module is one layer, but pp is {}: give the model as layers, of which stages "
+             "can be made",
+             config.dims.pp));
 }
 
 Pipeline parallelize_built(const Layer& layer, const ParallelConfig& config,
                            const comm::Group& group, PipelineOptions others) {
-  require(!others.advanced.initializer,
-          "PipelineOptions::advanced.initializer is set, but the module has values: give the model "
-          "as layers, which are built without memory");
+  require_fit(
+      !others.advanced.initializer,
+      "PipelineOptions::advanced.initializer is set, but the module has values: give the model "
+      "as layers, which are built without memory");
   return apply({layer}, config, group, std::move(others));
 }
 
@@ -141,7 +149,7 @@ PipelineOptions pipeline_options(const ParallelConfig& config, int64_t layers,
   config.validate(static_cast<int>(config.dims.world_size()));
   check_left_alone(options);
   const int said = config.advanced.num_layers;
-  require(
+  require_fit(
       said == 0 || said == layers,
       format("num_layers is {}, but {} layers are given: must be the same, or 0", said, layers));
   options.schedule = config.dims.pp == 1 ? layout::PipelineSchedule::one_f_one_b : config.schedule;

@@ -35,7 +35,8 @@ using layout::ParallelConfig;
 //
 // Layers are built without memory and get the values of others.advanced.initializer: by default
 // their own, drawn as functions of seed, name and index, so that every layout begins with the same.
-// Extreme keeps activations in a file in the folder TMPDIR names, unless `others` has a store.
+// The memory limit is the process's: each call sets it anew. Extreme keeps activations in a file in
+// the folder TMPDIR names, unless `others` has a store.
 Pipeline parallelize(const std::vector<Layer>& layers, const ParallelConfig& config,
                      const comm::Group& group, PipelineOptions others = {});
 
@@ -71,7 +72,7 @@ Pipeline parallelize(const torch::nn::ModuleHolder<Module>& module, const Parall
   return parallelize(module.ptr(), config, group, std::move(others));
 }
 
-// What memory_of() is told about a training beside its layout.
+// What memory_of() has to know about a training in addition to its layout.
 struct MemoryOptions {
   int64_t rows = 0;   // of a micro-batch; 0: as many as the example inputs have
   int batch_dim = 0;  // dimension of the example inputs that counts rows

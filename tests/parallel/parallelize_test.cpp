@@ -432,6 +432,9 @@ TEST(ParallelizeInput, RefusesWhatIsSaidTwiceOrDoesNotFit) {
   EXPECT_THAT(
       refusal({}, {.data = parallel::FullyShardOptions{.strategy = ShardingStrategy::optimizer}}),
       HasSubstr("ParallelConfig::sharding"));
+  EXPECT_THAT(refusal({.sharding = ShardingStrategy::full_shard},
+                      {.data = parallel::DdpOptions{.find_unused_parameters = true}}),
+              HasSubstr("sharding is full and mixed_precision off"));
   EXPECT_THAT(refusal({.advanced = {.num_layers = 5}}, {}),
               HasSubstr("num_layers is 5, but 8 layers are given"));
   EXPECT_THAT(refusal({.dims = {.dp = 2}}, {}), HasSubstr("must equal world size 1"));

@@ -31,7 +31,7 @@ FlatShard::FlatShard(FlatParameter& parameter, const ValueOf& value_of) : parame
 }
 
 FlatShard::~FlatShard() {
-  // Whoever still has the tensors finds the values in them.
+  // Tensors that the program still holds keep their values.
   optimized_.clear();
   if (encoded_ && storage_ && storage_.use_count() > 1) encoded_->open();
 }

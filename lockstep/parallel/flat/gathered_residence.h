@@ -62,7 +62,7 @@ class GatheredResidence : public Residence {
   std::optional<comm::PeerMemory> peers_;
   std::vector<PeerSlice> slices_;
   std::vector<EncodedBlock> blocks_;  // of all ranks, where parameters are encoded
-  at::Tensor codes_;                  // of all ranks, gathered where nobody can read another's
+  at::Tensor codes_;                  // of all ranks, gathered where ranks cannot read each other
   at::Tensor arriving_;               // where the line is gathered, if that is not where it is used
   at::Tensor copy_;                   // of the line, on the host
   bool copy_is_valid_ = false;

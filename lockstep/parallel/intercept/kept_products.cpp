@@ -251,13 +251,20 @@ void KeptProducts::copy_aside(size_t entry) {
 
 void KeptProducts::after_other(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   bool views_of_fresh = fresh_ != kNone;
-  for (const c10::IValue& result : torch::jit::last(stack, op.schema().returns().size())) {
+  const auto note = [&](const c10::IValue& result) {
     const size_t entry = entry_of(result);
     views_of_fresh = views_of_fresh && entry == fresh_;
-    // _unsafe_view gives a tensor that autograd does not know to be a view.
+    // _unsafe_view and unsafe_split give tensors that autograd does not know to be views.
     if (entry != kNone && !second_call_) {
       entries_[entry].versions.push_back(
           {torch::autograd::impl::version_counter(result.toTensor())});
+    }
+  };
+  for (const c10::IValue& result : torch::jit::last(stack, op.schema().returns().size())) {
+    if (result.isTensorList()) {
+      for (const at::Tensor& tensor : result.toTensorVector()) note(tensor);
+    } else {
+      note(result);
     }
   }
   if (!views_of_fresh) fresh_ = kNone;

@@ -81,8 +81,8 @@ class Past {
   nn::RandomContext now_;
 };
 
-// Leaves the buffers of modules as they were before it, and autograd unaware: whoever has saved one
-// of them has saved what it will be again.
+// Leaves the buffers of modules as they were before it. Autograd is not told of the writes: a node
+// that has saved a buffer finds the values that it saved.
 class UnchangedBuffers {
  public:
   explicit UnchangedBuffers(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
