@@ -154,11 +154,6 @@ void TrainConfig::validate(int world) const {
   require(memory.disk.empty() || memory.strategy == layout::MemoryStrategy::extreme,
           format("memory.disk is {}, but memory.strategy is {}: it is for extreme", memory.disk,
                  layout::name_of(memory.strategy)));
-  require(
-      memory.strategy != layout::MemoryStrategy::extreme || recompute() == layout::Recompute::full,
-      format("train.recompute is {}, must be full or left out where memory.strategy is extreme, "
-             "which keeps nothing in memory but on disk what full recomputation begins from",
-             layout::name_of(recompute())));
   if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);
