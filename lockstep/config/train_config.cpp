@@ -123,7 +123,8 @@ void validate_checkpoints(const CheckpointConfig& checkpoint) {
   require(!checkpoint.partial || checkpoint.resume != "none",
           "checkpoint.partial is true, but checkpoint.resume is none: nothing is loaded");
   require(checkpoint.when_busy == WhenBusy::wait || checkpoint.async,
-          "checkpoint.when_busy is skip, but checkpoint.async is false: none is written beside the "
+          "checkpoint.when_busy is skip, but checkpoint.async is false: no checkpoint is written "
+          "concurrently with the "
           "training");
   if (!checkpoint.dir.empty()) return;
   require(!checkpoint.async, "checkpoint.async is true, but checkpoint.dir is empty");

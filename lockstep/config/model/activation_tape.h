@@ -40,7 +40,7 @@ struct Node {
   int64_t stored = 0;  // bytes that were saved and are on disk, until its backward needs them
   // Bytes of the gradient of its input. 0: it is that of the output, seen in another shape.
   int64_t gradient = 0;
-  int64_t extra = 0;      // bytes that backward has beside gradients and what was saved
+  int64_t extra = 0;      // bytes that backward needs in addition to gradients and saved tensors
   int64_t weights = 0;    // bytes of gradients of its parameters
   bool in_place = false;  // the gradient is written over what was saved
 };

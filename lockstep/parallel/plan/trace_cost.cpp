@@ -24,7 +24,7 @@ class InUse {
     }
   }
 
-  // Up to this event. The peak begins anew.
+  // Up to this event. The peak is reset first.
   void run(size_t end) {
     peak_ = now_;
     for (; next_ < end; ++next_) {
