@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How fast checkpoints are written and read, and how long a save in the background holds training
-// up; bench/checkpoint.py runs it beside dd.
+// up; bench/checkpoint.py runs it next to dd.
 // build/bin/bench_checkpoint save|load|async FOLDER [MEGABYTES] [DEVICE]
 //
 // One JSON line. save: a checkpoint of tensors of 64 MiB, on disk when the time ends. load: the
 // newest of the folder, checksums compared. async: the time until Saver::save() returns, the second
-// time on, beside that of a plain copy of the same tensors to memory that was used before.
+// time on, next to that of a plain copy of the same tensors to memory that was used before.
 #include <ATen/ATen.h>
 
 #include <algorithm>

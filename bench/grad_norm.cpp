@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the norm that does not depend on the cut costs beside the plain one.
+// Time of the norm that does not depend on the sharding, next to the plain one.
 // OMP_NUM_THREADS=1 build/bin/bench_grad_norm [MILLIONS OF ELEMENTS]
 //
 // One JSON line for each norm of one float32 gradient: the median time, and the plain L2 norm's

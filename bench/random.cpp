@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random numbers and dropout beside torch's own, in nanoseconds for each element.
+// Random numbers and dropout next to torch's own, in nanoseconds for each element.
 //
 //   OMP_NUM_THREADS=1 build/bin/bench_random          on the CPU
 //   build/bin/bench_random cuda                       on the GPU

@@ -4,7 +4,7 @@
 //   OMP_NUM_THREADS=1 build/bin/bench_split_backward --layers 2
 // One JSON line: medians in milliseconds of the forward F, of the whole backward B, of the
 // gradients of inputs I and of weights W; what (I + W) / B is, in the median over pairs of
-// neighbours; and the bytes that are kept between the halves, beside what forward saved.
+// neighbours; and the bytes that are kept between the halves, in addition to what forward saved.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/engine.h>

@@ -17,7 +17,7 @@ int main() {
   using namespace lockstep;
   const comm::Group group = comm::init();
   at::Tensor numbers = at::full({3}, group.rank() + 1);
-  comm::Work work = comm::all_reduce(numbers, group);  // runs while this thread goes on
+  comm::Work work = comm::all_reduce(numbers, group);  // runs while this thread continues
   work.wait();
   if (group.rank() == 0) {
     std::cout << "group of " << group.size() << ", sum:";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A model of one's own from the first step to the last: weights that do not depend on the number of
-// ranks, a learning rate that falls, clipping, and a checkpoint that a second run goes on from.
+// ranks, a learning rate that falls, clipping, and a checkpoint that a second run resumes from.
 //
 // $ lockstep run -n 2 build/bin/04_own_model 20
 // [rank0]: begins at step 0

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A sharded model of one's own and torch's AdamW, saved beside the training, and gone on with by
+// A sharded model of one's own and torch's AdamW, saved concurrently with training, and resumed by
 // another number of ranks. Each run makes 100 steps more. The folder is plain safetensors files and
 // a manifest: `lockstep checkpoint inspect checkpoints` looks into it.
 //

@@ -42,7 +42,7 @@ int main() {
     const at::Tensor loss = torch::mse_loss(model->forward(x), x.relu());
     loss.backward();  // layer by layer, parameters come and gradients go
     sharded.clip_grad_norm_(1.0);
-    optimizer.step();  // returns at once: whoever uses a parameter waits for its update
+    optimizer.step();  // returns at once: the next use of a parameter waits for its update
     optimizer.zero_grad();
     last = loss.item<double>();
     if (step == 0) first = last;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving while training goes on.
+// Saves checkpoints concurrently with training.
 //
 //   checkpoint::Saver saver("checkpoints", group);
 //   saver.save({.step = step, .slices = state});   // returns when the state is copied
@@ -34,7 +34,7 @@ struct SaveResult {
 
 // Copies what this rank will write to memory of the host, and writes it in a thread of its own,
 // over a group of its own. There is one such copy, which is kept for the next save: its size is the
-// bound of what this takes, beside a temporary for a slice that is not contiguous. A save that
+// bound of what this takes, plus a temporary for a slice that is not contiguous. A save that
 // fails leaves nothing behind, is logged by one rank, and does not keep later ones from being
 // tried. From lock() or the first save on, no other process can save in the folder until this is
 // destroyed. Not for several threads at a time.

@@ -30,7 +30,7 @@ struct SaveRequest {
 // Collective. Writes DIR/step-N and returns its path, once it is complete and on disk. Of a slice
 // that several ranks hold, one writes it; the work is spread evenly. Where a rank fails all throw,
 // and what was there before is untouched. ConfigError where another process saves in DIR. saver.h
-// does the same beside the training.
+// does the same concurrently with training.
 std::string save(const std::string& dir, const SaveRequest& request, const comm::Group& group = {});
 
 // Collective: the path of the newest checkpoint in DIR whose manifest is sound and whose files have

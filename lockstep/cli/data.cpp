@@ -51,19 +51,21 @@ int pack(const Words& arguments) {
   std::string input, output, tokenizer_name = "bytes", layout_name = "llm.c";
   bool append_end = false, force = false;
   CLI::App app;
-  app.add_option("--input", input, "Text: a file, a folder, a pattern, or several with commas")
+  app.add_option("--input", input,
+                 "Text to convert: a file, a folder or a pattern; separate several with commas")
       ->required();
-  app.add_option("--output", output, "File to write; its name ends in .bin")->required();
-  app.add_option("--tokenizer", tokenizer_name, "bytes, or a tokenizer.json or its folder")
+  app.add_option("--output", output, "Output file; its name must end in .bin")->required();
+  app.add_option("--tokenizer", tokenizer_name,
+                 "Tokenizer: bytes, or the path of a tokenizer.json or of its folder")
       ->capture_default_str();
-  app.add_option("--layout", layout_name, "Kind of file")
+  app.add_option("--layout", layout_name, "Layout of the output file")
       ->check(one_of({"llm.c", "nanogpt", "megatron"}))
       ->capture_default_str();
   app.add_flag("--append-end-of-text", append_end,
-               "End each document with the tokenizer's end-of-text token");
-  app.add_flag("--force", force, "Replace what is at the output");
+               "Append the tokenizer's end-of-text token to each document");
+  app.add_flag("--force", force, "Replace an existing output file");
   if (const auto status = parse(app, "data pack",
-                                "Turns text into one file of token ids; each file of text is a "
+                                "Converts text to one file of token ids. Each text file is one "
                                 "document.\nUsage: lockstep data pack --input PATH --output FILE "
                                 "[OPTIONS]\n",
                                 arguments))
@@ -111,7 +113,7 @@ int data(const Words& arguments) {
     return pack(Words(arguments.begin() + 1, arguments.end()));
   }
   if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) {
-    std::cout << "Turns text into files of token ids.\n"
+    std::cout << "Converts text to files of token ids.\n"
                  "Usage: lockstep data pack --input PATH --output FILE [OPTIONS]\n";
     return 0;
   }

@@ -34,17 +34,15 @@ struct Subcommand {
 const std::vector<Subcommand>& subcommands() {
   static const std::vector<Subcommand> table = {
       {"train", "train a language model on text", lockstep::cli::train},
-      {"sample", "write text with a trained model", lockstep::cli::sample},
-      {"checkpoint", "look at, compare, check and convert checkpoints", lockstep::cli::checkpoint},
-      {"data", "turn text into files of token ids", lockstep::cli::data},
-      {"schedule", "show a pipeline schedule, its time and its memory", lockstep::cli::schedule},
-      {"plan", "say what a training run will take", lockstep::cli::plan},
-      {"run", "start the ranks of a program and end them together", lockstep::cli::run},
-      {"selftest", "check what the communication layer promises, on this machine",
-       lockstep::cli::selftest},
-      {"bench", "time the collectives and the codecs on this machine", lockstep::cli::bench},
-      {"doctor", "say what this machine offers a training run, and what will hurt it",
-       lockstep::cli::doctor},
+      {"sample", "generate text with a trained model", lockstep::cli::sample},
+      {"checkpoint", "inspect, verify, compare and convert checkpoints", lockstep::cli::checkpoint},
+      {"data", "convert text to files of token ids", lockstep::cli::data},
+      {"schedule", "show a pipeline schedule with its time and memory", lockstep::cli::schedule},
+      {"plan", "predict the memory of a training run", lockstep::cli::plan},
+      {"run", "start the ranks of a program and stop them together", lockstep::cli::run},
+      {"selftest", "verify the communication layer on this machine", lockstep::cli::selftest},
+      {"bench", "measure collectives and codecs on this machine", lockstep::cli::bench},
+      {"doctor", "check this machine for training", lockstep::cli::doctor},
       {lockstep::launch::Guard::kCommand, nullptr,
        [](const Arguments&) -> int { lockstep::launch::guard_main(); }},
   };
@@ -54,7 +52,7 @@ const std::vector<Subcommand>& subcommands() {
 void print_help(std::ostream& out) {
   out << "lockstep " LOCKSTEP_VERSION
          ": distributed training for C++ programs that use libtorch\n\n"
-         "Usage: lockstep COMMAND [OPTIONS]      lockstep COMMAND --help says more\n"
+         "Usage: lockstep COMMAND [OPTIONS]      see lockstep COMMAND --help\n"
          "       lockstep --version\n\nCommands:\n";
   for (const Subcommand& subcommand : subcommands()) {
     if (subcommand.help == nullptr) continue;

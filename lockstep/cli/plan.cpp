@@ -25,15 +25,18 @@ using config::TrainConfig;
 using Words = std::vector<std::string>;
 
 constexpr const char* kPlanHelp =
-    "Says what a training run will take. Starts nothing, and needs no data.\n"
+    "Predicts the memory of a training run. Starts no rank and needs no data.\n"
     "Usage: lockstep plan memory [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
     "       lockstep plan inventory [--list] [-n N] [--config FILE] [--section.key VALUE ...]\n"
-    "memory: what each rank takes at the peak of a step, and whether that fits\n"
-    "memory.max_per_device. The exit status is 0 if it fits or nothing limits it, 1 if it does "
-    "not.\n"
-    "inventory: the model's tensors by kind, with statistics; with --list each of them, and which\n"
-    "ranks keep some of it, and the groups of ranks by id; and where what is offloaded will rest.\n"
-    "Flags are those of lockstep train. Without -n there are as many ranks as the layout needs.\n";
+    "memory: peak memory of each rank during a step, compared with memory.max_per_device. The exit "
+    "status is\n"
+    "0 if it fits or there is no limit, else 1.\n"
+    "inventory: the model's tensors by kind, with statistics, and the tier that offloaded data is "
+    "placed in.\n"
+    "With --list: every tensor with the ranks that own a shard of it, and the process groups by "
+    "id.\n"
+    "The options are those of lockstep train. Without -n, the layout determines the number of "
+    "ranks.\n";
 
 // The data need not be there; the vocabulary must.
 config::ModelSpec model_of(const TrainConfig& config) {

@@ -30,39 +30,41 @@ int run(const std::vector<std::string>& arguments) {
 
   CLI::App app;
   app.prefix_command();
-  app.add_option("-n,--nproc-per-node", options.ranks, "Ranks on this node")->required();
-  app.add_option("--nnodes", options.nodes, "Nodes in the job; start lockstep run on each")
+  app.add_option("-n,--nproc-per-node", options.ranks, "Number of ranks on this node")->required();
+  app.add_option("--nnodes", options.nodes,
+                 "Number of nodes in the job; start lockstep run on each of them")
       ->capture_default_str();
-  app.add_option("--node-rank", options.node_rank, "Which of the nodes this is, from 0")
+  app.add_option("--node-rank", options.node_rank, "Index of this node, from 0")
       ->capture_default_str();
   app.add_option("--rendezvous", options.rendezvous,
-                 "HOST:PORT of node 0 where the nodes meet (one node: a free port on 127.0.0.1)");
-  app.add_option("--rendezvous-timeout", meet_seconds, "Seconds that the nodes wait for each other")
+                 "HOST:PORT of the rendezvous on node 0 (one node: a free port on 127.0.0.1)");
+  app.add_option("--rendezvous-timeout", meet_seconds,
+                 "Seconds to wait for all nodes at the rendezvous")
       ->capture_default_str();
-  app.add_option(
-      "--interface", options.interface,
-      "Network interface that hosts talk over, such as eth1 (or set LOCKSTEP_INTERFACE); "
-      "the one that reaches node 0 if none is named");
+  app.add_option("--interface", options.interface,
+                 "Network interface for traffic between hosts, such as eth1 (or set "
+                 "LOCKSTEP_INTERFACE); default: the interface with a route to node 0");
   app.add_option("--token-file", options.token_file,
                  "File with the job's secret, the same on all nodes (or set LOCKSTEP_TOKEN)");
   app.add_option("--max-restarts", options.max_restarts,
-                 "How often all ranks are started again after one failed")
+                 "Number of times to restart all ranks after a rank has failed")
       ->capture_default_str();
   app.add_option("--log-dir", options.log_dir,
-                 "Keep output in DIR/attempt_<k>/rank<r>/{stdout,stderr}.log too");
+                 "Also write each rank's output to DIR/attempt_<k>/rank<r>/{stdout,stderr}.log");
   app.add_option("--hang-rank", options.hang_rank,
-                 "This rank waits for a debugger before it starts");
-  app.add_option(
-         "--grace", grace,
-         "Milliseconds from a rank's death to SIGTERM for the others, and from there to SIGKILL")
+                 "Rank that waits for a debugger before it starts");
+  app.add_option("--grace", grace,
+                 "Milliseconds between a rank's death and SIGTERM to the other ranks, and between "
+                 "SIGTERM and SIGKILL")
       ->capture_default_str();
   app.add_option("--stop-grace", stop_grace,
-                 "Milliseconds from a SIGINT or SIGTERM for the launcher to SIGKILL for the ranks")
+                 "Milliseconds between SIGINT or SIGTERM to the launcher and SIGKILL to the ranks")
       ->capture_default_str();
-  if (const auto status = parse(app, "run",
-                                "Starts N ranks of a program and ends them together.\n"
-                                "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n",
-                                arguments))
+  if (const auto status =
+          parse(app, "run",
+                "Starts N ranks of a program and stops all of them when one fails.\n"
+                "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n",
+                arguments))
     return *status;
   options.meet_time = std::chrono::seconds{meet_seconds};
   options.grace = milliseconds{grace};

@@ -106,35 +106,38 @@ int schedule(const Words& arguments) {
   int64_t step = 0;
   bool lower = false;
   CLI::App app;
-  auto* kind = app.add_option("--kind", kind_name, "Which schedule; file reads one from --file")
+  auto* kind = app.add_option("--kind", kind_name, "Schedule; `file` reads it from --file")
                    ->capture_default_str();
-  auto* stages = app.add_option("--stages", options.ranks, "Pipeline ranks");
+  auto* stages = app.add_option("--stages", options.ranks, "Number of pipeline ranks");
   auto* microbatches =
-      app.add_option("--microbatches", options.microbatches, "Micro-batches of a step");
-  auto* chunks = app.add_option("--chunks", options.chunks, "Parts of the model on each rank [1]");
-  auto* group = app.add_option("--group", options.group,
-                               "Micro-batches that a chunk takes in turn (interleaved, zb-1p) "
-                               "[as many as ranks]");
+      app.add_option("--microbatches", options.microbatches, "Number of micro-batches per step");
+  auto* chunks =
+      app.add_option("--chunks", options.chunks, "Number of stages (model chunks) per rank [1]");
+  auto* group = app.add_option(
+      "--group", options.group,
+      "interleaved and zb-1p only: consecutive micro-batches per chunk [number of ranks]");
   auto* file =
-      app.add_option("--file", options.file, "Schedule to read, as --format csv writes it");
+      app.add_option("--file", options.file, "Schedule file in the format of --format csv");
   auto* costs = app.add_option("--cost", costs_text,
-                               "Time of a forward, a backward and its halves I and W on one chunk; "
-                               "B=2 sets the whole backward")
+                               "Time of a forward (F), and of the input (I) and weight (W) halves "
+                               "of a backward, on one chunk; B=2 sets the whole backward")
                     ->capture_default_str();
   auto* hop =
-      app.add_option("--hop", hop_text, "Time from one rank to another")->capture_default_str();
-  app.add_option("--format", form, "What to write")
+      app.add_option("--hop", hop_text, "Time to send an activation from one rank to the next")
+          ->capture_default_str();
+  app.add_option("--format", form, "Output format")
       ->check(one_of({"text", "csv", "json", "svg"}))
       ->capture_default_str();
-  app.add_option("--output", output, "Write to this file, over what is there");
+  app.add_option("--output", output, "Output file; an existing file is overwritten");
   auto* lowered =
-      app.add_flag("--lower", lower, "Show sends and receives too (only --format text)");
-  auto* traced =
-      app.add_option("--trace", trace, "Folder of a run's traces: show a step as it ran, in ms");
-  auto* stepped = app.add_option("--step", step, "Which step of the trace [the last complete one]");
+      app.add_flag("--lower", lower, "Also show sends and receives (--format text only)");
+  auto* traced = app.add_option(
+      "--trace", trace, "Folder with the traces of a run: show a step as it ran, in milliseconds");
+  auto* stepped =
+      app.add_option("--step", step, "Step of the trace to show [the last complete one]");
   if (const auto status =
           parse(app, "schedule",
-                "Shows a pipeline schedule and says how long it takes and what it holds.\n"
+                "Shows a pipeline schedule, its simulated time and the activations it holds.\n"
                 "Usage: lockstep schedule --kind KIND --stages P --microbatches M [OPTIONS]\n"
                 "       lockstep schedule --trace DIR [OPTIONS]\n",
                 arguments))

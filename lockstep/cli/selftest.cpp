@@ -17,21 +17,20 @@ int selftest(const std::vector<std::string>& arguments) {
   std::string backend = "shm";
   bool large = false;
   CLI::App app;
-  app.add_option("-n", ranks, "Ranks to start on this machine (2)");
-  app.add_option("--backend", backend, "What the ranks communicate with")
+  app.add_option("-n", ranks, "Number of ranks to start on this machine (2)");
+  app.add_option("--backend", backend, "Communication backend")
       ->check(one_of(backend_names()))
       ->capture_default_str();
   app.add_flag("--large", large,
-               "Also operations on more than 2^31 elements (about 7 GB for 2 ranks)");
+               "Also verify operations on more than 2^31 elements (takes about 7 GB for 2 ranks)");
   if (const auto status =
           parse(app, "selftest",
-                "Checks what the communication layer promises: versions and hosts, "
-                "then a verdict for each check.\n"
-                "Exits with 1 where one does not hold; send us all of the output "
-                "then.\n"
+                "Verifies the communication layer: prints versions and hosts, then the result of "
+                "each check. The exit status\n"
+                "is 1 if a check fails; please report the complete output.\n"
                 "Usage: lockstep selftest [OPTIONS]\n"
                 "       srun|mpirun|lockstep run ... lockstep selftest [OPTIONS]     "
-                "# the ranks that these start, on any hosts\n",
+                "# verify the ranks of the launcher\n",
                 arguments))
     return *status;
   std::vector<std::string> command{torch_path(), "selftest", "--backend", backend};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forms in which float32 state is kept while nobody computes with it.
+// Encodings of float32 state for the time between two uses.
 #pragma once
 
 #include <cstddef>

@@ -40,7 +40,7 @@ class Group {
   int local_size() const;
   milliseconds timeout() const;
   // What threads of this rank have spent so far in operations and waits of this job's groups,
-  // added up: communication that nothing was done beside.
+  // added up: communication that nothing overlapped.
   std::chrono::nanoseconds blocked_time() const;
 
   // Collective: the ranks of one colour (at least 0) become a group, ordered by key, then by rank.
@@ -67,7 +67,7 @@ bool has_backend(const std::string& name);
 using layout::CommStrategy;
 
 struct InitOptions {
-  // "auto": nccl when every rank has a GPU of its own; else, and beside it for host memory, shm
+  // "auto": nccl when every rank has a GPU of its own; else, and in addition for host memory, shm
   // when all ranks are on one host, else mpi under an MPI launcher, else gloo.
   std::string backend = "auto";
   // How collectives are formed: docs/collectives.md. Groups split from the world inherit it.

@@ -13,7 +13,7 @@
 namespace lockstep::comm {
 
 // A part of every rank's memory, where all of it can be reached: symmetric memory under shm, any
-// under thread. Whoever reads must know by other means that the owner does not write.
+// under thread. A reader must know by other means that the owner does not write.
 class PeerMemory {
  public:
   // Collective: every rank names one contiguous CPU tensor, of any size. Nothing, on all ranks,

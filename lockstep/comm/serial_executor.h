@@ -8,7 +8,8 @@
 namespace lockstep::comm::detail {
 
 // The thread starts with the first job. Jobs must not throw. When the executor is destroyed its
-// thread ends the jobs that it has; nobody waits for that, so they own all they need. Thread safe.
+// thread ends the jobs that it has; no thread waits for that, so they own all they need. Thread
+// safe.
 class SerialExecutor {
  public:
   SerialExecutor();

@@ -36,7 +36,7 @@ using Json = io::OrderedJson;
 
 constexpr int64_t kWriteElements = int64_t{1} << 20;  // elements that are converted at a time
 
-// Every tensor of the model in the shape that it has, and none beside the optimizer's.
+// Every tensor of the model in the shape that it has, and no others except the optimizer's.
 void require_model(const formats::Manifest& manifest, const ModelSpec& model,
                    const std::string& path) {
   std::set<std::string> known;
@@ -171,7 +171,7 @@ std::optional<int32_t> end_of_text(const std::string& tokenizer) {
   }
 }
 
-// What is written beside the weights.
+// Files that accompany the weights.
 void write_descriptions(const io::StagedFolder& folder, const ModelSpec& model, DType dtype,
                         const std::string& tokenizer) {
   Json config = Json::parse(hf_config_json(model));

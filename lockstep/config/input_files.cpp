@@ -308,7 +308,7 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
     return model;
   throw ConfigError(
       format("checkpoint.dir: {} has checkpoints of another run, up to step {}; "
-             "go on from there with --checkpoint.resume auto, or choose another "
+             "resume from there with --checkpoint.resume auto, or choose another "
              "--checkpoint.dir",
              dir, others.back().step));
 }

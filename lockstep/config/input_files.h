@@ -63,7 +63,7 @@ struct CheckOptions {
   bool verify = true;  // reads every byte of the checkpoint that checkpoint.resume names
 };
 
-// All that can be known before ranks are started, beside what validate() says: ConfigError or
+// All that can be known before ranks are started, in addition to validate(): ConfigError or
 // CheckpointError in one line. Makes checkpoint.dir. Returns the model with nothing left open.
 ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions& options = {});
 

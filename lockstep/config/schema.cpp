@@ -14,6 +14,7 @@
 namespace lockstep::config {
 namespace {
 
+constexpr std::string_view kFlag = "--";
 constexpr uint64_t kMaxFile = uint64_t{16} << 20;
 
 // What is said of values that an option does not take.
@@ -206,6 +207,10 @@ void Schema::add_text_or_number(std::string key, std::string& variable, std::str
   sections_.back().options.back().type = OptionType::text_or_number;
 }
 
+void Schema::alias(const std::string& name, std::string alias) {
+  find(name, "").alias = std::move(alias);
+}
+
 Option& Schema::find(const std::string& name, const std::string& where) {
   // A name without its section is as good a guess as one with a slip.
   const bool bare = name.find('.') == std::string::npos;
@@ -213,7 +218,7 @@ Option& Schema::find(const std::string& name, const std::string& where) {
   size_t least = std::max<size_t>(2, name.size() / 3) + 1;
   for (Section& section : sections_) {
     for (Option& option : section.options) {
-      if (option.name == name) return option;
+      if (option.name == name || (where == kFlag && bare && option.alias == name)) return option;
       const std::string key = bare ? option.name.substr(section.name.size() + 1) : option.name;
       if (const size_t distance = edit_distance(name, key); distance < least) {
         least = distance;

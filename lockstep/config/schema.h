@@ -34,7 +34,8 @@ struct Limits {
 };
 
 struct Option {
-  std::string name = {};  // "train.steps"
+  std::string name = {};   // "train.steps"
+  std::string alias = {};  // "steps": another name of its flag
   OptionType type = OptionType::text;
   std::string help = {};
   Limits limits = {};                     // of a number, or of each in a list
@@ -75,6 +76,8 @@ class Schema {
   void add_text_or_number(std::string key, std::string& variable, std::string help);
   // For variables of other types: `option` without name.
   void add_option(std::string key, Option option);
+  // `--ALIAS` is the same flag as `--NAME`. Files have the name only.
+  void alias(const std::string& name, std::string alias);
 
   const std::vector<Section>& sections() const { return sections_; }
 

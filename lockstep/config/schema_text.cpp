@@ -94,6 +94,7 @@ std::string help_text(const Schema& schema) {
       flag += flag.size() + 2 > kHelpColumn ? format("\n{}", std::string(kHelpColumn, ' '))
                                             : std::string(kHelpColumn - flag.size(), ' ');
       std::string help = option.help;
+      if (!option.alias.empty()) help += format(" Short form: --{}.", option.alias);
       // Many names need more than one line.
       const char* const separator = option.choices.size() >= 8 ? " | " : "|";
       if (!option.choices.empty()) help += format(" {{{}}}", choices_text(option, separator));
@@ -114,7 +115,8 @@ std::string markdown_text(const Schema& schema) {
       std::string help = option.help;
       if (!option.choices.empty()) help += format(" One of: {}.", choices_text(option, ", "));
       const std::string fallback = toml_literal(written(option, option.fallback));
-      out += format("| `{}` | `{}` | {} |\n", option.name, markdown_cell(fallback),
+      const std::string alias = option.alias.empty() ? "" : format(", `--{}`", option.alias);
+      out += format("| `{}`{} | `{}` | {} |\n", option.name, alias, markdown_cell(fallback),
                     markdown_cell(help));
     }
   }

@@ -2,6 +2,7 @@
 #include "lockstep/config/train_arguments.h"
 
 #include <algorithm>
+#include <cctype>
 #include <limits>
 
 #include "lockstep/config/schema_text.h"
@@ -24,6 +25,9 @@ class Words {
     if (const size_t equals = flag_.find('='); flag_.starts_with("--") && equals < flag_.size()) {
       value_ = flag_.substr(equals + 1);
       flag_.resize(equals);
+    } else if (flag_.size() > 2 && flag_.starts_with("-n") && std::isdigit(flag_[2])) {
+      value_ = flag_.substr(2);
+      flag_.resize(2);
     }
     return true;
   }
@@ -83,7 +87,8 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
       schema.require_known(name);
       schema.set_flag(name, words.value());
     } else {
-      throw ConfigError(format("'{}' is not understood; options are --SECTION.KEY VALUE", flag));
+      throw ConfigError(format(
+          "'{}' is not understood; options are --SECTION.KEY VALUE, and --help lists them", flag));
     }
   }
   if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
@@ -95,11 +100,12 @@ std::string train_help() {
   TrainConfig defaults;
   return format(
       "Options:\n"
-      "  -n N                            Ranks to start on this machine\n"
-      "  --config FILE                   TOML or JSON with the keys below; flags win over it\n"
-      "  --print-config                  Print the configuration, and who set each value; then "
-      "end\n"
-      "  -h, --help                      Print this; then end\n"
+      "  -n N                            Number of ranks to start on this machine\n"
+      "  --config FILE                   Configuration file, TOML or JSON, with the keys below; "
+      "flags override it\n"
+      "  --print-config                  Print the configuration with the origin of each value, "
+      "then exit\n"
+      "  -h, --help                      Print this help, then exit\n"
       "{}",
       help_text(train_schema(defaults)));
 }

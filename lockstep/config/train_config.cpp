@@ -123,7 +123,8 @@ void validate_checkpoints(const CheckpointConfig& checkpoint) {
   require(!checkpoint.partial || checkpoint.resume != "none",
           "checkpoint.partial is true, but checkpoint.resume is none: nothing is loaded");
   require(checkpoint.when_busy == WhenBusy::wait || checkpoint.async,
-          "checkpoint.when_busy is skip, but checkpoint.async is false: none is written beside the "
+          "checkpoint.when_busy is skip, but checkpoint.async is false: no checkpoint is written "
+          "concurrently with the "
           "training");
   if (!checkpoint.dir.empty()) return;
   require(!checkpoint.async, "checkpoint.async is true, but checkpoint.dir is empty");
@@ -154,11 +155,6 @@ void TrainConfig::validate(int world) const {
   require(memory.disk.empty() || memory.strategy == layout::MemoryStrategy::extreme,
           format("memory.disk is {}, but memory.strategy is {}: it is for extreme", memory.disk,
                  layout::name_of(memory.strategy)));
-  require(
-      memory.strategy != layout::MemoryStrategy::extreme || recompute() == layout::Recompute::full,
-      format("train.recompute is {}, must be full or left out where memory.strategy is extreme, "
-             "which keeps nothing in memory but on disk what full recomputation begins from",
-             layout::name_of(recompute())));
   if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);

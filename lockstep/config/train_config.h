@@ -109,7 +109,7 @@ struct CheckpointConfig {
   LoadWhat load = LoadWhat::all;
   bool partial = false;     // tensors that are missing, too many or of another shape are let pass
   bool other_data = false;  // than the checkpoint was trained on is let pass
-  bool async = false;       // written beside the training, from a copy in memory
+  bool async = false;       // written concurrently with training, from a copy in memory
   WhenBusy when_busy = WhenBusy::wait;
 
   bool operator==(const CheckpointConfig&) const = default;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys, ranges and help lines of TrainConfig.
+#include <array>
+#include <utility>
+
 #include "lockstep/config/schema_text.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/core/error.h"
@@ -22,12 +25,26 @@ constexpr Limits kFromOne{.min = 1};
 constexpr Limits kAboveZero{.min = 0, .above_min = true};
 constexpr Limits kBelowOne{.min = 0, .max = 1, .below_max = true};
 
+// Short forms of the flags that most runs give.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 10> kAliases = {{
+    {"data", "data.path"},
+    {"steps", "train.steps"},
+    {"lr", "optim.lr"},
+    {"seq-len", "train.seq_len"},
+    {"batch", "train.global_batch"},
+    {"micro-batch", "train.micro_batch"},
+    {"seed", "train.seed"},
+    {"dtype", "train.dtype"},
+    {"device", "train.device"},
+    {"resume", "checkpoint.resume"},
+}};
+
 // factor, low and high frequency factor, original positions: a list, because files know no more.
 Option rope_scaling_option(std::optional<RopeScaling>& scaling) {
   Option option{.type = OptionType::numbers,
                 .help =
-                    "Rotary frequencies stretched as Llama 3.1 does: factor, low and high "
-                    "frequency factor, original positions; empty: not at all.",
+                    "Scale the rotary frequencies as Llama 3.1 does: factor, low and high "
+                    "frequency factor, original positions. An empty list disables scaling.",
                 .limits = kFromZero};
   option.get = [&scaling]() -> Value {
     if (!scaling) return std::vector<double>{};
@@ -51,104 +68,116 @@ Option rope_scaling_option(std::optional<RopeScaling>& scaling) {
 
 void add_model(Schema& schema, TrainConfig& config) {
   ModelSpec& model = config.model;
-  schema.section("model", "The model");
+  schema.section("model", "Model");
   schema.add_choice("kind", model.kind, {"gpt", "llama"},
-                    "gpt: learned positions, layer norms, GELU. llama: rotary positions, RMS "
-                    "norms, SwiGLU.");
-  schema.add("layers", model.layers, "Blocks.", kFromOne);
-  schema.add("hidden", model.hidden, "Width of the residual stream.", kFromOne);
-  schema.add("heads", model.heads, "Attention heads; must divide hidden.", kFromOne);
-  schema.add("kv_heads", model.kv_heads, "Heads of keys and values (llama); 0: as many as heads.",
-             kFromZero);
+                    "Architecture. gpt: learned positions, layer norm and GELU. llama: rotary "
+                    "positions, RMS norm and SwiGLU.");
+  schema.add("layers", model.layers, "Number of transformer blocks.", kFromOne);
+  schema.add("hidden", model.hidden, "Width of the residual stream, in elements.", kFromOne);
+  schema.add("heads", model.heads, "Number of attention heads; must divide model.hidden.",
+             kFromOne);
+  schema.add("kv_heads", model.kv_heads,
+             "Number of key and value heads (llama only); 0 uses model.heads.", kFromZero);
   schema.add("ffn", model.ffn,
-             "Width inside the MLP; 0: 4 x hidden (gpt), 8/3 x hidden up to a multiple of 64 "
-             "(llama).",
+             "Width of the MLP's hidden layer; 0 uses 4 x model.hidden (gpt), or 8/3 x "
+             "model.hidden rounded up to a multiple of 64 (llama).",
              kFromZero);
-  schema.add("vocab", model.vocab, "Tokens; 0: the tokenizer's.", kFromZero);
-  schema.add("positions", model.positions, "Longest sequence; 0: train.seq_len.", kFromZero);
-  schema.add("dropout", model.dropout, "Chance that an element is dropped.", kBelowOne);
+  schema.add("vocab", model.vocab, "Vocabulary size, in tokens; 0 uses the tokenizer's.",
+             kFromZero);
+  schema.add("positions", model.positions,
+             "Longest sequence that the model accepts, in tokens; 0 uses train.seq_len.",
+             kFromZero);
+  schema.add("dropout", model.dropout, "Dropout probability.", kBelowOne);
   schema.add("tied", model.tied,
-             "The output matrix is the embedding: true, false, or auto (gpt: true, llama: false).");
-  schema.add("rope_theta", model.rope_theta, "Base of the rotary frequencies (llama).", kAboveZero);
+             "Use the token embedding as the output matrix. auto: true for gpt, false for llama.");
+  schema.add("rope_theta", model.rope_theta, "Base of the rotary frequencies (llama only).",
+             kAboveZero);
   schema.add_option("rope_scaling", rope_scaling_option(model.rope_scaling));
-  schema.add("norm_epsilon", model.norm_epsilon, "Added to variances in norms.", kAboveZero);
+  schema.add("norm_epsilon", model.norm_epsilon, "Epsilon of the norms, added to the variance.",
+             kAboveZero);
   schema.add("path", config.model_path,
-             "Hugging Face folder (gpt2 or llama) to start from; its sizes replace those above, "
-             "but for dropout.");
+             "Hugging Face folder (gpt2 or llama) to load the initial weights from. Its sizes "
+             "replace all options above except model.dropout.");
 }
 
 void add_data(Schema& schema, DataConfig& data) {
-  schema.section("data", "The data");
-  schema.add("path", data.path, "Text or token file to train on.");
-  schema.add(
-      "tokenizer", data.tokenizer,
-      "bytes (256 tokens), or a tokenizer.json or its folder; auto: the one in model.path, else "
-      "bytes.");
+  schema.section("data", "Data");
+  schema.add("path", data.path, "Text file, folder of text files, or token file to train on.");
+  schema.add("tokenizer", data.tokenizer,
+             "Tokenizer: bytes (256 tokens), or the path of a tokenizer.json or of its folder. "
+             "auto: the tokenizer in model.path, or bytes without one.");
   schema.add_text_or_number("validation", data.validation,
-                            "What the validation loss is measured on: a fraction of the data, 0 to "
-                            "0.5, taken from its end; or a file.");
+                            "Validation data: a fraction of the training data, 0 to 0.5, held out "
+                            "from its end; or a separate file.");
 }
 
 void add_train(Schema& schema, RunConfig& train) {
-  schema.section("train", "The run");
-  schema.add("steps", train.steps, "Optimizer steps in all, those before a resume included.",
+  schema.section("train", "Training");
+  schema.add("steps", train.steps,
+             "Total number of optimizer steps, including the steps before a resume.", kFromOne);
+  schema.add("seq_len", train.seq_len, "Sequence length, in tokens.", kFromOne);
+  schema.add("micro_batch", train.micro_batch, "Sequences per forward pass on each rank.",
              kFromOne);
-  schema.add("seq_len", train.seq_len, "Tokens of a sequence.", kFromOne);
-  schema.add("micro_batch", train.micro_batch, "Sequences that a rank computes at once.", kFromOne);
   schema.add("global_batch", train.global_batch,
-             "Sequences of a step over all ranks, a multiple of micro_batch x dp; 0: just that.",
+             "Sequences per optimizer step over all ranks; a multiple of train.micro_batch x "
+             "parallel.dp. 0 uses exactly that product.",
              kFromZero);
-  schema.add("seed", train.seed, "Of first weights, dropout and the order of the data.", kFromZero);
-  schema.add_choice("dtype", train.dtype, {"float32", "bfloat16"},
-                    "Of weights and activations; the optimizer keeps its own weights in float32.");
+  schema.add("seed", train.seed,
+             "Random seed of the initial weights, of dropout and of the data order.", kFromZero);
+  schema.add_choice(
+      "dtype", train.dtype, {"float32", "bfloat16"},
+      "Type of weights and activations. The optimizer keeps a float32 copy of bfloat16 weights.");
   schema.add_choice("recompute", train.recompute, {"none", "selective", "full"},
-                    "What backward computes again instead of keeping it. auto: memory.strategy "
-                    "decides.");
+                    "Activations that the backward pass recomputes instead of storing them. auto: "
+                    "memory.strategy decides.");
   schema.add("reproducible", train.reproducible,
-             "The same bits whatever the number of ranks, by powers of two; slower.");
-  schema.add("threads", train.threads, "Threads of a rank; 0: its cores, or 1 if reproducible.",
+             "Compute bit-identical results on 1, 2, 4, 8, ... ranks. Slower.");
+  schema.add("threads", train.threads,
+             "CPU threads per rank; 0 uses the rank's cores, or 1 thread with train.reproducible.",
              kFromZero);
   schema.add("eval_every", train.eval_every,
-             "Steps from one validation to the next; 0: at the end only.", kFromZero);
+             "Steps between validations; 0 validates only after the last step.", kFromZero);
   schema.add("eval_tokens", train.eval_tokens,
-             "How many tokens a validation takes, spread over the data held out; 0: all.",
+             "Tokens per validation, spread evenly over the validation data; 0 uses all of them.",
              kFromZero);
-  schema.add("log_every", train.log_every, "Steps from one line of progress to the next.",
-             kFromOne);
+  schema.add("log_every", train.log_every, "Steps between progress lines.", kFromOne);
   schema.add_choice("device", train.device, {"auto", "cpu", "cuda"},
-                    "auto: the GPU of this rank where there is one.");
+                    "Device to train on. auto: this rank's GPU if there is one, else the CPU.");
 }
 
 void add_optim(Schema& schema, OptimConfig& optim) {
-  schema.section("optim", "The optimizer");
-  schema.add_choice("name", optim.name, {"adamw", "sgd"}, "The rule of the update.");
-  schema.add("lr", optim.lr, "Learning rate, at its highest.", kFromZero);
-  schema.add("betas", optim.betas, "Decay of adamw's two averages.", kBelowOne);
-  schema.add("eps", optim.eps, "Added to adamw's denominator.", kAboveZero);
-  schema.add("momentum", optim.momentum, "Of sgd.", kBelowOne);
-  schema.add("weight_decay", optim.weight_decay, "For matrices; never for biases and norms.",
-             kFromZero);
-  schema.add("clip", optim.clip, "Largest norm of the gradient; 0: any.", kFromZero);
+  schema.section("optim", "Optimizer");
+  schema.add_choice("name", optim.name, {"adamw", "sgd"}, "Optimizer.");
+  schema.add("lr", optim.lr, "Peak learning rate.", kFromZero);
+  schema.add("betas", optim.betas, "AdamW only: decay rates of the first and second moment.",
+             kBelowOne);
+  schema.add("eps", optim.eps, "AdamW only: epsilon, added to the denominator.", kAboveZero);
+  schema.add("momentum", optim.momentum, "SGD only: momentum; 0 disables it.", kBelowOne);
+  schema.add("weight_decay", optim.weight_decay,
+             "Weight decay of matrices. Biases and norms are never decayed.", kFromZero);
+  schema.add("clip", optim.clip,
+             "Clip the global gradient norm to this value; 0 disables clipping.", kFromZero);
   schema.add_choice("schedule", optim.schedule, {"constant", "linear", "cosine", "wsd"},
-                    "Of the learning rate after the warm-up; wsd stays, and falls at the end.");
+                    "Learning rate after the warm-up: constant, or decayed linearly or along a "
+                    "cosine. wsd is constant and decays only in the last optim.decay_steps.");
   schema.add("warmup", optim.warmup,
-             "Steps in which the learning rate rises; auto: a tenth of the steps, at most 100.",
-             kFromZero);
+             "Steps of linear warm-up. auto: a tenth of train.steps, at most 100.", kFromZero);
   schema.add("decay_steps", optim.decay_steps,
-             "Steps at the end in which it falls; 0: all after the warm-up (wsd must give it).",
+             "Steps of decay at the end of the run; 0 decays over all steps after the warm-up. "
+             "Required by wsd.",
              kFromZero);
-  schema.add("min_lr_ratio", optim.min_lr_ratio, "What is left of it at the end.",
+  schema.add("min_lr_ratio", optim.min_lr_ratio, "Final learning rate as a fraction of optim.lr.",
              {.min = 0, .max = 1});
 }
 
 // Two orders have a name besides their spelling.
 void add_order(Schema& schema, layout::Order& order) {
-  Option option{.type = OptionType::choice,
-                .help =
-                    "Which axes neighbouring ranks differ on. A permutation has the slowest axis "
-                    "first; pp_fastest is dp-tp-pp, tp_fastest, which keeps tp inside a host, "
-                    "is pp-dp-tp.",
-                .choices = names_up_to(layout::Order::pp_tp_dp)};
+  Option option{
+      .type = OptionType::choice,
+      .help =
+          "Order of the parallel axes over the ranks, slowest axis first. pp_fastest is dp-tp-pp. "
+          "tp_fastest is pp-dp-tp, which keeps tensor parallelism inside a host.",
+      .choices = names_up_to(layout::Order::pp_tp_dp)};
   option.choices.insert(option.choices.end(), {"dp-tp-pp", "pp-dp-tp"});
   option.get = [&order]() -> Value { return std::string(layout::name_of(order)); };
   option.put = [&order](const Value& value) {
@@ -159,62 +188,68 @@ void add_order(Schema& schema, layout::Order& order) {
 
 void add_layout(Schema& schema, TrainConfig& config) {
   LayoutConfig& parallel = config.parallel;
-  schema.section("parallel", "The ranks");
-  schema.add("dp", parallel.dp, "Replicas with data of their own; 0: what tp and pp leave.",
+  schema.section("parallel", "Parallelism");
+  schema.add("dp", parallel.dp, "Data-parallel size; 0 uses the number of ranks / (tp x pp).",
              kFromZero);
-  schema.add("tp", parallel.tp, "Ranks that share each matrix.", kFromOne);
+  schema.add("tp", parallel.tp,
+             "Tensor-parallel size: ranks that each weight matrix is split over.", kFromOne);
   schema.add("sequence_parallel", parallel.sequence_parallel,
-             "tp ranks share the sequence where they do not share matrices: less memory for "
-             "activations.");
-  schema.add("pp", parallel.pp, "Ranks that the layers are cut over, as a pipeline.", kFromOne);
+             "Split the sequence over the tensor-parallel ranks outside of matrix products, which "
+             "saves activation memory.");
+  schema.add("pp", parallel.pp, "Pipeline-parallel size: ranks that the layers are split over.",
+             kFromOne);
   add_order(schema, parallel.order);
   schema.add_choice("shard", parallel.shard, names_up_to(layout::ShardingStrategy::hybrid_shard),
-                    "What dp ranks share instead of holding it all: parameters, gradients and "
-                    "optimizer state (full); the same, with parameters kept from forward to "
-                    "backward (grad_op); optimizer state (optimizer); full within parts of the "
-                    "ranks (hybrid).");
+                    "State that is sharded over the data-parallel ranks. none: nothing. optimizer: "
+                    "optimizer state. grad_op: gradients and optimizer state; parameters stay "
+                    "gathered from forward to backward. full: parameters, gradients and optimizer "
+                    "state. hybrid: full inside groups of ranks, replicated between the groups.");
   schema.add("shard_size", parallel.shard_size,
-             "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
+             "Consecutive ranks in each sharding group of hybrid; 0 uses the ranks of a host.",
+             kFromZero);
   schema.add_choice("schedule", parallel.schedule, names_up_to(layout::PipelineSchedule::file),
-                    "Order of the pipeline's work (lockstep schedule draws it). auto: 1f1b, or "
-                    "interleaved where there are chunks.");
-  schema.add("chunks", parallel.chunks, "Stages of each pipeline rank.", kFromOne);
+                    "Pipeline schedule; `lockstep schedule` draws it. auto: interleaved with more "
+                    "than one chunk, else 1f1b.");
+  schema.add("chunks", parallel.chunks, "Pipeline stages per rank.", kFromOne);
   schema.add("group", parallel.group,
-             "interleaved and zb-1p: micro-batches that a stage takes in turn; 0: as many as pp.",
+             "interleaved and zb-1p only: consecutive micro-batches that a stage runs before its "
+             "rank switches to the next stage; 0 uses parallel.pp.",
              kFromZero);
   schema.add("split", parallel.split,
-             "Layers of each stage, first to last; embeddings and head count as one each. Empty: "
-             "equal shares of the blocks.");
+             "Layers of each stage, from first to last; the embedding and the head count as one "
+             "layer each. An empty list splits the blocks evenly.");
   schema.add("schedule_file", parallel.schedule_file,
-             "schedule file: the CSV to read, as lockstep schedule writes it.");
+             "CSV file with the schedule, in the format of `lockstep schedule`; used by "
+             "parallel.schedule file.");
 
   schema.section("memory", "Memory");
-  schema.add_choice("strategy", config.memory.strategy,
-                    names_up_to(layout::MemoryStrategy::extreme),
-                    "basic: keep all activations, the fastest while there is room. standard: "
-                    "selective recomputation. aggressive: full recomputation. extreme: and what "
-                    "is still kept goes to disk.");
+  schema.add_choice(
+      "strategy", config.memory.strategy, names_up_to(layout::MemoryStrategy::extreme),
+      "Activation memory. basic: store all activations. standard: selective recomputation. "
+      "aggressive: full recomputation. extreme: full recomputation, and the block inputs are "
+      "stored on disk. With train.recompute none, extreme stores all activations on disk.");
   schema.add_bytes("max_per_device", config.memory.max_per_device,
-                   "Most that a rank may take, such as 8GB: parameters, gradients and optimizer "
-                   "state must fit, and torch's allocator holds to it. 0: what there is.");
+                   "Memory limit per rank, such as 8GB. Parameters, gradients and optimizer state "
+                   "must fit, and libtorch's allocator enforces it. 0 sets no limit.");
 
   schema.add("disk", config.memory.disk,
-             "Folder that extreme keeps activations in while it runs, best on a fast local disk. "
+             "Folder where memory.strategy extreme stores activations; use a fast local disk. "
              "Empty: TMPDIR, or /tmp.");
 
   schema.section("comm", "Communication");
   schema.add_choice("backend", config.comm.backend, {"auto", "shm", "mpi", "gloo", "nccl"},
-                    "What ranks communicate with. auto: the fastest that reaches all of them.");
+                    "Communication backend. auto: the fastest backend that connects all ranks.");
   schema.add_choice("strategy", config.comm.strategy, names_up_to(layout::CommStrategy::adaptive),
-                    "How sums are formed: the backend's own, within each host first, in a ring, in "
-                    "a tree, or by size from a measured table.");
+                    "All-reduce algorithm: the backend's own, hierarchical (inside each host "
+                    "first), ring, tree, or adaptive (by message size, from a measured table).");
   schema.add_choice(
       "compression", config.comm.compression,
       {"none", "fp16", "bf16", "power-sgd", "fp16-across-hosts", "bf16-across-hosts"},
-      "What gradients are sent as, where parallel.shard is none: 16-bit floats, thin factors, or "
-      "16-bit floats between hosts only, with full precision inside them.");
+      "Gradient compression, for parallel.shard none. fp16, bf16: send 16-bit floats. power-sgd: "
+      "send low-rank factors. fp16-across-hosts, bf16-across-hosts: send 16-bit floats between "
+      "hosts and full precision inside a host.");
   schema.add("timeout", config.comm.timeout,
-             "Seconds to wait for a rank that is late; 0: LOCKSTEP_TIMEOUT, or 30.",
+             "Timeout of a collective, in seconds; 0 uses LOCKSTEP_TIMEOUT, or 30.",
              {.min = 0, .max = 604800});
 }
 
@@ -223,10 +258,10 @@ Option codec_option(layout::StateCodecs& codecs) {
   Option option{
       .type = OptionType::text,
       .help =
-          "How optimizer state is kept: none, fp16 (second moment bf16), bf16, int8 (second "
-          "moment quantization), quantization (8 bits, close together near zero) or "
-          "lossless (LZ4, outside the device); or each kind by itself, as "
-          "exp_avg=bf16,exp_avg_sq=quantization; and parameters and gradients on the host, as "
+          "Encoding of offloaded optimizer state: none, fp16 (second moment bf16), bf16, int8 "
+          "(second moment quantization), quantization (8 bits, finer near zero) or lossless (LZ4). "
+          "Name each kind to encode it separately: exp_avg=bf16,exp_avg_sq=quantization. "
+          "Parameters and gradients in host memory can be encoded too: "
           "quantization,params=int8,grads=bf16 (params: bf16, int8, quantization or lossless)."};
   option.get = [&codecs]() -> Value { return layout::name_of(codecs); };
   option.put = [&codecs](const Value& value) {
@@ -240,76 +275,80 @@ Option codec_option(layout::StateCodecs& codecs) {
 }
 
 void add_offload(Schema& schema, layout::OffloadOptions& offload) {
-  schema.section("offload", "What leaves the device between its uses");
-  schema.add("params", offload.params, "Parameters may rest in host memory.");
-  schema.add("grads", offload.grads, "Gradients may.");
-  schema.add("optimizer", offload.optimizer, "Optimizer state may (adamw only).");
+  schema.section("offload", "Offload to host memory and disk");
+  schema.add("params", offload.params, "Allow parameters to be offloaded to host memory.");
+  schema.add("grads", offload.grads, "Allow gradients to be offloaded to host memory.");
+  schema.add("optimizer", offload.optimizer,
+             "Allow optimizer state to be offloaded to host memory (adamw only).");
   schema.add_bytes("param_budget", offload.param_budget,
-                   "Most that parameters take on the device, gathered ones included. 0: 2GB, or "
-                   "what the device or device_limit has, if that is less.");
+                   "Device memory for parameters, including gathered ones. 0 uses the smallest of "
+                   "2GB, the device's memory and offload.device_limit.");
   schema.add_bytes("host_budget", offload.host_budget,
-                   "Most that a rank offloads to host memory. 0: 32GB, or what the host or "
-                   "host_limit has, if that is less.");
+                   "Host memory that a rank may use for offloaded data. 0 uses the smallest of "
+                   "32GB, the host's memory and offload.host_limit.");
   schema.add_bytes("device_limit", offload.device_limit,
-                   "What pressure on the device is measured against: parameters, gradients, "
-                   "optimizer state and what is on its way. 0: 8GB, or what the device has, if "
-                   "that is less.");
-  schema.add_bytes("host_limit", offload.advanced.host_limit,
-                   "The same for host memory. 0: 64GB, or what the host has, if that is less.");
+                   "Device memory that the thresholds of offload.strategy refer to: parameters, "
+                   "gradients, optimizer state and transfers in flight. 0 uses the smaller of 8GB "
+                   "and the device's memory.");
+  schema.add_bytes(
+      "host_limit", offload.advanced.host_limit,
+      "The same limit for host memory. 0 uses the smaller of 64GB and the host's memory.");
   schema.add("prefetch", offload.advanced.prefetch,
-             "Parameters that are fetched ahead of their use.", kFromOne);
+             "Number of parameters to fetch before they are used.", kFromOne);
   schema.add("async_prefetch", offload.advanced.async_prefetch,
-             "Fetch ahead beside the computation.");
+             "Fetch parameters concurrently with the computation.");
   schema.add("pin", offload.advanced.pin,
-             "Host memory that devices copy from without a detour. auto: where there is such a "
-             "device.");
+             "Use pinned host memory. auto: true when training on a GPU.");
   schema.add("overlap", offload.advanced.overlap,
-             "Transfers and updates run beside the computation.");
+             "Overlap transfers and optimizer updates with the computation.");
   schema.add_option("codec", codec_option(offload.codec));
   schema.add_choice("strategy", offload.advanced.strategy,
                     names_up_to(layout::OffloadStrategy::extreme),
-                    "How early what may leave does, and how much of it: beyond 0.9, 0.75, 0.6, 0.4 "
-                    "of device_limit a fifth, half, four fifths, all of that is freed.");
+                    "When offloading starts, and how much is offloaded. Beyond 0.9, 0.75, 0.6 or "
+                    "0.4 of offload.device_limit, offload 20, 50, 80 or 100 % of that memory.");
   schema.add("disk", offload.disk,
-             "Folder for optimizer state that the host budget does not hold; empty: none.");
+             "Folder for optimizer state that exceeds offload.host_budget. Empty: no disk tier.");
   schema.add_choice("update_site", offload.advanced.update_site,
                     names_up_to(layout::UpdateSite::device),
-                    "Where the optimizer computes. auto: where a short measurement finds it "
-                    "faster.");
-  schema.add_choice("clip_mode", offload.advanced.clip_mode, names_up_to(layout::ClipMode::none),
-                    "exact: gradients are clipped by the norm of all of them. none: not at all, "
-                    "and each parameter is updated as soon as it has its gradient (optim.clip 0).");
+                    "Where the optimizer step runs. auto: the faster one in a short measurement.");
+  schema.add_choice(
+      "clip_mode", offload.advanced.clip_mode, names_up_to(layout::ClipMode::none),
+      "exact: clip by the global gradient norm, after the backward pass. none: update each "
+      "parameter during the backward pass, without clipping (needs optim.clip 0).");
 }
 
 void add_output(Schema& schema, TrainConfig& config) {
   schema.section("checkpoint", "Checkpoints");
-  schema.add("dir", config.checkpoint.dir, "Folder for them; empty: none is written.");
-  schema.add("every", config.checkpoint.every, "Steps from one to the next; 0: at the end only.",
+  schema.add("dir", config.checkpoint.dir,
+             "Folder for checkpoints. Empty: no checkpoint is written.");
+  schema.add("every", config.checkpoint.every,
+             "Steps between checkpoints; 0 saves only after the last step.", kFromZero);
+  schema.add("keep", config.checkpoint.keep, "Number of newest checkpoints to keep; 0 keeps all.",
              kFromZero);
-  schema.add("keep", config.checkpoint.keep, "How many of the newest stay; 0: all.", kFromZero);
   schema.add("resume", config.checkpoint.resume,
-             "none: begin anew. auto: go on from the newest in dir, if there is one. Else the path "
-             "of a checkpoint.");
+             "Checkpoint to resume from. none: start a new run. auto: resume from the newest "
+             "checkpoint in checkpoint.dir, if there is one. Otherwise the path of a checkpoint.");
   schema.add_choice("load", config.checkpoint.load, {"all", "model"},
-                    "What is loaded from the path: all, to go on where it was; or the model's "
-                    "weights, to begin at step 0 with them.");
+                    "What to load from checkpoint.resume. all: resume the run at its step. model: "
+                    "load the weights only and start at step 0.");
   schema.add("partial", config.checkpoint.partial,
-             "Load what fits: tensors that are missing, too many or of another shape are a "
-             "warning, not an error.");
+             "Load the tensors that match. Missing tensors, unknown tensors and other shapes are a "
+             "warning instead of an error.");
   schema.add("other_data", config.checkpoint.other_data,
-             "Resume on other data than the checkpoint was trained on; without it, that is an "
-             "error.");
+             "Allow resuming with other training data than the checkpoint's, which is an error by "
+             "default.");
   schema.add("async", config.checkpoint.async,
-             "Train on while a checkpoint is written; takes memory for a copy of what each rank "
-             "writes.");
+             "Write checkpoints concurrently with training. Each rank needs memory for a copy of "
+             "the data that it writes.");
   schema.add_choice("when_busy", config.checkpoint.when_busy, {"wait", "skip"},
-                    "With async, where the one before is still being written: wait for it, or "
-                    "leave this one out. The last is never left out.");
+                    "checkpoint.async only: wait for the previous checkpoint if it is still being "
+                    "written, or skip this one. The last checkpoint is never skipped.");
 
-  schema.section("metrics", "What is recorded");
-  schema.add("file", config.metrics.file, "One line of JSON for each step; empty: none.");
+  schema.section("metrics", "Metrics and traces");
+  schema.add("file", config.metrics.file,
+             "File for metrics, one line of JSON per step. Empty: none.");
   schema.add("trace", config.metrics.trace,
-             "Folder for Chrome traces, one of each rank; empty: none.");
+             "Folder for Chrome traces, one file per rank. Empty: none.");
 }
 
 }  // namespace
@@ -323,6 +362,7 @@ Schema train_schema(TrainConfig& config) {
   add_layout(schema, config);
   add_offload(schema, config.offload);
   add_output(schema, config);
+  for (const auto& [alias, name] : kAliases) schema.alias(std::string(name), std::string(alias));
   return schema;
 }
 

@@ -13,7 +13,7 @@ void raise_open_file_limit() {
   const rlim_t wanted = std::min<rlim_t>(limit.rlim_max, 1 << 20);
   if (limit.rlim_cur >= wanted) return;
   limit.rlim_cur = wanted;
-  // A refusal leaves what there was; whoever runs out of descriptors says so.
+  // A refusal leaves what there was; the call that runs out of descriptors says so.
   [[maybe_unused]] const int refused = setrlimit(RLIMIT_NOFILE, &limit);
 }
 

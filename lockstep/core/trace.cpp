@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Process-wide state, because a trace file is one per process. Events are formatted into a buffer
-// that goes to the file when it is large or the process exits; the format needs no closing bracket,
-// so a killed process leaves a readable file.
+// that goes to the file when it is large or the process exits. The array is closed after each
+// write, and the next one overwrites the bracket: a killed process leaves complete JSON too.
 #include "lockstep/core/trace.h"
 
 #include <unistd.h>
@@ -33,7 +33,7 @@ class File {
       log::warn(format("LOCKSTEP_TRACE: cannot write {}; no trace is kept", path));
       return;
     }
-    std::fputs("[\n", file_);
+    std::fputs("[\n]\n", file_);
     std::atexit(trace::flush);
   }
   bool open() const { return file_ != nullptr; }
@@ -49,15 +49,23 @@ class File {
   }
 
  private:
+  // Each event in the buffer ends in a comma and a line end.
   void write() {
+    if (buffer_.empty()) return;
+    buffer_.resize(buffer_.size() - 2);
+    std::fseek(file_, has_events_ ? -3 : -2, SEEK_END);
+    if (has_events_) std::fputs(",\n", file_);
     std::fwrite(buffer_.data(), 1, buffer_.size(), file_);
+    std::fputs("\n]\n", file_);
     std::fflush(file_);
     buffer_.clear();
+    has_events_ = true;
   }
 
   std::mutex mutex_;
   std::string buffer_;
   std::FILE* file_ = nullptr;
+  bool has_events_ = false;
 };
 
 // Null when tracing is off. Leaked on purpose: threads may end spans while the process exits.

@@ -6,7 +6,7 @@
 // through staging in pieces small enough to stay in cache, one phase a piece, each phase
 // overlapping what the next needs.
 //
-// A reduction is cut into slices, one for each rank; whoever owns a slice reduces it over all ranks
+// A reduction is cut into slices, one for each rank; the owner of a slice reduces it over all ranks
 // in the fixed order of fabric::reduce, so every rank sees the same bits.
 #include "lockstep/fabric/collectives.h"
 

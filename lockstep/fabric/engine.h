@@ -2,9 +2,9 @@
 // Runs the operations of one rank of a group whose members share memory.
 //
 // Collectives run one after the other in the order they were submitted; messages of each channel
-// likewise, independent of the collectives and of other channels. Whoever needs a result drives: a
-// small operation runs inside submit(), a waiting thread moves things on itself, and a progress
-// thread does so while nobody waits.
+// likewise, independent of the collectives and of other channels. The thread that needs a result
+// drives: a small operation runs inside submit(), a waiting thread moves things on itself, and a
+// progress thread does so while no other waits.
 #pragma once
 
 #include <atomic>

@@ -12,7 +12,7 @@ namespace lockstep::fabric {
 
 // Writes the reduction of all inputs to every output, `count` elements each. Inputs are combined as
 // a binary tree over their positions, ((0 1)(2 3))((4 5)(6 7)), split at the largest power of two:
-// the same bits whoever computes it. An output may be one of the inputs. 16-bit floats are combined
+// the same bits on every rank. An output may be one of the inputs. 16-bit floats are combined
 // in float32 and rounded once. avg divides by the number of inputs:
 // whole numbers are summed without overflow and the quotient is rounded toward zero.
 void reduce(DType dtype, ReduceOp op, std::span<std::byte* const> outputs,

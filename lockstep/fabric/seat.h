@@ -29,7 +29,7 @@ class Seat {
   // Enters the next collective: posts what it is and where its data lies, and finishes the first
   // phase.
   void enter(const Operation& operation);
-  // Finishes a phase: what this rank wrote before is there for whoever waits for everyone().
+  // Finishes a phase: what this rank wrote before is visible to a rank that waits for everyone().
   void post();
   // All ranks have finished as many phases as this one.
   Wait everyone() const;

@@ -72,8 +72,8 @@ std::map<int64_t, Remains> scan(const std::string& dir) {
   return steps;
 }
 
-// Takes a complete checkpoint away. Under its new name nobody takes it for complete, so it may be
-// cut off at any point; the name must be on disk before the first file goes.
+// Takes a complete checkpoint away. Under its new name no reader takes it for complete, so it may
+// be cut off at any point; the name must be on disk before the first file goes.
 void discard(const std::string& dir, int64_t step, std::string_view end) {
   const auto temporary = path_of(dir, step, kTemporary);
   io::remove_tree(temporary);

@@ -67,7 +67,7 @@ Manifest verify(const std::string& path, const VerifyShare& files = {});
 std::vector<Checkpoint> list_sound(const std::string& dir);
 
 // Removes all but the `keep` newest sound ones (by step), and what saves and removals of steps up
-// to the newest left behind. Damaged ones stay, for whoever wants to look at them.
+// to the newest left behind. Damaged ones stay, for inspection.
 void prune(const std::string& dir, int keep);
 
 }  // namespace lockstep::formats

@@ -14,7 +14,7 @@ namespace lockstep::formats {
 
 // "F32", "BF16", ...
 std::string safetensors_name(DType dtype);
-// None where Lockstep has no such type ("F8_E4M3", "U64", ...) or nobody has ("F33").
+// None where Lockstep has no such type ("F8_E4M3", "U64", ...) or the format has none ("F33").
 std::optional<DType> dtype_of(std::string_view safetensors_name);
 
 // Place in the list of all types, by which writers sort; none for a name that is not in it.

@@ -29,7 +29,7 @@ struct SafetensorsTensor {
 
 // All tensors are named first; then their bytes follow, in the order of entries(), in pieces of any
 // size; then finish(). Failures of the disk are SystemErrors with the path. What is destroyed
-// before finish() leaves part of a file: write where nobody looks (checkpoint_folder.h).
+// before finish() leaves part of a file: write where no reader looks (checkpoint_folder.h).
 class SafetensorsWriter {
  public:
   SafetensorsWriter(std::string path, std::vector<SafetensorsTensor> tensors,

@@ -277,7 +277,7 @@ void FolderLock::require_held() const {
 void FolderLock::beat(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (!ended_.wait_for(lock, stop, kBeat, [] { return false; }) && !stop.stop_requested()) {
-    // A sign of life that is not given is noticed by others; there is nobody to tell here.
+    // A sign of life that is not given is noticed by others; there is no caller to tell here.
     [[maybe_unused]] const int ignored = futimens(fd_.get(), nullptr);
   }
 }

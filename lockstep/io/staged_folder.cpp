@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Without links, dots and a slash at the end, so that names can be put beside it.
+// Without links, dots and a slash at the end, so that a name next to it can be formed.
 std::string plain_path(const std::string& path) {
   std::error_code error;
   fs::path plain = fs::weakly_canonical(fs::absolute(path), error);

@@ -26,12 +26,12 @@ class MadeFolders {
 };
 
 struct StagedFolderOptions {
-  // Takes the place of a folder that has this file; empty: of an empty folder only. Whoever names
-  // the wrong folder should not lose it.
+  // Takes the place of a folder that has this file; empty: of an empty folder only. A caller that
+  // names the wrong folder should not lose it.
   std::string replaces = {};
 };
 
-// Files are written to folder(), beside the final place; commit() puts that in place. Destroyed
+// Files are written to folder(), next to the final place; commit() puts that in place. Destroyed
 // before, it leaves nothing. Failures of the disk are SystemErrors.
 class StagedFolder {
  public:

@@ -124,7 +124,7 @@ void LocalRanks::add_log(Fd pipe, int rank, Console::Stream stream) {
   try {
     if (!dir.empty()) file = open_log(dir, generation_, rank, stream);
   } catch (const ConfigError& failure) {
-    // The first attempt's files were opened before anything ran; a later one goes on without.
+    // The first attempt's files were opened before anything ran; a later one continues without.
     around_.console.message(failure.what());
   }
   const int fd = pipe.get();
@@ -145,7 +145,7 @@ void LocalRanks::pump_log(int fd) {
 }
 
 // A reader that is slower than the ranks slows them down, as a plain pipe would; the other stream
-// goes on.
+// continues.
 void LocalRanks::pause(Console::Stream stream) {
   if (!paused_.insert(stream).second) return;
   for (const auto& [fd, log] : logs_) {

@@ -63,7 +63,7 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
     address_ = server_->address();
     run_id_ = "lockstep-" + make_token().substr(0, 12);
     // Bound, never listening: Linux lets a rank's socket with SO_REUSEADDR listen on the port
-    // meanwhile, and gives it to nobody who asks for any port.
+    // meanwhile, and gives it to no process that asks for any port.
     master_port_holder_ = bind_socket({here.host, 0});
     master_port_ = port_of(master_port_holder_);
     warn_of_address();

@@ -12,7 +12,7 @@
 //   done/G    how many nodes have seen all their ranks end well
 //   stop      the signal that asked one of them to stop
 //   left/R    node R needs the rendezvous no more
-// On one node there is nobody to tell, and only the rendezvous for the ranks remains.
+// On one node there is no other launcher to tell, and only the rendezvous for the ranks remains.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,8 @@ class NodeLink {
 
   bool alone() const { return nodes_ == 1; }
   const std::string& rendezvous() const { return address_; }
-  // Where a program may open its own meeting point: nobody else is given this port during the job.
+  // Where a program may open its own rendezvous: no other process is given this port during the
+  // job.
   const std::string& master_addr() const { return master_addr_; }
   uint16_t master_port() const { return master_port_; }
   const std::string& run_id() const { return run_id_; }

@@ -13,7 +13,7 @@ namespace lockstep::layout {
 
 // Where the values of a parameter are that ranks share out.
 enum class ParameterState {
-  sharded,    // every rank has its shard, and nobody the whole
+  sharded,    // every rank has its shard, and no rank the whole
   gathering,  // the whole is on its way to this rank
   gathered,   // the whole is in this rank's memory
   resharding  // the whole is being dropped

@@ -32,7 +32,8 @@ size_t rounded_to(size_t unit, size_t bytes) {
 
 struct DeviceMemory::Stretch {
   explicit Stretch(size_t size) : range(size, AddressRange::Access::none) {
-    // A huge page may have memory for bytes that nobody touched, and keeps it until all of it goes.
+    // A huge page may have memory for bytes that were never touched, and keeps it until all of it
+    // goes.
     madvise(range.data(), range.size(), MADV_NOHUGEPAGE);
   }
 
@@ -98,7 +99,7 @@ std::shared_ptr<void> DeviceMemory::take(size_t bytes, std::string_view what, St
     auto memory = std::make_shared<at::Tensor>(at::empty(
         {static_cast<int64_t>(size)}, at::TensorOptions().dtype(at::kByte).device(device_)));
     void* const data = memory->data_ptr();
-    // The share goes last: whoever is let in by the budget finds the memory.
+    // The share goes last: a caller that the budget admits finds the memory.
     return {data, [share = std::move(share), memory = std::move(memory)](void*) mutable {
               memory.reset();
               share.reset();

@@ -25,7 +25,7 @@ class DiskFile {
 
   // Throw SystemError. What is written has rounded() bytes of the file.
   void write(std::span<const std::byte> bytes, size_t offset);
-  // `bytes` is at a page's beginning, and the memory goes on to rounded().
+  // `bytes` is at a page's beginning, and the memory extends to rounded().
   void read(std::span<std::byte> bytes, size_t offset);
   // Gives the disk its space back.
   void discard() noexcept;

@@ -141,7 +141,7 @@ void DiskStore::Shared::run_read(Lock& lock) {
   change(*entry, [&] { entry->loaded = std::move(buffer); });
 }
 
-// Reads first: somebody may be waiting for them.
+// Reads first: a caller may be waiting for them.
 void DiskStore::Shared::run(const std::stop_token& stop) {
   Lock lock(mutex);
   const auto has_work = [this] { return !reads.empty() || !writes.empty(); };
@@ -157,7 +157,7 @@ void DiskStore::Shared::run(const std::stop_token& stop) {
       if (!failure) failure = std::current_exception();
       reads.clear();
       writes.clear();
-      file.discard();  // nobody will ask for it
+      file.discard();  // no caller will ask for it
     }
     done.notify_all();
   }

@@ -2,8 +2,8 @@
 // Blocks of bytes that leave memory for a while, for a file without a name.
 //
 //   memory::DiskStore store("/scratch");
-//   memory::DiskStore::Block block = store.put(bytes, owner);  // written beside the computation
-//   store.prefetch(block);                                     // read beside the computation
+//   memory::DiskStore::Block block = store.put(bytes, owner);  // written concurrently
+//   store.prefetch(block);                                     // read concurrently
 //   std::shared_ptr<const std::byte> again = store.get(block);
 #pragma once
 

@@ -10,8 +10,8 @@
 
 namespace lockstep::memory {
 
-// pinned: locked in memory, so that a device can copy to and from it beside the computation (with
-// CUDA cudaHostRegister, without it mlock).
+// pinned: locked in memory, so that a device can copy to and from it concurrently with the
+// computation (with CUDA cudaHostRegister, without it mlock).
 enum class HostKind { pageable, pinned };
 
 // A handle, copies share. Thread safe. What was taken may outlive it.

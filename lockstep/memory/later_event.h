@@ -9,7 +9,7 @@
 
 namespace lockstep::memory {
 
-// What a thread of its own will queue: whoever waits, waits until that was queued, and then for it.
+// Work that another thread will queue: waiting means until it was queued, and then for the work.
 class LaterEvent {
  public:
   // By the thread that queues, once.

@@ -30,7 +30,7 @@ void free_counted(void* data) {
 }
 
 // The pointer that a tensor gets is the one of the allocator below, as it is: some parts of torch
-// ask for that. So a size is not kept beside it, but asked of malloc.
+// ask for that. So the size is not stored with it, but asked of malloc.
 c10::DataPtr allocate_counted(size_t bytes) {
   const auto asked = static_cast<int64_t>(bytes);
   if (limit > 0 && held + asked > limit) throw OutOfMemory(asked, held, limit);

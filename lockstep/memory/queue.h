@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work that runs beside the computation, in order.
+// Work that runs concurrently with the computation, in order.
 //
 //   auto in = memory::make_queue(device, {.rank = rank, .name = "to device"});
 //   in->copy(target, source, bytes, "blocks.0");

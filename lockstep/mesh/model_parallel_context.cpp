@@ -96,7 +96,7 @@ ModelParallelContext::ModelParallelContext(ModelParallelConfig config, comm::Gro
       local_ranks_(gather_local_ranks(group_)) {
   // Of the host that has most, so that all ranks refuse the same configurations.
   config_.validate(group_.size(), *std::max_element(local_ranks_.begin(), local_ranks_.end()) + 1);
-  // A group of one communicates with nobody, so any backend will do.
+  // A group of one does not communicate, so any backend will do.
   const auto wanted = config_.backend.value_or("auto");
   require_context(wanted == "auto" || group_.size() == 1 || wanted == group_.backend(),
                   format("rank {}: backend {} is configured, the group uses {}", group_.rank(),

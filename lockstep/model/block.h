@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A layer of a language model: attention, then MLP, each behind a norm and beside a path around it.
+// A layer of a language model: attention, then MLP, each with a norm before it and a residual
+// connection around it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -60,7 +60,7 @@ class LanguageModel : public torch::nn::ModuleHolder<LanguageModelImpl> {
       : ModuleHolder(std::make_shared<LanguageModelImpl>(std::move(spec), options)) {}
 };
 
-// First values as the spec says, a function of (seed, name, index) alone.
+// Initial values as the spec says, a function of (seed, name, index) alone.
 void initialize(LanguageModelImpl& model, uint64_t seed);
 // The same for one parameter at a time, by the source's seed and name.
 nn::InitializeRule initial_values(const config::ModelSpec& spec);

@@ -35,8 +35,8 @@ using layout::ParallelConfig;
 //
 // Layers are built without memory and get the values of others.advanced.initializer: by default
 // their own, drawn as functions of seed, name and index, so that every layout begins with the same.
-// The memory limit is the process's: each call sets it anew. Extreme keeps activations in a file in
-// the folder TMPDIR names, unless `others` has a store.
+// The memory limit is the process's: each call sets it again. Extreme keeps activations in a file
+// in the folder TMPDIR names, unless `others` has a store.
 Pipeline parallelize(const std::vector<Layer>& layers, const ParallelConfig& config,
                      const comm::Group& group, PipelineOptions others = {});
 

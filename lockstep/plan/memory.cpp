@@ -19,8 +19,8 @@ using schedule::Op;
 // cuBLAS takes it from torch's allocator; so much from Hopper on, a fourth of it before.
 constexpr int64_t kCublasWorkspace = 32 << 20;
 
-// Inputs of blocks on their way to the disk, or back.
-constexpr int64_t kInputsUnderWay = 3;
+// Tensors on their way to the disk, or back, of the size of a layer's input.
+constexpr int64_t kStoredUnderWay = 3;
 
 // Which stages a rank of the pipeline has, and what it does with them.
 struct PipelineRankWork {
@@ -77,7 +77,8 @@ void offload(Memory& memory, std::span<const layout::OffloadPlan> plans, bool wa
 std::vector<Memory> memory_per_rank(const Run& run) {
   const layout::RankMap map(run.dims, run.order);
   const std::vector<PipelineRankWork> work_per_rank = work_per_pipeline_rank(run);
-  const int64_t under_way = run.inputs_on_disk ? kInputsUnderWay : 0;
+  int64_t stored = 0;
+  for (const LayerKind& kind : run.model.kinds) stored = std::max(stored, kind.cost.stored);
   const int64_t workspace = run.cuda ? kCublasWorkspace : 0;
   const bool waits = run.micro_batches > 1 && !run.reproducible;
 
@@ -106,8 +107,8 @@ std::vector<Memory> memory_per_rank(const Run& run) {
                   .gradients = state.gradients,
                   .optimizer = state.optimizer,
                   .activations = std::max<int64_t>(0, peaks[pp] - state.made_in_backward),
-                  .buffers = state.buffers + (work.messages + under_way) * run.model.stream_bytes +
-                             workspace};
+                  .buffers = state.buffers + work.messages * run.model.stream_bytes +
+                             kStoredUnderWay * stored + workspace};
         if (!offloaded.empty()) offload(memory, offloaded[dp % offloaded.size()], waits);
       }
     }

@@ -29,6 +29,7 @@ struct LayerCost {
   // and what is left for the second.
   int64_t input_peak = 0, input_held = 0, weight_kept = 0;
   int64_t weight_peak = 0, weight_peak_keeping = 0;
+  int64_t stored = 0;  // of its input, where tensors go to the disk between forward and backward
 
   bool operator==(const LayerCost&) const = default;
 };
@@ -82,7 +83,6 @@ struct Run {
   DType dtype = DType::float32;            // of parameters
   int64_t state_bytes = 8;                 // of the optimizer, for each parameter
   bool reproducible = false;
-  bool inputs_on_disk = false;  // of layers that are computed again in backward
   bool cuda = false;
 };
 

@@ -14,7 +14,7 @@ namespace lockstep::plan {
 bool has_tied_copy(const Model& model, const Stage& stage);
 
 // In bytes. Of the sum of these, `made_in_backward` is there only from the first backward of a step
-// to its end: gradients that nobody has buckets for, or that wait to be laid into them.
+// to its end: gradients without a bucket, or that wait to be laid into them.
 struct State {
   int64_t parameters = 0, gradients = 0, optimizer = 0, buffers = 0;
   int64_t made_in_backward = 0;

@@ -27,7 +27,7 @@ struct StepMetrics {
 class MetricsFile {
  public:
   // Lines of steps after `last_step`, which a run that is resumed does again, are dropped; at step
-  // 0 the file begins anew. ConfigError where it cannot be written.
+  // 0 the file starts empty. ConfigError where it cannot be written.
   MetricsFile(const std::string& path, int64_t last_step);
 
   void write(const StepMetrics& metrics);

@@ -11,7 +11,7 @@
 namespace lockstep::train {
 
 // On a terminal the last line is a bar that is drawn again and again; elsewhere only whole lines
-// are written. Failures to write are ignored: training goes on without a reader.
+// are written. Failures to write are ignored: training continues without a reader.
 class Progress {
  public:
   // `speaks`: only one rank does. `first_step` is where a run that is resumed begins.

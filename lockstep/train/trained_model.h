@@ -34,7 +34,7 @@ struct StepInput {
 // A language model over the ranks of a job. All functions are collective.
 class TrainedModel {
  public:
-  // With its first values.
+  // With its initial values.
   TrainedModel(const config::TrainConfig& config, c10::Device device, const comm::Group& world);
 
   // The ranks on the axes "dp", "tp" and "pp".
@@ -58,7 +58,7 @@ class TrainedModel {
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
   // The stages of this rank, where they are sharded or offloaded.
   std::vector<parallel::ShardedModel> sharded() const { return pipeline_.sharded(); }
-  // Memory that it has outside torch's allocator, beside symmetric memory.
+  // Memory that it has outside torch's allocator, without symmetric memory.
   int64_t arena_bytes() const;
   // Lines for people: "shard  full: 1.2M of 4.8M parameters ..."; what is as usual gives none.
   std::vector<std::string> describe() const;

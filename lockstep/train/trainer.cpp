@@ -322,7 +322,7 @@ StepMetrics Trainer::State::step() {
       !std::isfinite(norm)) {
     throw Error(
         format("the gradients of step {} are not finite, and offload.clip_mode none has "
-               "updated with them; go on from a checkpoint with a lower optim.lr",
+               "updated with them; resume from a checkpoint with a lower optim.lr",
                done + 1));
   }
   result.skipped = !guard.step(*optimizer, norm);
@@ -404,7 +404,7 @@ TrainingResult Trainer::State::run() {
     if (skipped_in_a_row == kHopeless) {
       throw Error(
           format("the gradients of the last {} steps were not finite, the last at step {}; "
-                 "go on from an older checkpoint in another checkpoint.dir with a lower "
+                 "resume from an older checkpoint in another checkpoint.dir with a lower "
                  "optim.lr",
                  kHopeless, done));
     }

@@ -51,6 +51,30 @@ TEST(TrainArguments, FlagsInBothForms) {
   EXPECT_EQ(parse_train_arguments({}).ranks, std::nullopt);
 }
 
+TEST(TrainArguments, ShortForms) {
+  const auto parsed = parse_train_arguments(
+      {"-n4",     "--steps",  "7",        "--lr=0.5",      "--data",   "a.txt",  "--seq-len",
+       "8",       "--batch",  "6",        "--micro-batch", "3",        "--seed", "9",
+       "--dtype", "bfloat16", "--device", "cpu",           "--resume", "auto"});
+  EXPECT_EQ(parsed.ranks, 4);
+  const TrainConfig& config = parsed.config;
+  EXPECT_EQ(config.train.steps, 7);
+  EXPECT_EQ(config.optim.lr, 0.5);
+  EXPECT_EQ(config.data.path, "a.txt");
+  EXPECT_EQ(config.train.seq_len, 8);
+  EXPECT_EQ(config.train.global_batch, 6);
+  EXPECT_EQ(config.train.micro_batch, 3);
+  EXPECT_EQ(config.train.seed, 9);
+  EXPECT_EQ(config.train.dtype, Precision::bfloat16);
+  EXPECT_EQ(config.train.device, DeviceKind::cpu);
+  EXPECT_EQ(config.checkpoint.resume, "auto");
+  EXPECT_EQ(parsed.origins.at("train.steps"), Origin::flag);
+  // A file has full names, and says which one is meant.
+  const ConfigFile file("steps = 5\n");
+  expect_refused({"--config", file.path()},
+                 file.path() + ":1: steps is not an option; did you mean train.steps?");
+}
+
 TEST(TrainArguments, FlagOverFile) {
   const ConfigFile file("[train]\nsteps = 5\nseq_len = 64\n");
   for (const Words& words : {Words{"--train.steps", "6", "--config", file.path()},
@@ -66,7 +90,7 @@ TEST(TrainArguments, FlagOverFile) {
 
 TEST(TrainArguments, RefusesBadFlags) {
   expect_refused({"--train.step", "5"}, "--train.step is not an option; did you mean train.steps?");
-  expect_refused({"--steps", "5"}, "--steps is not an option; did you mean train.steps?");
+  expect_refused({"--warmup", "5"}, "--warmup is not an option; did you mean optim.warmup?");
   expect_refused({"--train.step"}, "--train.step is not an option; did you mean train.steps?");
   expect_refused({"--train.steps"}, "--train.steps needs a value");
   expect_refused({"--train.steps", "--train.seed"}, "--train.steps needs a value");
@@ -74,7 +98,9 @@ TEST(TrainArguments, RefusesBadFlags) {
                  "--train.reproducible is 'yes', must be true or false");
   expect_refused({"-n", "0"}, "-n is '0', must be a whole number at least 1");
   expect_refused({"-n", "two"}, "-n is 'two', must be a whole number at least 1");
-  expect_refused({"file.toml"}, "'file.toml' is not understood; options are --SECTION.KEY VALUE");
+  expect_refused(
+      {"file.toml"},
+      "'file.toml' is not understood; options are --SECTION.KEY VALUE, and --help lists them");
   expect_refused({"--print-config=yes"}, "--print-config takes no value, but has 'yes'");
   expect_refused({"--config", "a", "--config", "b"}, "--config is given twice; a was the first");
   expect_refused({"--config", "/nowhere/x"},
@@ -146,32 +172,33 @@ TEST(TrainArguments, HelpFitsATerminal) {
       EXPECT_THAT(help, HasSubstr("  --" + option.name + " "));
 }
 
-// docs/configuration.md comes from the schema. LOCKSTEP_UPDATE_HELP=1 writes it anew.
+// docs/configuration.md comes from the schema. LOCKSTEP_UPDATE_HELP=1 writes the page again.
 TEST(TrainArguments, ReferencePageIsCurrent) {
   TrainConfig config;
   const std::string page =
       "# Configuration of a training run\n\n"
       "Every key is a flag of `lockstep train` and a key of its configuration file, with the same "
-      "name and meaning:\n\n"
-      "    lockstep train -n 2 --config run.toml --train.steps 500\n\n"
+      "name and meaning. Ten flags also have a short form:\n\n"
+      "    lockstep train -n 2 --config run.toml --train.steps 500\n"
+      "    lockstep train -n2 --config run.toml --steps 500\n\n"
       "A file is TOML or JSON:\n\n"
       "    [train]                        {\"train\": {\"steps\": 500},\n"
       "    steps = 500                     \"optim.lr\": 3e-4}\n"
       "    [optim]\n"
       "    lr = 3e-4\n\n"
-      "A flag wins over the file, the file over the default; of two equal flags the last wins. "
-      "`--print-config` prints the result as TOML,\n"
-      "with the origin of each value, in a form that `--config` reads. A name that is not known is "
-      "an error with the nearest name that is.\n"
+      "A flag overrides the file, and the file overrides the default. If a flag is given twice, "
+      "the "
+      "last one counts. `--print-config` prints the\n"
+      "resulting configuration as TOML, with the origin of each value; `--config` accepts this "
+      "output. An unknown name is an error that suggests\nthe nearest known name.\n"
       "Sizes in bytes may have a unit (KB, MB, GB, TB: powers of 1024). Lists are `[0.9, 0.95]` in "
       "files, `0.9,0.95` in flags. Names of choices\n"
       "may be written with hyphens or underscores. Paths are relative to where the command is "
       "started.\n\n"
-      "Of TOML, files may use comments, sections, dotted keys, strings on one line, numbers, true "
+      "TOML files may contain comments, sections, dotted keys, strings on one line, numbers, true "
       "and false, and lists of numbers.\n\n"
-      "This page is made from the program's own table of options "
-      "(`lockstep/config/train_schema.cpp`) "
-      "by a test; change it there.\n" +
+      "A test generates this page from the program's table of options, "
+      "`lockstep/config/train_schema.cpp`.\n" +
       markdown_text(train_schema(config));
   const std::string path = LOCKSTEP_SOURCE_DIR "/docs/configuration.md";
   if (const char* update = std::getenv("LOCKSTEP_UPDATE_HELP"); update != nullptr && *update == '1')

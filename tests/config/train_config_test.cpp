@@ -287,21 +287,13 @@ TEST(TrainConfig, TensorParallelRanksDivideTheModel) {
       "train.seq_len is 33, must be divisible by parallel.tp 2");
 }
 
-TEST(TrainConfig, ActivationsOnDiskAreForFullRecomputation) {
+TEST(TrainConfig, AFolderForActivationsIsForExtreme) {
   TrainConfig config = valid();
   config.memory = {.strategy = MemoryStrategy::extreme, .disk = "/scratch"};
   config.validate(2);
   expect_refused(
       2, [](auto& c) { c.memory.disk = "/scratch"; },
       "memory.disk is /scratch, but memory.strategy is basic: it is for extreme");
-  expect_refused(
-      2,
-      [](auto& c) {
-        c.memory.strategy = MemoryStrategy::extreme;
-        c.train.recompute = Recompute::selective;
-      },
-      "train.recompute is selective, must be full or left out where memory.strategy is extreme, "
-      "which keeps nothing in memory but on disk what full recomputation begins from");
 }
 
 // Rules of the schedules themselves are tested with them.

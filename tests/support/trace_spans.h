@@ -36,12 +36,11 @@ inline std::vector<TraceSpan> spans(const nlohmann::json& events, int rank, cons
 }
 
 inline nlohmann::json read_trace(const std::string& folder) {
-  std::string text;
-  for (const auto& file : std::filesystem::directory_iterator(folder))
-    text += read_file(file.path());
-  // The format leaves the array open and ends every event with a comma.
-  text = text.substr(0, text.rfind(',')) + "]";
-  return nlohmann::json::parse(text);
+  auto events = nlohmann::json::array();
+  for (const auto& file : std::filesystem::directory_iterator(folder)) {
+    for (auto& event : nlohmann::json::parse(read_file(file.path()))) events.push_back(event);
+  }
+  return events;
 }
 
 }  // namespace lockstep::test

@@ -182,6 +182,16 @@ const std::vector<Layout>& layouts() {
          c.train.recompute = Recompute::full;
        }},
       {"extreme", 1, [](auto& c) { c.memory.strategy = MemoryStrategy::extreme; }},
+      {"extreme_selective", 1,
+       [](auto& c) {
+         c.memory.strategy = MemoryStrategy::extreme;
+         c.train.recompute = Recompute::selective;
+       }},
+      {"extreme_none", 1,
+       [](auto& c) {
+         c.memory.strategy = MemoryStrategy::extreme;
+         c.train.recompute = Recompute::none;
+       }},
       {"extreme_pipeline", 2,
        [](auto& c) {
          pipeline(c, PipelineSchedule::one_f_one_b);

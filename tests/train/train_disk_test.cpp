@@ -30,7 +30,7 @@ TEST_F(TrainDisk, IsTheSameBitsAsInMemory) {
   const std::vector<Words> layouts{
       {"-n", "1"},
       {"-n", "2", "--parallel.shard", "full", "--model.kind", "llama"},
-      {"-n", "2", "--parallel.pp", "2"},
+      {"-n", "2", "--parallel.pp", "2", "--train.recompute", "none"},
       {"-n", "2", "--parallel.pp", "2", "--parallel.schedule", "zb-v", "--parallel.chunks", "2"}};
   int number = 0;
   for (const Words& layout : layouts) {
@@ -52,9 +52,7 @@ struct TraceSpan {
 std::map<std::string, std::vector<TraceSpan>> read_trace(const std::string& folder) {
   std::map<std::string, std::vector<TraceSpan>> spans;
   for (const auto& file : fs::directory_iterator(folder)) {
-    std::string text = read_file(file.path());
-    text = text.substr(0, text.rfind(',')) + "]";  // the format leaves the array open
-    for (const json& event : json::parse(text)) {
+    for (const json& event : json::parse(read_file(file.path()))) {
       if (event["ph"] != "X") continue;
       const double start = event["ts"];
       spans[event["name"]].push_back({start, start + event["dur"].get<double>()});

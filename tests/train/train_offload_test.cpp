@@ -52,6 +52,16 @@ TEST_F(TrainOffload, HasTheLossesOfTrainingWithout) {
   }
 }
 
+// Gathers take part of both ranks there, so that none may fetch ahead what the other has no room
+// for.
+TEST_F(TrainOffload, GathersThatAreCollectivesKeepToTheBudget) {
+  const Words all =
+      model_ +
+      Words{"-n", "2", "--parallel.shard", "full", "--comm.backend", "gloo", "--train.device",
+            "cpu"};
+  EXPECT_EQ(numbers(steps("offloaded", all + offload("cpu"))), numbers(steps("plain", all)));
+}
+
 TEST_F(TrainOffload, ReproducibleSumsCountEachMicroBatchOnce) {
   const Words all = model_ + Words{"--train.reproducible", "true", "--train.global_batch", "8"};
   for (const Words& layout : {Words{"-n", "1"}, Words{"-n", "2", "--parallel.shard", "full"}}) {

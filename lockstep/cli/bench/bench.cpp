@@ -15,11 +15,9 @@ int bench(const std::vector<std::string>& arguments) {
   const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1),
                                       arguments.end());
   if (what == "--help" || what == "-h") {
-    std::cout
-        << "Measures something on this machine.\n"
-           "Usage: lockstep bench collectives [OPTIONS]    what ranks send to each other\n"
-           "       lockstep bench codecs [OPTIONS]         forms that optimizer state is kept "
-           "in\n";
+    std::cout << "Measures the performance of this machine.\n"
+                 "Usage: lockstep bench collectives [OPTIONS]    collectives between ranks\n"
+                 "       lockstep bench codecs [OPTIONS]         encodings of offloaded state\n";
     return 0;
   }
   if (what == "collectives") return bench_collectives(rest);

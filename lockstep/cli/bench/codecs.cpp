@@ -138,7 +138,7 @@ int bench_codecs(const std::vector<std::string>& arguments) {
   int64_t elements = int64_t{1} << 24;
   bool json = false;
   CLI::App app;
-  app.add_option("--elements", elements, "Float32 values of each kind")
+  app.add_option("--elements", elements, "Float32 values per kind of state")
       ->check(whole_number(int64_t{1}, int64_t{1} << 32))
       ->capture_default_str();
   app.add_flag("--json", json, "Print one JSON array");

@@ -96,14 +96,16 @@ int bench_collectives(const Words& arguments) {
                  "adaptive, separated by commas")
       ->delimiter(',')
       ->capture_default_str();
-  const CLI::Option* bytes_option = app.add_option("--bytes", sizes, "Bytes of a rank's buffer")
-                                        ->delimiter(',')
-                                        ->check(whole_number(int64_t{1}, int64_t{1} << 40))
-                                        ->capture_default_str();
-  app.add_option("--seconds", seconds, "Time for each measurement")->capture_default_str();
+  const CLI::Option* bytes_option =
+      app.add_option("--bytes", sizes,
+                     "Message sizes: bytes in each rank's buffer, separated by commas")
+          ->delimiter(',')
+          ->check(whole_number(int64_t{1}, int64_t{1} << 40))
+          ->capture_default_str();
+  app.add_option("--seconds", seconds, "Seconds per measurement")->capture_default_str();
   app.add_flag("--calibrate", calibrate,
-               "Keep which strategy is the fastest, for adaptive: all strategies, and unless given "
-               "all operations that have some and 1 KB to 256 MB");
+               "Record the fastest strategy for comm.strategy adaptive. Measures all strategies; "
+               "by default all operations that have several, from 1 KB to 256 MB");
   app.add_flag("--json", json, "Print one JSON array");
   const std::string usage =
       "Times the collectives of one or more backends on this machine, or, started by a launcher, "

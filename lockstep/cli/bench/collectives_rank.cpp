@@ -7,7 +7,7 @@
 // Strategies take turns in many rounds, each time in another order, so that a busy moment of the
 // machine, or what the one before has left behind, falls on all of them. They are compared within
 // each round, and the median over the rounds counts. Where a group's memory happens to lie makes
-// some percent of a small message, so groups are made anew several times.
+// some percent of a small message, so groups are recreated several times.
 #include "lockstep/cli/bench/collectives_rank.h"
 
 #include <ATen/ATen.h>
@@ -226,8 +226,8 @@ void measure_set(const std::string& op, const Buffers& buffers,
   comm::barrier(meeting).wait();  // all have ended before groups go
 }
 
-// A row for each contender. One alone is measured as it is; several beside a group that is none of
-// them.
+// A row for each contender. One alone is measured as it is; several together with a group that is
+// none of them.
 std::vector<Json> measure(const std::string& op, int64_t bytes, bool symmetric,
                           const std::vector<Contender>& contenders, double seconds) {
   const Group& first = contenders[0].group;

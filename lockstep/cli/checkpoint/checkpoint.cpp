@@ -13,15 +13,15 @@ namespace {
 using Words = std::vector<std::string>;
 
 constexpr const char* kCheckpointHelp =
-    "Looks at checkpoints, checks and compares them, and converts them from and to the form of\n"
-    "Hugging Face.\n"
+    "Inspects, verifies, compares and converts checkpoints.\n"
     "Usage: lockstep checkpoint inspect DIR [--json]\n"
     "       lockstep checkpoint verify DIR [--all]\n"
     "       lockstep checkpoint diff A B [--tolerance X] [--model]\n"
     "       lockstep checkpoint export DIR OUT [OPTIONS]\n"
     "       lockstep checkpoint import HF_DIR DIR [OPTIONS]\n"
-    "A checkpoint is named by its folder, or by the folder of several: the newest is meant.\n"
-    "lockstep checkpoint VERB --help says more.\n";
+    "DIR, A and B are the folder of a checkpoint, or a folder of checkpoints, which means the "
+    "newest.\n"
+    "Run lockstep checkpoint VERB --help for the options of a verb.\n";
 
 struct Verb {
   const char* name;

@@ -49,20 +49,21 @@ int checkpoint_export(const Words& arguments) {
   app.add_option("DIR", dir)->required();
   app.add_option("OUT", out)->required();
   app.add_option("--dtype", type,
-                 "float32, bfloat16 or float16, rounded to nearest even; default: as saved");
-  app.add_option("--max-shard-size", size,
-                 "Weights beyond this go to several files; a unit is a power of 1024")
+                 "Type of the exported weights: float32, bfloat16 or float16, rounded to nearest "
+                 "even (default: as saved)");
+  app.add_option(
+         "--max-shard-size", size,
+         "Split larger weights into several files of at most this size; units are powers of 1024")
       ->capture_default_str();
-  app.add_flag("--force", options.replace, "Replace a model folder that is in the place");
-  if (const auto status =
-          parse(app, "checkpoint export",
-                "Writes the model of a checkpoint as a Hugging Face folder, which transformers "
-                "loads.\n"
-                "Usage: lockstep checkpoint export DIR OUT [OPTIONS]\n"
-                "DIR is a checkpoint of lockstep train, or a folder of them: the newest. OUT "
-                "appears when it\n"
-                "is complete.\n",
-                arguments))
+  app.add_flag("--force", options.replace, "Replace an existing model folder");
+  if (const auto status = parse(
+          app, "checkpoint export",
+          "Exports the model of a checkpoint as a Hugging Face folder that transformers can load.\n"
+          "Usage: lockstep checkpoint export DIR OUT [OPTIONS]\n"
+          "DIR is a checkpoint of lockstep train, or a folder of checkpoints, which means the "
+          "newest. OUT is created\n"
+          "only when the export is complete.\n",
+          arguments))
     return *status;
   require_name("export", "OUT", out);
   if (!type.empty()) options.dtype = parse_type(type);
@@ -90,14 +91,14 @@ int checkpoint_import(const Words& arguments) {
   app.add_option("DIR", dir)->required();
   app.add_option("--dtype", type, "float32, bfloat16 or float16, rounded to nearest even")
       ->capture_default_str();
-  if (const auto status =
-          parse(app, "checkpoint import",
-                "Turns a Hugging Face folder (GPT-2 or Llama, safetensors) into a checkpoint of "
-                "step 0,\n"
-                "DIR/step-00000000, with a configuration for lockstep train.\n"
-                "Usage: lockstep checkpoint import HF_DIR DIR [--dtype TYPE]\n"
-                "HF_DIR's tokenizer.json stays where it is; the checkpoint names it.\n",
-                arguments))
+  if (const auto status = parse(
+          app, "checkpoint import",
+          "Converts a Hugging Face folder (GPT-2 or Llama, safetensors) to a checkpoint at step "
+          "0,\n"
+          "DIR/step-00000000, with a configuration for lockstep train.\n"
+          "Usage: lockstep checkpoint import HF_DIR DIR [--dtype TYPE]\n"
+          "The checkpoint refers to HF_DIR/tokenizer.json by its path and does not copy it.\n",
+          arguments))
     return *status;
   require_name("import", "DIR", dir);
   const config::HfImportOptions options{.dtype = parse_type(type)};

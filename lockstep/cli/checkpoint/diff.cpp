@@ -25,10 +25,12 @@ using formats::TensorRecord;
 using SortedJson = nlohmann::json;
 
 constexpr const char* kDiffHelp =
-    "Compares two checkpoints, of any layouts: step, state, configuration, tensors and values.\n"
+    "Compares two checkpoints: step, run state, configuration, tensors and values. Their layouts "
+    "may differ.\n"
     "Usage: lockstep checkpoint diff A B [--tolerance X] [--model]\n"
-    "A and B are checkpoints, or folders of them: the newest. The exit status is 0 if step and\n"
-    "tensors are the same, bit for bit, and 1 if not; state and configuration do not decide.\n";
+    "A and B are checkpoints, or folders of checkpoints, which means the newest. The exit status "
+    "is 0 if\n"
+    "step and tensors are bit-identical, else 1. Run state and configuration do not affect it.\n";
 
 struct DiffOptions {
   std::optional<double> tolerance;
@@ -171,10 +173,10 @@ int checkpoint_diff(const Words& arguments) {
   app.add_option("A", a)->required();
   app.add_option("B", b)->required();
   app.add_option("--tolerance", tolerance,
-                 "Values that differ by at most this count as equal, whatever their types; NaN "
-                 "equals NaN");
+                 "Treat values as equal that differ by at most this, even if their types differ. "
+                 "NaN equals NaN");
   app.add_flag("--model", options.model,
-               "The model only: leave out the optimizer's tensors; the step does not decide");
+               "Compare only the model: ignore the optimizer's tensors and the step");
   if (const auto status = parse(app, "checkpoint diff", kDiffHelp, arguments)) return *status;
   if (!tolerance.empty()) {
     options.tolerance = config::parse_number(tolerance);

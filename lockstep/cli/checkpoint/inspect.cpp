@@ -240,14 +240,14 @@ int checkpoint_inspect(const Words& arguments) {
   bool as_json = false;
   CLI::App app;
   app.add_option("DIR", dir)->required();
-  app.add_flag("--json", as_json, "One JSON object, with the configuration and every slice");
+  app.add_flag("--json", as_json, "Print one JSON object with the configuration and every slice");
   if (const auto status =
           parse(app, "checkpoint inspect",
-                "Shows what is in a checkpoint: tensors, totals, files and the state of the run.\n"
+                "Shows the contents of a checkpoint: tensors, totals, files and run state.\n"
                 "Usage: lockstep checkpoint inspect DIR [--json]\n"
-                "DIR is a checkpoint, or a folder of them: all are listed, the newest is shown. "
-                "The exit status\n"
-                "is 1 where one is damaged, as far as manifest and sizes show; verify reads all.\n",
+                "DIR is a checkpoint, or a folder of checkpoints: inspect lists all and shows the "
+                "newest. The exit status\n"
+                "is 1 if a manifest or a file size shows damage; verify reads every byte.\n",
                 arguments))
     return *status;
   const Summary summary = summarize(dir);

@@ -44,12 +44,13 @@ int checkpoint_verify(const Words& arguments) {
   bool all = false;
   CLI::App app;
   app.add_option("DIR", dir)->required();
-  app.add_flag("--all", all, "Every complete checkpoint in the folder, not only the newest");
+  app.add_flag("--all", all, "Verify every complete checkpoint in the folder, not only the newest");
   if (const auto status =
           parse(app, "checkpoint verify",
                 "Reads every byte of a checkpoint and compares it with the manifest's checksums.\n"
                 "Usage: lockstep checkpoint verify DIR [--all]\n"
-                "DIR is a checkpoint, or a folder of them. The exit status is 0 if all is sound.\n",
+                "DIR is a checkpoint, or a folder of checkpoints. The exit status is 0 if no "
+                "damage is found.\n",
                 arguments))
     return *status;
   int failed = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The other programs that `lockstep` starts: itself, and lockstep-torch beside it.
+// The other programs that `lockstep` starts: itself, and lockstep-torch next to it.
 #pragma once
 
 #include <string>

@@ -15,12 +15,13 @@ namespace lockstep::cli {
 
 int doctor(const std::vector<std::string>& arguments) {
   CLI::App app;
-  if (const auto status =
-          parse(app, "doctor",
-                "Says what this machine offers a training run, and what will hurt it. The last "
-                "lines take a few seconds:\nthey load libtorch and time matrix products.\nUsage: "
-                "lockstep doctor\n",
-                arguments))
+  if (const auto status = parse(app, "doctor",
+                                "Checks this machine for training: cores, memory, GPUs, libraries, "
+                                "and anything that would slow a run down.\n"
+                                "The last checks take a few seconds because they load libtorch and "
+                                "time matrix products.\nUsage: "
+                                "lockstep doctor\n",
+                                arguments))
     return *status;
 
   bool possible = true;

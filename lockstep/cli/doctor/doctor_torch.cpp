@@ -30,7 +30,7 @@ void report(Verdict verdict, const std::string& what, const std::string& text) {
   print(std::cout, {verdict, what, text});
 }
 
-// The first line of an exception; libtorch's go on with a stack.
+// The first line of an exception; libtorch's messages continue with a stack.
 std::string first_line(const std::exception& failure) {
   const std::string text = failure.what();
   return text.substr(0, text.find('\n'));

@@ -10,24 +10,26 @@ namespace lockstep::cli {
 std::optional<int> parse_sample(const std::vector<std::string>& arguments, SampleOptions& options) {
   CLI::App app;
   app.add_option("--checkpoint", options.checkpoint,
-                 "A checkpoint, or a folder of them: the newest")
+                 "Checkpoint, or folder of checkpoints, which means the newest")
       ->required();
-  app.add_option("--prompt", options.prompt, "What the text begins with");
+  app.add_option("--prompt", options.prompt, "Text to continue");
   app.add_option("--tokenizer", options.tokenizer,
-                 "A tokenizer.json; default: what the model was trained with");
-  app.add_option("--tokens", options.tokens, "How many to write")
+                 "Path of a tokenizer.json (default: the tokenizer of the training run)");
+  app.add_option("--tokens", options.tokens, "Number of tokens to generate")
       ->check(not_negative())
       ->capture_default_str();
   app.add_option("--temperature", options.temperature,
-                 "Below 1 prefers the likely; 0 always takes the most likely")
+                 "Sampling temperature; values below 1 prefer likely tokens, 0 always takes the "
+                 "most likely token")
       ->check(not_negative())
       ->capture_default_str();
-  app.add_option("--top-k", options.top_k, "Draw from the k most likely only; 0: from all")
+  app.add_option("--top-k", options.top_k,
+                 "Sample from the k most likely tokens; 0 samples from all")
       ->check(not_negative())
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "Of the draws")->capture_default_str();
+  app.add_option("--seed", options.seed, "Random seed")->capture_default_str();
   if (const auto status = parse(app, "sample",
-                                "Writes text with a model that was trained.\n"
+                                "Generates text with a trained model.\n"
                                 "Usage: lockstep sample --checkpoint DIR --prompt TEXT [OPTIONS]\n",
                                 arguments)) {
     return status;

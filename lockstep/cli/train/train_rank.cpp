@@ -36,7 +36,7 @@ bool write_out(std::string_view text) {
 }  // namespace
 
 int train_rank(const std::vector<std::string>& arguments) {
-  std::signal(SIGPIPE, SIG_IGN);  // training goes on without a reader
+  std::signal(SIGPIPE, SIG_IGN);  // training continues without a reader
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with its name
   const config::TrainConfig config = config::parse_train_arguments(arguments).config;
   const comm::Group group = comm::init({.backend = config.comm.backend,

@@ -110,7 +110,8 @@ std::shared_ptr<GroupImpl> make_local_group(Membership membership, const std::st
       new LocalGroup(std::move(membership), backend, std::move(board), std::move(heap),
                      std::move(probe), traced),
       LocalGroup::release);
-  // The board's memory ends with its maker; nobody may leave before all have opened it.
+  // The board's memory ends with the rank that made it, so no rank leaves before all have opened
+  // it.
   group
       ->submit({.kind = fabric::OpKind::barrier,
                 .tag = "join",

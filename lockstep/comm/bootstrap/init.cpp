@@ -62,7 +62,7 @@ Client join_at(const std::string& address, const std::string& token, const RankE
       address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
 }
 
-// Starts a meeting point on this rank, where nobody else has named a place for it.
+// Starts a rendezvous server on this rank, if the environment names no other.
 std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
                                                         const std::string& token) {
   using launch::HostPort;

@@ -25,7 +25,7 @@ std::string share_through_torchrun(const RankEnv& env, const std::string& text,
     options.timeout = deadline.left();
     const auto server = c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);
     c10d::PrefixStore store(format("/lockstep/attempt_{}", env.restart_count), server);
-    // The n-th call of every rank is about one incarnation, whoever is ahead.
+    // The n-th call of every rank is about one incarnation, whichever rank is ahead.
     const int64_t incarnation = store.add(format("calls/{}", env.rank), 1);
     const std::string key = format("rendezvous/{}", incarnation);
     if (env.rank == 0) store.set(key, std::vector<uint8_t>(text.begin(), text.end()));

@@ -9,8 +9,8 @@
 
 namespace lockstep::comm {
 
-// True in a worker whose agent keeps the store at MASTER_ADDR:MASTER_PORT, so that nobody else can
-// listen there.
+// True in a worker whose agent keeps the store at MASTER_ADDR:MASTER_PORT, so that no other process
+// can listen there.
 bool torchrun_hosts_store();
 
 // Rank 0's text, on every rank of the job.

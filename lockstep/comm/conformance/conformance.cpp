@@ -458,7 +458,7 @@ std::vector<ConformanceCheck> conformance_checks(bool large, const std::string& 
       {"the same bits on all ranks and in every run", check_same_bits},
       {"many operations in flight", check_overlapping_calls},
       {"operations that are not waited for complete", check_unwaited},
-      {"operations go on while their rank waits elsewhere", check_waiting_elsewhere},
+      {"operations progress while their rank waits elsewhere", check_waiting_elsewhere},
       {"split", check_split},
       {"wrong arguments are refused", check_bad_arguments},
       {"ranks that disagree get an error, all of them", check_mismatches},

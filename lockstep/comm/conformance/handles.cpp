@@ -119,7 +119,8 @@ void check_unwaited(const Ranks& group) {
                format("{} of {} elements is never done without wait()", name, count));
         verify_equal(output.contiguous(), expected, format("{}, not waited for", name), tolerance);
       }
-      // What an operation still needs it holds: when nobody else has the tensor, it is over.
+      // What an operation still needs it holds: when there is no other reference to the tensor, it
+      // is over.
       (void)begin(output, expected);
       verify(until([&] { return output.use_count() == 1 && output.storage().use_count() == 1; }),
              format("{} of {} elements: the tensor is held for ever", name, count));

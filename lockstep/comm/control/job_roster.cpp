@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every rank leaves a card: its host, by which address it came, and what must be the same on all.
-// Who comes last compares them and says the result, which all wait for; so nobody asks for the
+// The last rank compares them and publishes the result, which all wait for; so no rank asks for the
 // cards of a job that is not complete.
 #include "lockstep/comm/control/job_roster.h"
 
@@ -81,7 +81,7 @@ std::string who_is_missing(launch::Store& store, const RankEnv& env) {
                 env.world_size - static_cast<int>(missing.size()), env.world_size, join(missing));
 }
 
-// What the meeting came to, whoever said it.
+// The result of the rendezvous, from any rank.
 std::string wait_for_result(launch::Store& store, const RankEnv& env, const Deadline& deadline) {
   try {
     return store.get(launch::kMeetingKey,

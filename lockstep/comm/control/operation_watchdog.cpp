@@ -23,7 +23,7 @@ constexpr milliseconds kLookInterval{200};
 constexpr milliseconds kWarnAfter{2000};
 constexpr milliseconds kAlone{1000};
 
-// Nobody can say any more who is late or lost.
+// It is no longer known which rank is late or lost.
 class MeetingPointGone final : public CommError {
  public:
   using CommError::CommError;

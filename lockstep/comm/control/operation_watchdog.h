@@ -51,7 +51,7 @@ class OperationWatchdog {
   // Where all members have found out by themselves, none has to be waited for.
   [[noreturn]] void fail(std::exception_ptr error, bool all_know = false);
   // Compares what all ranks have called; `exchange` gathers one record of equal size from every
-  // rank. An engine that is not done with them when it fails must go on holding them.
+  // rank. An engine that is not done with them when it fails must continue to hold them.
   struct Records {
     std::vector<std::byte> mine, all;
   };

@@ -181,7 +181,7 @@ at::Tensor own_block(const at::Tensor& line, const Group& group) {
 }  // namespace
 
 // Sums of ranks that share no memory, one after the other on a thread, over a group of their own:
-// they need several operations each, and nobody may have to wait for the first to begin the next.
+// they need several operations each, and no rank may have to wait for the first to begin the next.
 class detail::OrderedLine {
  public:
   explicit OrderedLine(const GroupImpl& group) : membership_(group.membership()) {

@@ -37,7 +37,7 @@ struct StrategyGroup::Queue {
   bool running = false;
   std::exception_ptr failure;
 
-  // Returns when it is over, whoever has run it.
+  // Returns when it is over, whichever thread has run it.
   void finish(const Item& item) {
     if (item.done.load(std::memory_order_acquire)) return;
     std::unique_lock lock(mutex);
@@ -74,7 +74,7 @@ struct StrategyGroup::Queue {
       ended.notify_all();
     }
     running = false;
-    ended.notify_all();  // whoever waits for a later one may go on
+    ended.notify_all();  // threads that wait for a later one may continue
   }
 };
 
@@ -198,7 +198,7 @@ void StrategyGroup::tell(const std::exception_ptr& error) {
   } catch (const std::exception& what) {
     words = what.what();
   }
-  // Ranks in another group of the algorithm wait for somebody who is alive, but will not come.
+  // Ranks in another group of the algorithm wait for a rank that is alive, but will not come.
   const auto end = std::make_exception_ptr(CommError(words));
   for (const Entry& entry : entries_) {
     for (GroupImpl* group : entry.algorithm->groups()) {

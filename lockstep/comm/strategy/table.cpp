@@ -67,7 +67,7 @@ std::string read_tables() {
     const std::string text = read_file(path);
     return text.empty() ? "" : parse_file(text)["tables"].dump();
   } catch (const Error& error) {
-    log::warn(format("{} is ignored: {}; `lockstep bench collectives --calibrate` writes it anew",
+    log::warn(format("{} is ignored: {}; `lockstep bench collectives --calibrate` writes a new one",
                      path, error.what()));
     return "";
   }
@@ -156,7 +156,7 @@ void save_table(const std::string& path, const std::string& key, const Table& ta
   }
   file["tables"][key] = Json::parse(table.to_json());
   fs::create_directories(fs::path(path).parent_path());
-  // Whoever reads meanwhile finds the old file or the new one.
+  // A concurrent reader finds the old file or the new one.
   const std::string draft = format("{}.{}", path, getpid());
   std::ofstream stream(draft);
   stream << file.dump(1) << "\n";

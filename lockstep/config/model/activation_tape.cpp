@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/model/activation_tape.h"
 
+#include <set>
 #include <utility>
 
 namespace lockstep::config {
@@ -9,7 +10,13 @@ void Tape::record(Node node) {
   if (products_ && !products_->second_call && !node.saved.empty()) {
     products_->needed = products_->kept.size();
   }
-  if (records_) entries_.push_back({.node = std::move(node)});
+  if (!records_) return;
+  if (stores_) {
+    const std::set<Buffer> saved(node.saved.begin(), node.saved.end());
+    for (const Buffer& buffer : saved) node.stored += buffer ? *buffer : 0;
+    node.saved.clear();
+  }
+  entries_.push_back({.node = std::move(node)});
 }
 
 void Tape::fork() {
@@ -78,7 +85,8 @@ Buffer Tape::run(Buffer gradient, bool whole, WeightGradients weights) {
         break;
       }
       case Kind::plain: {
-        Buffer next = node.in_place       ? node.saved[0]
+        const Buffer loaded = ledger_.take(node.stored);
+        Buffer next = node.in_place       ? (node.stored > 0 ? loaded : node.saved[0])
                       : node.gradient > 0 ? ledger_.take(node.gradient)
                                           : gradient;
         {
@@ -123,6 +131,7 @@ void Tape::backward_weight(WeightGradients weights) {
       entry.again = {};
       entry.products.reset();
     } else if (entry.node.weights > 0) {
+      const Buffer loaded = ledger_.take(entry.node.stored);
       make_weights(entry.node.weights, weights);
     }
     entry.node.saved.clear();

@@ -14,12 +14,15 @@ namespace lockstep::config {
 // Bytes that are in use, and the most that were. Buffers must not outlive it.
 class Ledger {
  public:
-  // In use until the last copy goes.
-  using Buffer = std::shared_ptr<void>;
+  // Its size, in use until the last copy goes.
+  using Buffer = std::shared_ptr<const int64_t>;
   Buffer take(int64_t bytes) {
     now_ += bytes;
     peak_ = std::max(peak_, now_);
-    return {this, [this, bytes](void*) { now_ -= bytes; }};
+    return {new int64_t(bytes), [this](const int64_t* taken) {
+              now_ -= *taken;
+              delete taken;
+            }};
   }
   int64_t now() const { return now_; }
   int64_t peak() const { return peak_; }
@@ -34,9 +37,10 @@ using Buffer = Ledger::Buffer;
 // What an operator leaves for backward, and what its backward takes.
 struct Node {
   std::vector<Buffer> saved = {};
+  int64_t stored = 0;  // bytes that were saved and are on disk, until its backward needs them
   // Bytes of the gradient of its input. 0: it is that of the output, seen in another shape.
   int64_t gradient = 0;
-  int64_t extra = 0;      // bytes that backward has beside gradients and what was saved
+  int64_t extra = 0;      // bytes that backward needs in addition to gradients and saved tensors
   int64_t weights = 0;    // bytes of gradients of its parameters
   bool in_place = false;  // the gradient is written over what was saved
 };
@@ -53,6 +57,8 @@ class Tape {
 
   Buffer take(int64_t bytes) { return ledger_.take(bytes); }
   void record(Node node);
+  // What is recorded from here on is saved to a disk.
+  void store_saved() { stores_ = true; }
 
   // x + f(x): fork before f, join when the sum is made. The gradient of x is the sum of two,
   // written over the first.
@@ -98,6 +104,7 @@ class Tape {
 
   Ledger& ledger_;
   bool records_;
+  bool stores_ = false;
   std::shared_ptr<Products> products_ = {};
   std::vector<Entry> entries_;
   std::vector<Buffer> weights_;

@@ -9,6 +9,7 @@ namespace {
 // A layer whose forward has run.
 struct ForwardedLayer {
   ForwardedLayer(LayerType type, const LayerSizes& sizes) : tape(ledger), sizes(sizes), type(type) {
+    if (sizes.stores_all()) tape.store_saved();
     const Buffer input = ledger.take(type == LayerType::embedding ? 0 : sizes.stream());
     const Buffer output = type == LayerType::embedding ? embedding(tape, sizes)
                           : type == LayerType::block   ? block(tape, sizes, input)
@@ -56,6 +57,7 @@ plan::LayerCost layer_cost(LayerType type, const LayerSizes& sizes) {
     ForwardedLayer layer(type, sizes);
     cost.forward_peak = layer.forward_peak;
     cost.kept = layer.ledger.now();
+    cost.stored = sizes.on_disk ? sizes.stream() : 0;
     layer.ledger.reset_peak();
     Buffer gradient = layer.tape.backward_input(layer.gradient());
     cost.input_peak = layer.ledger.peak();

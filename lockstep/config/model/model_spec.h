@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model consists of: its sizes, and from them every tensor's name, shape and first values.
+// What a model consists of: its sizes, and from them every tensor's name, shape and initial values.
 // The models, the planner, checkpoints and imports all read this, so shapes are written once.
 #pragma once
 

@@ -103,8 +103,9 @@ Buffer fused_attention(Tape& tape, const LayerSizes& sizes, const Heads& heads) 
 
 // Saves q, k, v. Probabilities of a block of positions are there at a time.
 Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& heads) {
-  // Heads of several rows of a batch do not lie one behind the other in qkv: copies.
-  const bool copies = sizes.batch > 1;
+  // Heads of several rows of a batch do not lie one behind the other in qkv: backward copies them,
+  // unless they come from the disk, where each tensor is by itself.
+  const bool copies = sizes.batch > 1 && !sizes.stores_all();
   const int64_t values = copies ? sizes.keys() : 0;
   const int64_t queries_and_keys = copies && !heads.contiguous ? sizes.queries() + sizes.keys() : 0;
   const int64_t gradient = copies ? sizes.queries() : 0;
@@ -188,7 +189,7 @@ Buffer embedding(Tape& tape, const LayerSizes& sizes) {
 Buffer block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   if (sizes.recompute == layout::Recompute::none) return run_block(tape, sizes, x);
   const bool keeps_products = sizes.recompute == layout::Recompute::selective;
-  if (!sizes.inputs_on_disk) {
+  if (!sizes.on_disk) {
     return tape.recompute(
         x, [&sizes, x](Tape& inner) { return run_block(inner, sizes, x); }, keeps_products);
   }

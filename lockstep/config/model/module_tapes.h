@@ -28,9 +28,10 @@ struct LayerSizes {
   bool llama, tensor_parallel;
   double dropout;
   layout::Recompute recompute;
-  bool inputs_on_disk;  // of recomputed blocks
+  bool on_disk;  // what layers keep for backward: inputs of recomputed blocks, or all that is saved
   Kernels kernels;
 
+  bool stores_all() const { return on_disk && recompute == layout::Recompute::none; }
   int64_t tokens() const { return batch * length; }
   int64_t stream() const { return tokens() / stream_shares * hidden * element; }  // (B, T, C)
   int64_t whole_stream() const { return tokens() * hidden * element; }

@@ -42,7 +42,7 @@ LayerSizes sizes_of(const TrainConfig& config, const ModelSpec& model) {
           .tensor_parallel = tp > 1,
           .dropout = model.dropout,
           .recompute = config.recompute(),
-          .inputs_on_disk = config.memory.strategy == layout::MemoryStrategy::extreme,
+          .on_disk = config.memory.strategy == layout::MemoryStrategy::extreme,
           .kernels = kernels_of(config)};
 }
 
@@ -126,7 +126,6 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
       .dtype = config.train.dtype == Precision::bfloat16 ? DType::bfloat16 : DType::float32,
       .state_bytes = state_bytes_of(config),
       .reproducible = config.train.reproducible,
-      .inputs_on_disk = sizes.inputs_on_disk,
       .cuda = sizes.kernels.cuda};
   if (is_pipelined(config.parallel)) {
     run.pipeline = schedule_options(config, world);

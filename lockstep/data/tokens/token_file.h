@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files of token ids in the three layouts that others write: llm.c shards, nanoGPT's raw ids,
-// Megatron's .bin with an .idx beside it.
+// Megatron's .bin with an .idx next to it.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ std::string index_path(const std::string& path);
 // Its documents are seen as one stream.
 class TokenFile {
  public:
-  // Megatron where an .idx is beside it, llm.c by its magic number, else raw uint16. Everything
+  // Megatron where an .idx is next to it, llm.c by its magic number, else raw uint16. Everything
   // that the headers say is held against the files' sizes first; ConfigError where it does not fit.
   static TokenFile open(const std::string& path);
 
@@ -46,7 +46,7 @@ class TokenFile {
   TokenSource tokens_;
 };
 
-// Writes documents to a temporary file beside the target, which finish() puts in its place: other
+// Writes documents to a temporary file next to the target, which finish() puts in its place: other
 // processes see the whole file or none. Without finish() nothing is left behind.
 class TokenFileWriter {
  public:

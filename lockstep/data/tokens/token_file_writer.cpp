@@ -21,7 +21,7 @@ namespace {
 
 constexpr size_t kBufferBytes = size_t{1} << 20;
 
-// A new file beside `target`; removed again unless it is put in the target's place.
+// A new file next to `target`; removed again unless it is put in the target's place.
 class PartFile {
  public:
   explicit PartFile(std::string target) : target_(std::move(target)) {
@@ -141,7 +141,7 @@ TokenFileWriter::TokenFileWriter(const std::string& path, TokenLayout layout, in
   if (const std::string index = index_path(path);
       layout != TokenLayout::megatron && stat(index.c_str(), &status) == 0) {
     throw ConfigError(format(
-        "token file {}: {} is beside it, so it would be read as Megatron's; remove that, or write "
+        "token file {}: {} is next to it, so it would be read as Megatron's; remove that, or write "
         "to another name",
         path, index));
   }

@@ -9,7 +9,7 @@ namespace lockstep::launch {
 // The cores this process may use, in the order of in_machine_order().
 std::vector<int> allowed_cores();
 
-// Neighbours in the machine beside each other: by NUMA node, then cache, then core, as hwloc finds
+// Neighbours in the machine next to each other: by NUMA node, then cache, then core, as hwloc finds
 // them. The kernel's numbers may alternate between sockets, and two of one core may be far apart.
 std::vector<int> in_machine_order(const std::vector<int>& cores);
 

@@ -73,7 +73,7 @@ void Console::pump(Sink& sink, const Sink& other) {
     // turn.
     if (same_file_ && !other.at_line_start) return watch(sink, false);
     // A pipe that polls writable takes PIPE_BUF bytes without blocking; we may not make it
-    // non-blocking, because it is shared with whoever started us.
+    // non-blocking, because it is shared with the process that started us.
     pollfd item{sink.fd, POLLOUT, 0};
     if (!sink.plain_file && poll(&item, 1, 0) <= 0) return watch(sink, true);
     size_t size = sink.plain_file ? sink.left() : std::min<size_t>(sink.left(), PIPE_BUF);
@@ -83,7 +83,7 @@ void Console::pump(Sink& sink, const Sink& other) {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && errno == EAGAIN) return watch(sink, true);
     if (count < 0) {
-      sink.dead = true;  // closed pipe, full disk: the job goes on without this stream
+      sink.dead = true;  // closed pipe, full disk: the job continues without this stream
       sink.at_line_start = true;
       sink.done = sink.queue.size();
       break;

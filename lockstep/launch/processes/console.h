@@ -9,7 +9,7 @@
 
 namespace lockstep::launch {
 
-// Bytes that could not be written yet are queued. A stream that nobody reads any more swallows what
+// Bytes that could not be written yet are queued. A stream without a reader swallows what
 // it is given.
 class Console {
  public:

@@ -180,7 +180,7 @@ Process::Process(const Command& command) {
   const int fork_failure = errno;
   if (cores != nullptr) CPU_FREE(cores);
   if (pid_ < 0) throw SystemError("fork", fork_failure);
-  // Both sides do it: whoever is first, the group exists before anybody signals it. Fails once the
+  // Both sides do it, so that the group exists before it is signalled. Fails once the
   // child has exec'd.
   if (!command.survives) setpgid(pid_, pid_);
 

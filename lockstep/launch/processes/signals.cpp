@@ -22,7 +22,7 @@ Signals::Signals() {
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&set_, SIGHUP);
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGCHLD, SIG_DFL);  // ignored by whoever started us, it would reap the ranks unseen
+  signal(SIGCHLD, SIG_DFL);  // ignored by our parent, it would reap the ranks unseen
   pthread_sigmask(SIG_BLOCK, &set_, nullptr);
   fd_ = Fd(signalfd(-1, &set_, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!fd_.valid()) throw SystemError("signalfd", errno);

@@ -15,7 +15,8 @@
 namespace lockstep::launch {
 namespace {
 
-// A line above this is cut: whoever writes that much without a line end does not write lines.
+// A line above this is cut: a program that writes that much without a line end does not write
+// lines.
 constexpr size_t kMaxLine = 64u << 20;
 
 }  // namespace

@@ -87,7 +87,7 @@ class RendezvousClient::Impl {
       idle_.push_back(std::move(fd));
       return std::move(reply.value);
     } catch (const TimeoutError&) {
-      throw TimeoutError(format("nobody set '{}' before the deadline", key));
+      throw TimeoutError(format("no rank set '{}' before the deadline", key));
     }
   }
 

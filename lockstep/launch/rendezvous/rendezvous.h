@@ -55,8 +55,8 @@ class RendezvousServer {
 };
 
 // Who a client is. Rank -1 is not a rank: it may use the store of the incarnation that it names but
-// nobody misses it. A rank joins the next incarnation after the one it joined before; each has keys
-// of its own.
+// no rank misses it. A rank joins the next incarnation after the one it joined before; each has
+// keys of its own.
 struct Identity {
   int rank = -1;
   int world_size = 0;

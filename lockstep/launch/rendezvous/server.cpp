@@ -201,7 +201,7 @@ class RendezvousServer::Impl {
       flush(connection);
       receive(connection);
     } catch (const std::exception& failure) {
-      // No room for this client's bytes, or the like: the others go on.
+      // No room for this client's bytes, or the like: the others continue.
       connection.end = failure.what();
     }
     if (!connection.end) return;
@@ -352,7 +352,7 @@ class RendezvousServer::Impl {
                                                   space->incarnation())});
   }
 
-  // Whoever waits for a key that was just set gets it.
+  // Clients that wait for a key that was just set get it.
   wire::Reply ask(const std::shared_ptr<KeySpace>& space, const wire::Request& request) {
     wire::Reply reply = space->answer(request);
     if (request.op == wire::Op::set || request.op == wire::Op::add) {

@@ -19,7 +19,7 @@
 namespace lockstep::launch {
 namespace {
 
-// Then all addresses are tried anew: one may have come up that was refused before.
+// Then all addresses are tried again: one may have come up that was refused before.
 constexpr milliseconds kRound{3'000};
 // So long an address that has answered waits for those that come before it in the list.
 constexpr milliseconds kHeadStart{500};

@@ -33,7 +33,7 @@ void LocalStore::set(const std::string& key, const std::string& value) {
 std::string LocalStore::get(const std::string& key, const Deadline& deadline) {
   std::unique_lock lock(mutex_);
   if (!changed_.wait_until(lock, deadline.at(), [&] { return values_.contains(key); })) {
-    throw TimeoutError(format("nobody set '{}' before the deadline", key));
+    throw TimeoutError(format("no rank set '{}' before the deadline", key));
   }
   return values_.at(key);
 }

@@ -32,7 +32,7 @@ class Store {
 std::string lost_key(int rank);
 
 // How the clients of a space came together, or why they did not: a word for the kind, then what it
-// says. Whoever knows first sets it, the rendezvous itself where it turns somebody away or a client
+// says. The first that knows sets it: the rendezvous itself where it refuses a rank or a client
 // is lost before that; all wait for it.
 //   met TEXT       all are there and agree; what TEXT says is theirs
 //   refused WHY    they disagree, or one came twice

@@ -59,7 +59,7 @@ std::string pack(const Opening& opening);
 bool opening_begins(std::string_view bytes);
 // Nothing where it is of another version.
 std::optional<Opening> unpack_opening(std::string_view bytes);
-// Random bytes that nobody has seen before.
+// Fresh random bytes.
 std::string make_nonce();
 // Both sides can make both proofs from what was said; only holders of the token can.
 std::string client_proof(const std::string& token, const Opening& opening,

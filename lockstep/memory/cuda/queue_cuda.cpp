@@ -126,7 +126,7 @@ class CopyTimes {
       pending_.pop_front();
     }
     cudaGetLastError();  // "not ready" is none
-    // Times are floats, and the clocks drift: begin anew where nothing has to be waited for.
+    // Times are floats, and the clocks drift: start again where nothing has to be waited for.
     if (pending_.empty() && seconds_since(base_time_) > 1 &&
         cudaStreamQuery(stream_) == cudaSuccess) {
       set_base();
@@ -172,7 +172,7 @@ class CudaQueue final : public Queue {
       check_cuda(cudaStreamSynchronize(stream_.stream()), "cudaStreamSynchronize");
       if (times_ != nullptr) times_->emit();
     } catch (const std::exception&) {
-      // Whoever waits for what was queued is told.
+      // Threads that wait for queued work are told.
     }
   }
 

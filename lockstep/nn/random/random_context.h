@@ -14,7 +14,7 @@
 
 namespace lockstep::nn {
 
-// Set by whoever runs the steps, before each forward. Models that run at the same time (ranks that
+// Set by the training loop, before each forward. Models that run at the same time (ranks that
 // are threads, replicas) have one each. Two ways to be independent of the number of ranks:
 //   - micro_batch counts over all ranks, and a micro-batch is always of the same rows; or
 //   - rows says which rows of the step's whole batch the tensors hold, and micro_batch stays 0.

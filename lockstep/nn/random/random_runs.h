@@ -24,7 +24,7 @@ Runs runs_of(const layout::Shape& sizes, const std::optional<Slice>& slice,
 // The fastest ones that this processor runs.
 const CpuKernels& cpu_kernels();
 
-// Fits the first-level cache beside what is read and written.
+// Fits the first-level cache together with its inputs and outputs.
 constexpr int64_t kPiece = 1024;
 
 // Calls body(place in memory, index in the whole tensor, count) on all threads, with count at most

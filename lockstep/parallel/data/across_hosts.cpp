@@ -22,7 +22,7 @@ namespace lockstep::parallel::hooks {
 namespace {
 
 // The steps of a bucket wait for each other, so a thread takes them, bucket by bucket, while
-// backward goes on.
+// backward continues.
 class AcrossHosts {
  public:
   explicit AcrossHosts(GradientHook inner) : inner_(std::move(inner)) {}

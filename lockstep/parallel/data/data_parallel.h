@@ -34,7 +34,7 @@ namespace lockstep::parallel {
 
 // How replicas are kept together, in run() and in sync_gradients().
 struct Synchronous {};   // all take a step, their gradients are averaged, one update follows
-struct Asynchronous {};  // each updates the model with its own gradients and goes on
+struct Asynchronous {};  // each updates the model with its own gradients and continues
 struct BoundedStaleness {
   // In run(): a replica begins a step at most this many steps ahead of the slowest. In
   // sync_gradients(): gradients are used at most this many updates after the values they are of.

@@ -51,8 +51,8 @@ struct DdpOptions {
   // share the same micro-batches. Between backward passes under no_sync the gradients are kept in
   // log2(accumulation) extra buffers, and are not in .grad(); zero_grad() does not drop them.
   bool reproducible = false;
-  // Parameters whose gradients are sparse, beside the weights of Embedding and EmbeddingBag modules
-  // with sparse(true), which are found. Only non-zero rows travel. Others are made dense.
+  // Parameters whose gradients are sparse, in addition to the weights of Embedding and EmbeddingBag
+  // modules with sparse(true), which are found. Only non-zero rows travel. Others are made dense.
   std::vector<std::string> sparse_parameters = {};
   GradientHook hook = {};  // empty: average in the parameter's dtype
   DdpAdvancedOptions advanced = {};

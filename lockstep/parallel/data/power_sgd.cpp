@@ -56,7 +56,7 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
       if (matrix.whole.data_ptr() == gradient.data_ptr()) matrix.whole = matrix.whole.clone();
       if (state.error.defined()) matrix.whole.add_(state.error);
       const at::Tensor fresh = random_factor(bucket.names[i], matrix.whole);
-      // A direction that was lost is looked for anew.
+      // A direction that was lost is searched for again.
       state.q = state.q.defined() && options_.warm_start
                     ? at::where(state.q.norm(2, 0, /*keepdim=*/true) > 0, state.q, fresh)
                     : fresh;

@@ -2,9 +2,9 @@
 // Averages gradients over a group while backward produces them.
 //
 // A round is one backward pass. Gradients arrive in it one by one; each is moved into its bucket,
-// and a full bucket is reduced at once, in bucket order, beside the rest of backward. A callback at
-// the end of backward reduces what is left and waits. Last, all ranks compare which parameters had
-// gradients, so that an error, like a decision, is the same everywhere.
+// and a full bucket is reduced at once, in bucket order, overlapped with the rest of backward. A
+// callback at the end of backward reduces what is left and waits. Last, all ranks compare which
+// parameters had gradients, so that an error, like a decision, is the same everywhere.
 #pragma once
 
 #include <functional>
@@ -43,7 +43,7 @@ class Reducer final : public BackwardRounds::Listener,
   void drop_accumulated();
   void set_syncing(bool syncing) { syncing_ = syncing; }
   void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
-  // In backward: a round begins, if none is under way; its end is queued on the graph that runs
+  // In backward: a round begins, if none is open; its end is queued on the graph that runs
   // now.
   void begin_backward();
   // Says what this rank is about to do, where ranks may run out of data. Collective.

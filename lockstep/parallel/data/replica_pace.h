@@ -25,7 +25,7 @@ class ReplicaPace {
   RunStats stats() const;
 
   void start();  // a new run, with all counts at zero
-  void stop();   // nobody waits any longer, and nobody begins
+  void stop();   // no replica waits any longer, and none begins
 
   // Waits until the replica may take its next step; false if the run was stopped.
   bool begin(size_t replica);

@@ -29,6 +29,8 @@ class GatheredResidence : public Residence {
   virtual void begin(bool beside_computation);
   virtual void wait();
   virtual void finish();
+  // The values in line_ are not needed any more, or could not be gathered.
+  virtual void drop_line();
   // To acquire now would take something from other ranks, or even their part in it.
   bool communicates() const { return plan_.shard.size() > 1 && !copy_is_valid_; }
   bool is_collective() const { return communicates() && !peers_; }
@@ -57,7 +59,6 @@ class GatheredResidence : public Residence {
   void copy_slice_by_all(const at::Tensor& line, const PeerSlice& slice) const;
   void pull(const at::Tensor& line);
   void wait_or_drop();
-  void drop_line();
 
   std::optional<comm::PeerMemory> peers_;
   std::vector<PeerSlice> slices_;

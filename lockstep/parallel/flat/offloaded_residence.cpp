@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <utility>
+
 #include "lockstep/optim/kernels/packed_adamw.h"
 
 namespace lockstep::parallel::detail {
@@ -17,15 +19,24 @@ at::Tensor OffloadedResidence::line_memory(at::ScalarType dtype, c10::Device dev
 }
 
 bool OffloadedResidence::has_room() const {
-  // Where a gather takes part of all ranks, none may decide by itself.
-  if (is_collective()) return true;
-  const size_t bytes =
-      static_cast<size_t>(parameter_.layout().size) * c10::elementSize(plan_.compute_dtype);
-  return tiers().param_budget.fits(tiers().device_memory.rounded(bytes)) &&
-         tiers().device_memory.fits(bytes);
+  // All ranks take part in such a gather, so all must decide alike: by what they agreed on, and by
+  // what they have gathered, which is the same on all of them.
+  if (is_collective()) return tiers().collective_lines + line_bytes() <= tiers().line_room;
+  return tiers().param_budget.fits(line_bytes()) && tiers().device_memory.fits(line_bytes());
+}
+
+size_t OffloadedResidence::line_bytes() const {
+  return tiers().device_memory.rounded(static_cast<size_t>(parameter_.layout().size) *
+                                       c10::elementSize(plan_.compute_dtype));
+}
+
+void OffloadedResidence::drop_line() {
+  if (std::exchange(counted_, false)) tiers().collective_lines -= line_bytes();
+  GatheredResidence::drop_line();
 }
 
 void OffloadedResidence::begin(bool beside_computation) {
+  if (is_collective() && !std::exchange(counted_, true)) tiers().collective_lines += line_bytes();
   GatheredResidence::begin(beside_computation);
   if (plan_.shard.size() > 1 && plan_.offload->params == Tier::host)
     tiers().traffic.to_device += static_cast<int64_t>(line_.nbytes());

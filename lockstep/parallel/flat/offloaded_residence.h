@@ -15,7 +15,13 @@ class OffloadedResidence : public GatheredResidence {
   at::Tensor line_memory(at::ScalarType dtype, c10::Device device) override;
   bool has_room() const override;
   void begin(bool beside_computation) override;
+  void drop_line() override;
   OffloadTiers& tiers() const { return *plan_.offload->tiers; }
+
+ private:
+  size_t line_bytes() const;
+
+  bool counted_ = false;  // in OffloadTiers::collective_lines
 };
 
 // This rank's alone and as the model sees them: copied from host memory by a queue.

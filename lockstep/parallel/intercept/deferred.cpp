@@ -36,7 +36,7 @@ class Materializer {
     }
   }
 
-  // Memory with the first values of a tensor.
+  // Memory with the initial values of a tensor.
   c10::Storage memory_of(const NamedTensor& named, bool is_parameter) const;
 
  private:

@@ -40,7 +40,7 @@ class Recording {
   // (seed, name, index). Nothing else is computed than what leads to it.
   at::Tensor value(const at::Tensor& tensor, const std::string& name, uint64_t seed,
                    c10::Device device) const;
-  // Deferred tensors that are not registered but that somebody holds, with names made up for them.
+  // Deferred tensors that are not registered but still referenced, with generated names.
   const std::vector<NamedTensor>& unregistered() const { return unregistered_; }
 
  private:

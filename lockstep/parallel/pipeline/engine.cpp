@@ -368,7 +368,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, ProgramRun run)
   }
 }
 
-// From the last stage's rank to all, when all is computed: until then nobody waits for a device.
+// From the last stage's rank to all, when all is computed: until then no thread waits for a device.
 at::Tensor PipelineEngine::exchange_losses(const Tensors& losses) {
   at::Tensor all = at::empty({static_cast<int64_t>(losses.size())}, at::kDouble);
   const int last = layout().stages() - 1;

@@ -181,7 +181,7 @@ Mailbox::~Mailbox() {
     for (const auto& [from, channel] : shared_->channels) stuck = stuck || channel.busy;
     shared_->changed.notify_all();
   }
-  // Nobody will send what they wait for.
+  // What they wait for will not be sent.
   const bool ended = !stuck || comm::interrupt(shared_->group, "the pipeline was ended");
   for (auto& [from, channel] : shared_->channels) {
     if (ended) {

@@ -3,7 +3,8 @@
 //
 // A message says first what it is made of, so shapes may change from micro-batch to micro-batch.
 // Each peer's messages are taken in by a thread, because the memory for one is known only once its
-// first part is there: so it all arrives beside the computation. Sends are asynchronous anyway.
+// first part is there: so it all arrives overlapped with the computation. Sends are asynchronous
+// anyway.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +36,7 @@ class Mailbox {
   // timeout is of every message, which may have to wait for all that other ranks compute first:
   // Progress finds out sooner that none will come.
   Mailbox(comm::Group group, c10::Device device, milliseconds timeout);
-  // Does not wait for what is under way.
+  // Does not wait for messages in flight.
   ~Mailbox();
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;

@@ -117,7 +117,7 @@ class Pipeline {
 
   // Forward and backward of all micro-batches. Returns the losses on every rank of the pipeline, as
   // doubles on the CPU. Afterwards parameters have their gradients, averaged over "dp". Collective.
-  // After an exception, which peers get too, the pipeline cannot go on.
+  // After an exception, which peers get too, the pipeline cannot be used any more.
   at::Tensor step(const PipelineBatch& batch, PipelineStep options = {});
   // Forward alone, in the mode that train() or eval() set, of any number of micro-batches.
   at::Tensor evaluate(const PipelineBatch& batch, int microbatches);

@@ -31,7 +31,7 @@ struct Standing {
   static constexpr int kNone = -1, kAll = -2;
 
   uint64_t run = 0;       // programs begun
-  size_t index = 0;       // actions done of the last one; the next is under way
+  size_t index = 0;       // actions done of the last one; the next is running
   int waits_for = kNone;  // a rank's message, or all ranks
 
   uint64_t pack() const;

@@ -36,7 +36,7 @@ struct LayerBefore : Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
-// Stands for the layer after: gives the gradients of the outputs, which nobody else holds.
+// Stands for the layer after: gives the gradients of the outputs, which have no other reference.
 struct LayerAfter : Node {
   LayerAfter(torch::autograd::edge_list edges, PassedTensors outputs, c10::Device device)
       : Node(std::move(edges)), outputs(std::move(outputs)), device(device) {}

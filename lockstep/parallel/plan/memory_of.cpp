@@ -159,13 +159,11 @@ std::vector<plan::Unit> units_of(const CountedLayer& layer, const std::set<std::
 
 plan::Run described(size_t num_layers, const layout::ParallelDims& dims,
                     const PipelineOptions& options, const MemoryOptions& how) {
-  plan::Run run{
-      .dims = dims,
-      .order = how.order,
-      .micro_batches = options.microbatches,
-      .state_bytes = how.optimizer_bytes,
-      .inputs_on_disk = options.advanced.recompute != layout::Recompute::none && how.on_disk,
-      .cuda = options.device.is_cuda()};
+  plan::Run run{.dims = dims,
+                .order = how.order,
+                .micro_batches = options.microbatches,
+                .state_bytes = how.optimizer_bytes,
+                .cuda = options.device.is_cuda()};
   if (const auto* ddp = std::get_if<DdpOptions>(&options.data)) {
     run.reproducible = ddp->reproducible;
   } else {
@@ -221,8 +219,8 @@ bool splits_backward(const plan::Run& run) {
 class Describer {
  public:
   Describer(plan::Run& run, const std::vector<std::vector<CountedLayer>>& ranks,
-            const std::vector<int64_t>& rows, int64_t asked)
-      : run_(run), ranks_(ranks), rows_(rows), asked_(asked) {}
+            const std::vector<int64_t>& rows, int64_t asked, OnDisk on_disk)
+      : run_(run), ranks_(ranks), rows_(rows), asked_(asked), on_disk_(on_disk) {}
 
   bool describe(ModelMemory& memory) {
     const std::vector<CountedLayer>& first = ranks_[0];
@@ -233,9 +231,8 @@ class Describer {
       for (size_t i = stage.first; i < stage.end(); ++i) {
         const auto traces = traces_for(first[i], rows_, asked_);
         if (!traces) return false;
-        const InputPlaces places{.counted_before = kept_before,
-                                 .held = i == stage.first,
-                                 .on_disk = run_.inputs_on_disk};
+        const InputPlaces places{
+            .counted_before = kept_before, .held = i == stage.first, .on_disk = on_disk_};
         kept_before = kept_outputs(traces->adding, places);
         plan::LayerKind kind{.cost = cost_of(*traces, places), .buffers = first[i].buffers};
         for (const auto& rank : ranks_) kind.units.push_back(units_of(rank[i], owned, elsewhere));
@@ -292,6 +289,7 @@ class Describer {
   const std::vector<std::vector<CountedLayer>>& ranks_;
   const std::vector<int64_t>& rows_;
   int64_t asked_;
+  OnDisk on_disk_;
 };
 
 std::string how_counted(const std::vector<LayerMemory>& layers, const std::vector<int64_t>& rows,
@@ -327,6 +325,10 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
                         : example_inputs[0].dim() > how.batch_dim
                             ? example_inputs[0].size(how.batch_dim)
                             : 1;
+  const bool recomputes = options.advanced.recompute != layout::Recompute::none;
+  const detail::OnDisk on_disk = !how.on_disk ? detail::OnDisk::nothing
+                                 : recomputes ? detail::OnDisk::inputs
+                                              : detail::OnDisk::all;
   const plan::Run empty = detail::described(layers.size(), dims, options, how);
   const detail::CountOptions count{
       .pipeline = options, .how = how, .halves = detail::splits_backward(empty)};
@@ -335,7 +337,7 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
     ModelMemory memory;
     const auto ranks = detail::count_on_ranks(layers, example_inputs, rows, dims.tp, count);
     // An operator that takes another way with more rows: all of them, then.
-    if (!detail::Describer(run, ranks, rows, asked).describe(memory)) continue;
+    if (!detail::Describer(run, ranks, rows, asked, on_disk).describe(memory)) continue;
     memory.ranks = plan::memory_per_rank(run);
     memory.counted = detail::how_counted(memory.layers, rows, asked);
     return memory;

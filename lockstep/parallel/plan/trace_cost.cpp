@@ -19,12 +19,12 @@ class InUse {
         ignored_.insert(*trace.inputs[i]);
       } else {
         own_inputs_.insert(*trace.inputs[i]);
-        if (inputs.held && !inputs.on_disk) held_.insert(*trace.inputs[i]);
+        if (inputs.held && inputs.on_disk == OnDisk::nothing) held_.insert(*trace.inputs[i]);
       }
     }
   }
 
-  // Up to this event. The peak begins anew.
+  // Up to this event. The peak is reset first.
   void run(size_t end) {
     peak_ = now_;
     for (; next_ < end; ++next_) {
@@ -36,16 +36,23 @@ class InUse {
       }
     }
   }
-  // The inputs that are in use go to the disk, or come back from it.
-  void store_inputs() {
-    for (const size_t block : own_inputs_) {
-      const auto found = bytes_in_use_.find(block);
-      if (found == bytes_in_use_.end()) continue;
-      stored_[block] = found->second;
+  // What is in use goes to the disk. Returns the bytes of the largest input that does.
+  int64_t store(OnDisk what) {
+    int64_t largest = 0;
+    const auto in_use = bytes_in_use_;
+    for (const auto& [block, bytes] : in_use) {
+      if (what == OnDisk::nothing || (what == OnDisk::inputs && !own_inputs_.contains(block)))
+        continue;
       drop(block);
+      stored_[block] = bytes;
+      if (own_inputs_.contains(block)) largest = std::max(largest, bytes);
     }
+    return largest;
   }
-  void load_inputs() {
+  // Recomputation begins with all of its inputs. What autograd saved comes one by one: what is
+  // dropped was there for a moment.
+  void load(OnDisk what) {
+    if (what != OnDisk::inputs) return;
     for (const auto& [block, bytes] : stored_) take(block, bytes);
     stored_.clear();
   }
@@ -74,6 +81,10 @@ class InUse {
     peak_ = std::max(peak_, now_);
   }
   void drop(size_t block) {
+    if (const auto stored = stored_.find(block); stored != stored_.end()) {
+      peak_ = std::max(peak_, now_ + stored->second);
+      stored_.erase(stored);
+    }
     const auto found = bytes_in_use_.find(block);
     if (found == bytes_in_use_.end()) return;
     now_ -= found->second;
@@ -95,10 +106,8 @@ struct BackwardCost {
 BackwardCost backward_cost(const Trace& trace, const InputPlaces& inputs) {
   InUse in_use(trace, inputs);
   in_use.run(trace.forward_end);
-  if (inputs.on_disk) {
-    in_use.store_inputs();
-    in_use.load_inputs();
-  }
+  in_use.store(inputs.on_disk);
+  in_use.load(inputs.on_disk);
   in_use.run(trace.events.size());
   const int64_t peak = in_use.peak();
   in_use.release_held();
@@ -148,7 +157,7 @@ plan::LayerCost cost_of(const LayerTraces& traces, const InputPlaces& inputs) {
   InUse forward(traces.adding, inputs);
   forward.run(traces.adding.forward_end);
   cost.forward_peak = forward.peak();
-  if (inputs.on_disk) forward.store_inputs();
+  cost.stored = forward.store(inputs.on_disk);
   cost.kept = forward.now();
   cost.backward_peak = backward_cost(traces.adding, inputs).peak;
   const BackwardCost keeping = backward_cost(traces.keeping, inputs);
@@ -168,8 +177,9 @@ std::vector<bool> kept_outputs(const Trace& trace, const InputPlaces& inputs) {
     for (size_t i = 0; block && i < trace.inputs.size(); ++i) {
       if (trace.inputs[i] != block) continue;
       is = is || (i < inputs.counted_before.size() && inputs.counted_before[i]);
-      is = is && !inputs.on_disk;
+      is = is && inputs.on_disk == OnDisk::nothing;
     }
+    is = is && inputs.on_disk != OnDisk::all;
     kept.push_back(is);
   }
   return kept;

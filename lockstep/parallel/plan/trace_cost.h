@@ -35,11 +35,14 @@ struct LayerTraces {
 std::optional<Trace> scaled(const Trace& of_a, const Trace& of_b, int64_t a, int64_t b,
                             int64_t rows);
 
+// What of a layer goes to the disk between its forward and its backward.
+enum class OnDisk { nothing, inputs, all };
+
 // Where the inputs of a layer are between its forward and its backward.
 struct InputPlaces {
   std::vector<bool> counted_before = {};  // the layer before keeps them, and has counted them
   bool held = false;                      // by the stage, even if the layer does not need them
-  bool on_disk = false;
+  OnDisk on_disk = OnDisk::nothing;
 };
 
 plan::LayerCost cost_of(const LayerTraces& traces, const InputPlaces& inputs);

@@ -211,7 +211,7 @@ struct Complete<Base> : Base {
 class Numbered : public Complete<SavedVariableHooks> {
  public:
   explicit Numbered(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
-  // A node that is done with its tensor, or that nobody will come to.
+  // A node that is done with its tensor, or that backward will not reach.
   ~Numbered() override { frame_->drop(index_); }
   void call_pack_hook(const at::Tensor& tensor) override { index_ = frame_->keep(tensor); }
   at::Tensor call_unpack_hook() override { return frame_->take(index_); }

@@ -67,7 +67,7 @@ struct RecomputeOptions {
   // What the random layers in the function share. It is set back to what it was in the first call
   // while the function is called again.
   std::shared_ptr<nn::RandomContext> random = {};
-  // Where the inputs that are given beside the function are until it is called again; none: in
+  // Where the inputs of the function are stored until it is called again; none: in
   // memory.
   std::shared_ptr<ActivationStore> store = {};
   // Results of matrix products, convolutions and attention are kept in memory, and everything else

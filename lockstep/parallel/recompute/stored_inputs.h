@@ -24,7 +24,7 @@ class StoredInputs {
   StoredInputs(const StoredInputs&) = delete;
   StoredInputs& operator=(const StoredInputs&) = delete;
 
-  // Waits for the disk, and lets it read what will be wanted next.
+  // Waits for the disk, and starts to read the inputs that will be needed next.
   std::vector<at::Tensor> tensors() const;
 
  private:

@@ -68,11 +68,12 @@ layout::OffloadFlat sizes_of(const FlatPlan& plan,
 }
 
 // Ranks gather from each other's memory, so a parameter rests in the same tier on all of them: on
-// the host if one of them wants that. Their shares, and so their plans, differ a little.
-void agree_on_parameters(const std::vector<FlatPlan>& plans, layout::OffloadPlan& plan) {
+// the host if one of them wants that. Their shares, and so their plans, differ a little. Returns
+// the bytes of gathered parameters that all of them have room for.
+int64_t agree_on_parameters(const std::vector<FlatPlan>& plans, layout::OffloadPlan& plan) {
   const auto shared = std::find_if(plans.begin(), plans.end(),
                                    [](const FlatPlan& each) { return each.shard.size() > 1; });
-  if (shared == plans.end()) return;
+  if (shared == plans.end()) return plan.used.params;
   const at::Tensor on_host = at::zeros({static_cast<int64_t>(plans.size())}, at::kLong);
   int64_t* const mine = on_host.data_ptr<int64_t>();
   for (size_t i = 0; i < plans.size(); ++i) mine[i] = plan.flats[i].params == Tier::host;
@@ -80,6 +81,11 @@ void agree_on_parameters(const std::vector<FlatPlan>& plans, layout::OffloadPlan
                    {.op = comm::ReduceOp::max, .tag = "where parameters rest"})
       .wait();
   layout::move_to_host(plan, std::vector<bool>(mine, mine + plans.size()));
+  const at::Tensor room = at::full({1}, plan.used.params, at::kLong);
+  comm::all_reduce(room, shared->shard,
+                   {.op = comm::ReduceOp::min, .tag = "room for gathered parameters"})
+      .wait();
+  return room.item<int64_t>();
 }
 
 }  // namespace
@@ -104,7 +110,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
     flats.push_back(sizes_of(plan, is_embedding));
   }
   layout::OffloadPlan plan = layout::plan_offload(std::move(flats), wanted, machine);
-  agree_on_parameters(plans, plan);
+  tiers->line_room = static_cast<size_t>(agree_on_parameters(plans, plan));
   tiers->state_room = {"offload.host_budget",
                        static_cast<size_t>(std::max<int64_t>(plan.state_room, 1))};
   tiers->ring_bytes = plan.used.states > 0 ? static_cast<size_t>(plan.ring) : 0;

@@ -80,7 +80,7 @@ std::string joined(const std::string& path, const std::string& name) {
   return path.empty() ? name : path + "." + name;
 }
 
-// It would be of a part of the sequence, or of all of it: nobody could tell.
+// It would be of a part of the sequence, or of all of it: that could not be told.
 void require_no_parameters(const std::string& path, const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters(/*recurse=*/false)) {
     if (!item.value().defined() || !item.value().requires_grad()) continue;
@@ -257,7 +257,7 @@ TensorSplit TensorParallel::split(const std::string& parameter, const layout::Sh
 nn::InitializeRule TensorParallel::for_parts(nn::InitializeRule rule) const {
   if (!rule || state_->group.size() == 1) return rule;
   return [*this, rule](const at::Tensor& parameter, const nn::init::Source& source) {
-    check(!source.slice, "first values are given to a rank's whole part");
+    check(!source.slice, "initial values are given to a rank's whole shard");
     const layout::Shape local = parameter.sizes().vec();
     const TensorSplit split = this->split(source.name, local);
     if (split.is_whole()) return rule(parameter, source);

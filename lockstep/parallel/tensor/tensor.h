@@ -76,7 +76,7 @@ class TensorParallel {
 
   // How this rank's part of a parameter lies in the whole one; whole for names that no rule shares.
   layout::TensorSplit split(const std::string& parameter, const layout::Shape& local) const;
-  // A rule for first values that asks another one, for parts of the whole parameters.
+  // An initializer that asks another one, for parts of the whole parameters.
   nn::InitializeRule for_parts(nn::InitializeRule rule) const;
 
   const comm::Group& group() const;

@@ -76,6 +76,9 @@ class OffloadTiers {
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;
   size_t ring_bytes = 0;  // on the device, for state on its way
+  // Where gathers are collectives: bytes of gathered parameters that every rank has room for at
+  // once, the same on all ranks, and those that are gathered or arriving.
+  size_t line_room = 0, collective_lines = 0;
   // Of host_budget, for state that LZ4 packs.
   memory::Budget state_room = {"offload.host_budget", 0};
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.

@@ -84,7 +84,7 @@ class CustomGroup final : public GroupImpl, public std::enable_shared_from_this<
         // What comes next in this stream of bytes is not what its receiver thinks.
         message ? self->for_messages_->abort() : void(self->collectives_failure_ = error);
       }
-      self.reset();  // whoever waits is the last to have the group, on a thread that ends well
+      self.reset();  // a waiting thread then holds the last reference to the group
       completion->part_done(error);
     };
     std::shared_ptr<Pending> agreed;

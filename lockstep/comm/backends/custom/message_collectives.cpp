@@ -111,7 +111,8 @@ void MessageCollectives::reduce(const Operation& operation) {
   exchange(sends, me == root ? blocks : Outputs(size_));
 }
 
-// The root gives each rank a part, and all exchange their parts: nobody sends all of it many times.
+// The root gives each rank a part, and all exchange their parts: no rank sends all of it many
+// times.
 void MessageCollectives::broadcast(const Operation& operation) {
   const auto me = static_cast<size_t>(rank_), root = static_cast<size_t>(operation.root);
   const Outputs blocks = cut(operation.output, shares(operation.count, size_), operation.dtype);

@@ -482,7 +482,7 @@ void EngineGroup::begin_message(const Operation& operation, std::shared_ptr<cons
     }
     header_work.reset();
     data_work.reset();
-    self.reset();  // whoever waits is the last to have the group, on a thread that ends well
+    self.reset();  // a waiting thread then holds the last reference to the group
     completion->part_done(error);
   }).detach();
 }

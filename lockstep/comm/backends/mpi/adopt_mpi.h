@@ -19,9 +19,9 @@ void require_running();
 Group adopt(int handle, InitOptions options);
 }  // namespace mpi
 
-// The ranks of `comm` as a group, over a duplicate: the program may go on using its own. Collective
-// over `comm`. MPI must have been started with MPI_THREAD_MULTIPLE, and must end after the last use
-// of the group. With a backend other than "auto" the same ranks communicate over that.
+// The ranks of `comm` as a group, over a duplicate: the program may continue to use its own.
+// Collective over `comm`. MPI must have been started with MPI_THREAD_MULTIPLE, and must end after
+// the last use of the group. With a backend other than "auto" the same ranks communicate over that.
 inline Group adopt(MPI_Comm comm, InitOptions options = {}) {
   mpi::require_running();
   return mpi::adopt(MPI_Comm_c2f(comm), std::move(options));

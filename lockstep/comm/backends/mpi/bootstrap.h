@@ -6,7 +6,7 @@
 
 namespace lockstep::comm::mpi {
 
-// Rank 0's text, on every rank of the job. Starts MPI if nobody has.
+// Rank 0's text, on every rank of the job. Starts MPI if the program has not.
 std::string share_from_rank0(const std::string& text);
 
 }  // namespace lockstep::comm::mpi

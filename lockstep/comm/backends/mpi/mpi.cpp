@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small collectives and messages are MPI's non-blocking calls, moved on by whoever waits, and by a
-// thread where nobody does. Large collectives are its blocking calls, which are faster, on a thread
-// of their own. The two kinds use different communicators: each sees its calls in the same order on
-// every rank.
+// Small collectives and messages are MPI's non-blocking calls, driven by the thread that waits, and
+// by a thread of ours where none does. Large collectives are its blocking calls, which are faster,
+// on a thread of their own. The two kinds use different communicators: each sees its calls in the
+// same order on every rank.
 #include "lockstep/comm/backends/mpi/mpi.h"
 
 #include <sched.h>
@@ -112,7 +112,7 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
     if (!thread_.joinable()) thread_ = std::thread([worker = worker_] { worker->work(); });
     worker_->arrived.notify_one();
   }
-  // Nobody waits for it; MPI still has its memory.
+  // No thread waits for it; MPI still has its memory.
   void abandon(std::shared_ptr<Progress> progress) {
     const std::lock_guard lock(worker_->mutex);
     worker_->in_flight.push_back(std::move(progress));

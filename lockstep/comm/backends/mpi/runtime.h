@@ -12,7 +12,7 @@ void require_mpi();
 
 // An operation did not come to an end: ending MPI at exit would wait for it for ever.
 void do_not_finalize();
-// While one is alive, an operation is still running that nobody waits for: MPI is not ended.
+// While one is alive, an operation is still running that no thread waits for: MPI is not finalized.
 struct Unfinished {
   Unfinished();
   ~Unfinished();

@@ -26,7 +26,7 @@ struct Progress {
   std::shared_ptr<const void> memory;         // what MPI reads and writes
   std::function<void()> finish;               // what is left to do when MPI is done
   bool begun = false;                         // MPI has it, or the thread
-  bool dropped = false;                       // nobody will wait for it
+  bool dropped = false;                       // no thread will wait for it
   bool done = false;
   std::exception_ptr error;
   Clock::time_point finished;
@@ -50,7 +50,8 @@ struct Worker {
   std::mutex mutex;  // guards what follows
   std::condition_variable arrived;
   std::deque<Large> queue;
-  // Messages, which may need a push while their owners compute, and what nobody waits for any more.
+  // Messages, which may need a push while their owners compute, and operations that no thread waits
+  // for any more.
   std::vector<std::shared_ptr<Progress>> in_flight;
   // Small collectives, which are over before the thread looks, unless their rank waits for
   // something else: another group, or what is compared, for which the others may wait for this.

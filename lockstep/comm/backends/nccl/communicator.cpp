@@ -127,7 +127,7 @@ void Communicator::shutdown() noexcept {
   bool failed = false;
   {
     const std::lock_guard lock(mutex_);
-    // Whoever has memory of it has it a little longer.
+    // Tensors in its memory may live a little longer.
     if (!owned_ || leaving_ || seat_.comm == nullptr || !memory_.empty()) return;
     leaving_ = true;
     const Result result = engine_.api->comm_finalize(seat_.comm);

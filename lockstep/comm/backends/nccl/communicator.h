@@ -31,8 +31,8 @@ class Communicator {
   void adopt(ncclComm* comm, int rank, int size);
   bool is_begun() const;
 
-  // Runs `call` with the communicator, but not if that has been aborted. False if NCCL goes on with
-  // it: then is_settled() says when it is done. Throws CommError with NCCL's words.
+  // Runs `call` with the communicator, but not if that has been aborted. False if NCCL continues
+  // with it: then is_settled() says when it is done. Throws CommError with NCCL's words.
   bool call(const std::function<Result(const Seat&)>& call);
   // What was begun has been taken over by the stream. Throws as above, also for errors that NCCL
   // finds by itself.

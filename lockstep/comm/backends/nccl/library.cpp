@@ -27,7 +27,7 @@ std::filesystem::path torch_folder() {
   return folder;
 }
 
-// Beside torch (a pip wheel has it in a package of its own), then where CUDA is.
+// Next to torch (a pip wheel has it in a package of its own), then where CUDA is.
 std::vector<std::string> candidates() {
   std::vector<std::string> paths{"libnccl.so.2"};  // also the one that torch has loaded
   if (const auto lib = torch_folder(); !lib.empty()) {

@@ -19,7 +19,7 @@ constexpr milliseconds kFirstPause{1}, kLongestPause{20};
 // What an aborted communicator still runs ends within this time.
 constexpr milliseconds kLastWords{5000};
 
-// The group is broken already, and whoever broke it has said why.
+// The group is broken already, and the operation that broke it has said why.
 struct Aborted {};
 
 }  // namespace
@@ -283,7 +283,7 @@ void NcclStream::retire(Ticket& ticket) {
   has_frees_ = true;
 }
 
-// After an abort: kernels that were running come to an end, and then nobody uses the memory.
+// After an abort: kernels that were running come to an end, and then the memory is unused.
 void NcclStream::let_go() {
   Lock lock(mutex_);
   const auto is_over = [this] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations of one communicator on their way: a thread watches them, so that errors, deadlines and
-// lost peers are found though nobody waits.
+// lost peers are found even if no thread waits.
 #pragma once
 
 #include <condition_variable>

@@ -42,7 +42,7 @@ int device_of(const at::Tensor& tensor) {
 
 c10::Device torch_device(int device) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(device)}; }
 
-// Torch's own way: it does not make a context on a device that nobody uses. A group that lives
+// Torch's own way: it does not make a context on an unused device. A group that lives
 // until the end of the process comes here when torch's own records are gone, and torch throws;
 // whatever else is wrong with a device, the calls after this one say.
 int exchange_device(int device) {

@@ -19,7 +19,7 @@ std::string Liveness::death_of(int rank) {
   const auto pid = static_cast<pid_t>(slot.pid);
   if (pid == getpid()) return {};
   Fd& process = processes_[static_cast<size_t>(rank)];
-  // A pid descriptor sees the end of a process also while nobody has collected its exit status.
+  // A pid descriptor sees the end of a process also before its exit status is collected.
   if (!process.valid()) process = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   if (process.valid()) {
     pollfd item{process.get(), POLLIN, 0};
