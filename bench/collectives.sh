@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The tables of docs/performance.md: Lockstep and its peers, one after the other. bench/collectives.sh [RANKS] [BUILD]
+# The tables of docs/performance/collectives.md: Lockstep and its peers, one after the other. bench/collectives.sh [RANKS] [BUILD]
 set -eu
 ranks=${1:-2} build=${2:-build}
 root=""
