@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Freezes the command line: what --help prints is kept in tests/package/help.
 
-usage: help_test.py LOCKSTEP_COMMAND      LOCKSTEP_UPDATE_HELP=1 writes the files anew
+usage: help_test.py LOCKSTEP_COMMAND      LOCKSTEP_UPDATE_HELP=1 writes the files again
 """
 import difflib
 import os

@@ -40,7 +40,7 @@ def picture_errors(root, command, page):
             if os.environ.get("LOCKSTEP_UPDATE_IMAGES") == "1":
                 (root / path).write_text(made.read_text())
             elif not (root / path).is_file() or not same((root / path).read_text(), made.read_text()):
-                yield f"{path} is not what `lockstep {line}` makes; LOCKSTEP_UPDATE_IMAGES=1 writes it anew"
+                yield f"{path} is not what `lockstep {line}` makes; LOCKSTEP_UPDATE_IMAGES=1 writes it again"
 
 
 def table_errors(command, page):
