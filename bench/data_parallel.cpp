@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training step of DataParallel with several replicas on one device, next to the same step
-// without replicas and, on a GPU, to that of libtorch's own torch::nn::parallel::data_parallel. The
-// three run in turn.
+// A training step of DataParallel with several replicas on one device, in turn with the same step
+// without replicas. (torch::nn::parallel::data_parallel needs a device for each replica, and is not
+// compared.)
 //
 //   bench_data_parallel [cpu|cuda] [REPLICAS WIDTH LAYERS ROWS ROUNDS]
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/parallel/data_parallel.h>
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
@@ -70,11 +69,6 @@ int main(int argc, char** argv) {
   auto parallel = parallel::data_parallel(shared, {.devices = devices});
   ways.push_back({"lockstep", shared, [&](Net&) { return parallel.forward(input); },
                   [&] { parallel.sync_gradients(); }});
-  if (cuda) {
-    ways.push_back({"libtorch", make(), [&](Net& net) {
-                      return torch::nn::parallel::data_parallel(net, input, devices, device);
-                    }});
-  }
   for (int64_t round = 0; round < rounds; ++round) {
     for (Way& way : ways) {
       torch::optim::SGD optimizer(way.net->parameters(), 1e-3);
