@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A network of one's own as a pipeline: each rank builds its layers only, and micro-batches pass
-// through the ranks as a schedule says. Without the launcher the same code is one process.
+// A small language model as a pipeline. Each rank builds only its own layers, and micro-batches
+// pass through the ranks as a schedule says. The output layer computes with the weight of the
+// embedding, which is on the first rank. Without the launcher the same code is one process.
 //
 // $ lockstep run -n 2 build/bin/06_pipeline
-// [rank0]: 2 ranks, this one with 2 of 4 layers and 2 micro-batches in flight at most; learned
+// [rank0]: 2 ranks, this one trains 3 of 5 parameters, 2 micro-batches in flight at most; learned
 //
 // $ build/bin/06_pipeline
-// 1 ranks, this one with 4 of 4 layers and 1 micro-batches in flight at most; learned
+// 1 ranks, this one trains 5 of 5 parameters, 1 micro-batches in flight at most; learned
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
@@ -14,12 +17,12 @@
 
 #include "lockstep/lockstep.h"
 
-struct BlockImpl : torch::nn::Module {
-  BlockImpl(int64_t in, int64_t out)
-      : linear(register_module("linear", torch::nn::Linear(in, out))) {}
-  at::Tensor forward(const at::Tensor& x) { return torch::tanh(linear(x)); }
+constexpr int64_t kTokens = 64, kWidth = 32;
 
-  torch::nn::Linear linear;
+struct BlockImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x + torch::tanh(linear(x)); }
+
+  torch::nn::Linear linear{register_module("linear", torch::nn::Linear(kWidth, kWidth))};
 };
 TORCH_MODULE(Block);
 
@@ -27,25 +30,30 @@ int main() {
   using namespace lockstep;
   const comm::Group group = comm::init();
   constexpr int kMicroBatches = 4;
+  const auto embedding = [] { return torch::nn::Embedding(kTokens, kWidth); };
   const std::vector<parallel::Layer> layers{
-      parallel::layer("in", [] { return Block(2, 32); }),
-      parallel::layer("hidden.0", [] { return Block(32, 32); }),
-      parallel::layer("hidden.1", [] { return Block(32, 32); }),
-      parallel::layer("out", [] { return torch::nn::Linear(32, 1); })};
+      parallel::layer("embed", embedding), parallel::layer("hidden.0", [] { return Block(); }),
+      parallel::layer("hidden.1", [] { return Block(); }),
+      parallel::tied_layer("embed", embedding,
+                           [](torch::nn::EmbeddingImpl& embed, const parallel::Tensors& in) {
+                             return torch::linear(in[0], embed.weight);
+                           })};
   parallel::Pipeline pipeline(
       layers, group,
       {.schedule = parallel::PipelineSchedule::zb_h1, .microbatches = kMicroBatches});
-  optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 5e-3});
+  optim::AdamW optimizer(pipeline.named_parameters(), {.lr = 1e-2});
 
-  torch::manual_seed(1);  // every rank draws the same data: the first needs x, the last the product
+  // Every rank draws the same data: the first needs the tokens, the last the targets.
+  torch::manual_seed(1);
   double loss = 1;
   for (int step = 0; step < 300; ++step) {
-    const at::Tensor x = torch::rand({kMicroBatches, 32, 2});
+    const at::Tensor tokens = torch::randint(kTokens, {kMicroBatches, 32}, at::kLong);
     const at::Tensor losses = pipeline.step(
-        {.inputs = [&](int i) { return parallel::Tensors{x[i]}; },
+        {.inputs = [&](int i) { return parallel::Tensors{tokens[i]}; },
          .loss =
              [&](int i, const parallel::Tensors& out) {
-               return torch::mse_loss(out[0], x[i].prod(1, /*keepdim=*/true)) / kMicroBatches;
+               const at::Tensor next = (tokens[i] + 1) % kTokens;
+               return torch::nn::functional::cross_entropy(out[0], next) / kMicroBatches;
              }});
     pipeline.clip_grad_norm_(1);
     optimizer.step();
@@ -53,9 +61,9 @@ int main() {
     loss = losses.sum().item<double>();
   }
   if (group.rank() == 0) {
-    std::cout << group.size() << " ranks, this one with " << pipeline.parameters().size() / 2
-              << " of 4 layers and " << pipeline.stats().peak_live
-              << " micro-batches in flight at most; " << (loss < 1e-3 ? "learned" : "not learned")
+    std::cout << group.size() << " ranks, this one trains " << pipeline.parameters().size()
+              << " of 5 parameters, " << pipeline.stats().peak_live
+              << " micro-batches in flight at most; " << (loss < 0.1 ? "learned" : "not learned")
               << "\n";
   }
 }

@@ -21,6 +21,8 @@ using config::ModelKind;
 using parallel::LayerForward;
 using parallel::Tensors;
 
+constexpr const char* kEmbedding = "embed";
+
 // theta^(-2i/D). With Llama 3's scaling, waves longer than the sequences of the first training are
 // stretched by the factor, short ones are left, and those between are blended.
 std::vector<double> rotary_frequencies(const config::ModelSpec& spec) {
@@ -54,7 +56,7 @@ struct Shared {
 
 LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
-  nn::Embedding embed = parts.embedding(stage, "embed");
+  nn::Embedding embed = parts.embedding(stage, kEmbedding);
   nn::Embedding positions{nullptr};
   if (shared.spec.kind == ModelKind::gpt) positions = parts.embedding(stage, "positions");
   nn::Dropout dropout = stage.register_module("dropout", nn::Dropout(shared.spec.dropout));
@@ -94,10 +96,9 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
       return Tensors{head(norm(in.at(0)))};
     };
   }
-  const auto children = stage.named_children();
-  const auto embed = children.contains("embed")
-                         ? std::dynamic_pointer_cast<nn::EmbeddingImpl>(children["embed"])
-                         : parts.embedding(stage, "embed").ptr();
+  const auto found = parallel::find_layer(stage, kEmbedding);
+  const auto embed = found ? std::dynamic_pointer_cast<nn::EmbeddingImpl>(found)
+                           : parts.embedding(stage, kEmbedding).ptr();
   return [norm, embed](const Tensors& in) { return Tensors{embed->logits(norm(in.at(0)))}; };
 }
 
@@ -115,12 +116,8 @@ std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec
         {[shared, i](torch::nn::Module& stage) { return build_block(*shared, i, stage); }});
   }
   layers.push_back({[shared](torch::nn::Module& stage) { return build_head(*shared, stage); },
-                    /*recompute=*/false});
+                    /*recompute=*/false, /*tied=*/spec.is_tied() ? kEmbedding : ""});
   return layers;
-}
-
-std::vector<std::string> tied_parameters(const config::ModelSpec& spec) {
-  return spec.is_tied() ? std::vector<std::string>{"embed.weight"} : std::vector<std::string>{};
 }
 
 }  // namespace lockstep::model

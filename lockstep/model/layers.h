@@ -21,7 +21,4 @@ std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec
                                                    at::TensorOptions tensors,
                                                    std::shared_ptr<nn::RandomContext> random);
 
-// Parameters that the head shares with the embeddings: in a pipeline, both stages have them.
-std::vector<std::string> tied_parameters(const config::ModelSpec& spec);
-
 }  // namespace lockstep::model

@@ -22,8 +22,7 @@ namespace {
 parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::Device device,
                                         const comm::Group& world,
                                         const std::shared_ptr<nn::RandomContext>& random) {
-  parallel::PipelineOptions options{.tied = model::tied_parameters(config.model),
-                                    .device = device,
+  parallel::PipelineOptions options{.device = device,
                                     .advanced = {.initializer = initializer(config, device),
                                                  .random = random,
                                                  .store = activation_store(config, world.rank()),

@@ -82,16 +82,25 @@ PipelineOptions of_a_stage(PipelineOptions options, int chunks) {
   return options;
 }
 
+std::vector<std::string> tied_modules(const std::vector<Layer>& layers) {
+  std::vector<std::string> paths;
+  for (const Layer& layer : layers) {
+    if (!layer.tied.empty()) paths.push_back(layer.tied);
+  }
+  return paths;
+}
+
 // Shards of units have the units' names, which do not say which stage or parameter they are of.
-void check_names(const PipelineOptions& options, const schedule::Pipeline& layout,
-                 const Axes& axes) {
+void check_names(const PipelineOptions& options, const std::vector<Layer>& layers,
+                 const schedule::Pipeline& layout, const Axes& axes) {
   const auto* shard = std::get_if<FullyShardOptions>(&options.data);
   if (shard == nullptr || shard->use_orig_params || axes.data.size() == 1) return;
-  if (options.tied.empty() && layout.chunks == 1 && axes.tensor.size() == 1) return;
-  throw ConfigError(
-      format("[pipeline] sharded stages with {} chunks per rank, {} tied parameters and {} "
-             "tensor-parallel ranks need use_orig_params",
-             layout.chunks, options.tied.size(), axes.tensor.size()));
+  const size_t tied = options.tied.size() + tied_modules(layers).size();
+  if (tied == 0 && layout.chunks == 1 && axes.tensor.size() == 1) return;
+  throw ConfigError(format(
+      "[pipeline] sharded stages with {} chunks per rank, {} tied parameters or layers and {} "
+      "tensor-parallel ranks need use_orig_params",
+      layout.chunks, tied, axes.tensor.size()));
 }
 
 // A rank's tensors for another stage: values, and whether their gradients are wanted.
@@ -151,7 +160,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
       mailbox_(axes.pipeline.split(0, axes.pipeline.rank()), options.device, patience_),
       progress_(pipeline_, [this](const std::string& why) { abort(why); }) {
   schedule::check_deadlock(program_);
-  check_names(options, schedule, axes);
+  check_names(options, layers, schedule, axes);
   try {
     build(layers, axes);
   } catch (const std::exception& error) {
@@ -190,7 +199,8 @@ void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
     mine.push_back(stages_.back().get());
   }
   check_plan();
-  tied_ = std::make_unique<TiedParameters>(options.tied, mine, layout(), pipeline_, patience_);
+  tied_ = std::make_unique<TiedParameters>(options.tied, tied_modules(layers), mine, layout(),
+                                           pipeline_, patience_);
   norm_group_ = make_norm_group(stages_, axes);
 }
 

@@ -16,9 +16,18 @@ void register_layer(torch::nn::Module& stage, const std::string& path,
   const std::string name = dot == std::string::npos ? path : path.substr(dot + 1);
   if (name.empty() || parent.named_children().contains(name)) {
     throw ConfigError(
-        format("[pipeline] a layer is named '{}', must be a name that no other layer has", path));
+        format("[pipeline] a layer is named '{}', must be a name that no other layer has; build a "
+               "layer with the parameters of another one with tied_layer()",
+               path));
   }
   parent.register_module(name, std::move(module));
+}
+
+std::shared_ptr<torch::nn::Module> find_layer(const torch::nn::Module& stage,
+                                              const std::string& path) {
+  const auto modules = stage.named_modules("", /*include_self=*/false);
+  const auto* const found = modules.find(path);
+  return found != nullptr ? *found : nullptr;
 }
 
 LayerForward detail::recomputed(LayerForward forward, layout::Recompute recompute,
@@ -70,6 +79,13 @@ torch::nn::Module& container(torch::nn::Module& root, const std::string& path) {
     begin = end + 1;
   }
   return *module;
+}
+
+void refuse_type(const std::string& layer) {
+  throw ConfigError(format(
+      "[pipeline] a tied layer computes with '{}', whose module has another type there; both "
+      "layers must make the same module",
+      layer));
 }
 
 void refuse_inputs(const std::string& layer, size_t count) {

@@ -35,6 +35,8 @@ struct Layer {
   // Off: what it keeps for backward stays in memory whatever is done about activations. For a layer
   // that keeps little, or that is the last and would be computed twice in a row.
   bool recompute = true;
+  // The path of a module that another layer has too, whose parameters are tied: see tied_layer().
+  std::string tied = {};
 };
 
 // Builds the layers in the stage's module and returns what computes with them, with `recompute`
@@ -47,6 +49,9 @@ std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn:
 // dots separate modules. Throws ConfigError if another layer has that path.
 void register_layer(torch::nn::Module& stage, const std::string& path,
                     std::shared_ptr<torch::nn::Module> module);
+// The module that a layer before this one has registered in the stage under this path, or null.
+std::shared_ptr<torch::nn::Module> find_layer(const torch::nn::Module& stage,
+                                              const std::string& path);
 
 namespace detail {
 
@@ -56,6 +61,17 @@ torch::nn::Module& container(torch::nn::Module& root, const std::string& path);
 LayerForward recomputed(LayerForward forward, layout::Recompute recompute,
                         RecomputeOptions options);
 [[noreturn]] void refuse_inputs(const std::string& layer, size_t count);
+[[noreturn]] void refuse_type(const std::string& layer);
+
+// What a holder holds.
+template <class Holder>
+auto pointer_of(const Holder& module) {
+  if constexpr (requires { module.ptr(); }) {
+    return module.ptr();
+  } else {
+    return module;
+  }
+}
 
 template <class Module>
 Tensors call(Module& module, const std::string& name, const Tensors& in) {
@@ -96,17 +112,38 @@ Tensors call(Module& module, const std::string& name, const Tensors& in) {
 template <class Make>
 Layer layer(std::string name, Make make) {
   return {[name = std::move(name), make = std::move(make)](torch::nn::Module& stage) {
-    auto module = make();
-    std::shared_ptr<std::remove_reference_t<decltype(*module)>> shared;
-    if constexpr (requires { module.ptr(); }) {
-      shared = module.ptr();
-    } else {
-      shared = module;
-    }
+    const auto shared = detail::pointer_of(make());
     register_layer(stage, name, shared);
     return LayerForward(
         [shared, name](const Tensors& in) { return detail::call(*shared, name, in); });
   }};
+}
+
+// A layer that computes with the parameters of another layer, such as an output projection with the
+// weight of the embedding. `name` and `make` are those of the other layer, which comes first.
+// `forward(module, inputs)` is called with the module and returns a tensor, or tuples and vectors
+// of such. The parameters are tied on any number of ranks: where the two layers are in different
+// stages, the first stage's are trained, the other stage has a copy and returns its gradients.
+template <class Make, class Forward>
+Layer tied_layer(std::string name, Make make, Forward forward) {
+  const auto build = [name, make = std::move(make),
+                      forward = std::move(forward)](torch::nn::Module& stage) {
+    using Module = typename decltype(detail::pointer_of(make()))::element_type;
+    std::shared_ptr<Module> shared;
+    if (const auto found = find_layer(stage, name)) {
+      shared = std::dynamic_pointer_cast<Module>(found);
+      if (!shared) detail::refuse_type(name);
+    } else {
+      shared = detail::pointer_of(make());
+      register_layer(stage, name, shared);
+    }
+    return LayerForward([shared, forward](const Tensors& in) {
+      Tensors out;
+      detail::collect_tensors(forward(*shared, in), out);
+      return out;
+    });
+  };
+  return {.build = build, .tied = name};
 }
 
 // A layer without parameters: a function of tensors.

@@ -66,8 +66,9 @@ struct PipelineOptions {
   int microbatches = 1;         // of a step, on each data-parallel rank
   int chunks = 1;               // stages of a rank
   std::vector<int> split = {};  // layers of each stage, first to last; empty: all equal
-  // Parameters that several stages have under the same name, and that are one: the first stage's,
-  // which the optimizer sees, is copied to the others before each step and gets their gradients.
+  // Parameters that several stages have under the same name, and that are one, in addition to those
+  // of tied_layer(): the first stage's, which the optimizer sees, is copied to the others before
+  // each step and gets their gradients.
   std::vector<std::string> tied = {};
   // How the ranks of the mesh's axis "tp" share the layers' matrices, if there is one.
   layout::TensorPlan plan = {};

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 
 #include "lockstep/comm/collectives.h"
@@ -15,15 +16,24 @@
 namespace lockstep::parallel::detail {
 namespace {
 
-// Every rank's names with the stages that have them, in one exchange: names travel as hashes.
-std::map<uint64_t, std::vector<int>> stages_of_names(const std::vector<Stage*>& stages,
-                                                     const schedule::Pipeline& layout,
-                                                     const comm::Group& group) {
-  std::vector<int64_t> mine;  // hash, stage
+uint64_t hash_of(const std::string& name) { return random_key(0, "name", name).tensor; }
+
+struct Places {
+  std::vector<int> stages = {};
+  bool tied = false;
+};
+
+// Every rank's parameters with the stages that have them, in one exchange: names travel as hashes.
+std::map<uint64_t, Places> places_of_names(const std::vector<Stage*>& stages,
+                                           const std::function<bool(const std::string&)>& is_tied,
+                                           const schedule::Pipeline& layout,
+                                           const comm::Group& group) {
+  std::vector<int64_t> mine;  // hash, stage, whether it is tied
   for (size_t chunk = 0; chunk < stages.size(); ++chunk) {
     for (const auto& item : stages[chunk]->module().named_parameters()) {
-      mine.push_back(static_cast<int64_t>(random_key(0, "name", item.key()).tensor));
+      mine.push_back(static_cast<int64_t>(hash_of(item.key())));
       mine.push_back(layout.stage(group.rank(), static_cast<int>(chunk)));
+      mine.push_back(is_tied(item.key()) ? 1 : 0);
     }
   }
   const auto ranks = static_cast<size_t>(group.size());
@@ -33,46 +43,53 @@ std::map<uint64_t, std::vector<int>> stages_of_names(const std::vector<Stage*>& 
   const std::vector<int64_t> counts(sizes.data_ptr<int64_t>(), sizes.data_ptr<int64_t>() + ranks);
   const at::Tensor all = at::empty({sizes.sum().item<int64_t>()}, at::kLong);
   comm::all_gather(all, at::tensor(mine, at::kLong), group, {.counts = counts}).wait();
-  std::map<uint64_t, std::vector<int>> found;
+  std::map<uint64_t, Places> found;
   const int64_t* word = all.data_ptr<int64_t>();
-  for (int64_t i = 0; i < all.numel(); i += 2)
-    found[static_cast<uint64_t>(word[i])].push_back(static_cast<int>(word[i + 1]));
-  for (auto& [name, places] : found) std::sort(places.begin(), places.end());
+  for (int64_t i = 0; i < all.numel(); i += 3) {
+    Places& places = found[static_cast<uint64_t>(word[i])];
+    places.stages.push_back(static_cast<int>(word[i + 1]));
+    places.tied = word[i + 2] != 0;
+  }
+  for (auto& [name, places] : found) std::sort(places.stages.begin(), places.stages.end());
   return found;
 }
 
 }  // namespace
 
-TiedParameters::TiedParameters(const std::vector<std::string>& names, std::vector<Stage*> stages,
+TiedParameters::TiedParameters(const std::vector<std::string>& names,
+                               const std::vector<std::string>& modules, std::vector<Stage*> stages,
                                const schedule::Pipeline& layout, const comm::Group& group,
                                milliseconds timeout)
     : stages_(std::move(stages)), group_(group), timeout_(timeout) {
-  auto found = stages_of_names(stages_, layout, group_);
+  const auto is_tied = [&](const std::string& name) {
+    return std::ranges::find(names, name) != names.end() ||
+           std::ranges::any_of(
+               modules, [&](const std::string& path) { return name.starts_with(path + "."); });
+  };
+  const auto found = places_of_names(stages_, is_tied, layout, group_);
   for (const std::string& name : names) {
-    const auto place = found.find(random_key(0, "name", name).tensor);
-    if (place == found.end()) {
+    if (!found.contains(hash_of(name)))
       throw ConfigError(format("[pipeline] tied has '{}', which no stage has", name));
-    }
-    for (size_t i = 1; i < place->second.size(); ++i) {
-      copies_.push_back({.name = name,
-                         .owner = layout.place(place->second[0]),
-                         .copy = layout.place(place->second[i])});
-    }
-    found.erase(place);
+  }
+  std::map<uint64_t, std::string> mine;
+  for (const Stage* stage : stages_) {
+    for (const auto& item : stage->module().named_parameters())
+      mine[hash_of(item.key())] = item.key();
   }
   for (const auto& [hash, places] : found) {
-    if (places.size() == 1) continue;
-    std::string name = "a parameter";  // on a rank that does not have it
-    for (const Stage* stage : stages_) {
-      for (const auto& item : stage->module().named_parameters()) {
-        if (random_key(0, "name", item.key()).tensor == hash)
-          name = format("parameter '{}'", item.key());
-      }
+    if (places.stages.size() == 1) continue;
+    const std::string name = mine.contains(hash) ? mine[hash] : "";
+    if (!places.tied) {
+      throw ConfigError(format(
+          "[pipeline] {} is in stages {}; build the second layer with tied_layer(), or name "
+          "the parameter in tied, if it is one parameter, or give the layers other names",
+          name.empty() ? "a parameter" : format("parameter '{}'", name), join(places.stages)));
     }
-    throw ConfigError(
-        format("[pipeline] {} is in stages {}; name it in tied if it is one, or give the layers "
-               "other names",
-               name, join(places)));
+    for (size_t i = 1; i < places.stages.size(); ++i) {
+      copies_.push_back({.name = name,
+                         .owner = layout.place(places.stages[0]),
+                         .copy = layout.place(places.stages[i])});
+    }
   }
   // Shards must be cut alike. All ranks hear of it if two are not.
   const auto rows = static_cast<int64_t>(copies_.size());

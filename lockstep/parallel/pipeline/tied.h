@@ -16,11 +16,13 @@ namespace lockstep::parallel::detail {
 
 class TiedParameters {
  public:
-  // `stages` are this rank's, one for each chunk. Collective over the ranks of the pipeline, which
-  // all have the same names. `timeout` is of the messages around a step. ConfigError for a name in
-  // fewer than one stage, for one that is in several and not named, and for parts that differ.
-  TiedParameters(const std::vector<std::string>& names, std::vector<Stage*> stages,
-                 const schedule::Pipeline& layout, const comm::Group& group, milliseconds timeout);
+  // `names` are parameters, `modules` are paths all of whose parameters are tied. `stages` are this
+  // rank's, one for each chunk. Collective over the ranks of the pipeline, which all have the same
+  // names. `timeout` is of the messages around a step. ConfigError for a parameter that no stage
+  // has, for one that is in several and not tied, and for shapes that differ.
+  TiedParameters(const std::vector<std::string>& names, const std::vector<std::string>& modules,
+                 std::vector<Stage*> stages, const schedule::Pipeline& layout,
+                 const comm::Group& group, milliseconds timeout);
 
   // Before a step. Collective.
   void copy_values();
@@ -31,7 +33,7 @@ class TiedParameters {
 
  private:
   struct Copy {
-    std::string name;
+    std::string name;  // empty on a rank that has neither of the two
     schedule::Place owner, copy;
   };
 

@@ -145,7 +145,6 @@ parallel::Pipeline make(const PipelineCase& c, const mesh::Mesh& mesh) {
            .microbatches = c.microbatches,
            .chunks = c.chunks,
            .split = split_of(spec, c.stages()),
-           .tied = model::tied_parameters(spec),
            .data = *c.shard,
            .advanced = {.max_unsharded = c.max_unsharded,
                         .initializer = parallel::MaterializeOptions{

@@ -97,13 +97,12 @@ TEST(PipelineMisuse, ANameTwiceInAStage) {
         group);
   });
   EXPECT_THAT(found[0], HasSubstr("CommError"));
-  EXPECT_EQ(found[1], "[pipeline] a layer is named 'c.d', must be a name that no other layer has");
+  EXPECT_THAT(found[1], testing::AllOf(HasSubstr("'c.d'"), HasSubstr("tied_layer()")));
   for (const char* name : {"", "a."}) {
     const Messages empty = messages(1, [&](const comm::Group& group) {
       const Pipeline pipeline({layer(name, [] { return Block(6); })}, group);
     });
-    EXPECT_EQ(empty[0], std::string("[pipeline] a layer is named '") + name +
-                            "', must be a name that no other layer has");
+    EXPECT_THAT(empty[0], HasSubstr(std::string("a layer is named '") + name + "'"));
   }
 }
 
@@ -111,24 +110,21 @@ TEST(PipelineMisuse, ANameInTwoStages) {
   auto layers = blocks(4);
   layers[3] = layer("blocks.1", [] { return torch::nn::Linear(6, 6); });
   layers[1] = layer("blocks.1", [] { return torch::nn::Linear(6, 6); });
-  const std::string rule =
-      " is in stages 0, 1; name it in tied if it is one, or give the layers other names";
   const Messages found = messages(2, [&](const comm::Group& group) {
     const Pipeline pipeline(layers, group, {.tied = {"blocks.1.bias"}});
   });
-  EXPECT_THAT(found, testing::Each(Eq("[pipeline] parameter 'blocks.1.weight'" + rule)));
+  EXPECT_THAT(found, testing::Each(testing::AllOf(HasSubstr("'blocks.1.weight'"),
+                                                  HasSubstr("stages 0, 1"), HasSubstr("tied"))));
   // A rank that does not have it cannot name it.
   auto three = blocks(3);
   three[2] = layer("blocks.0.linear",
                    [] { return torch::nn::Linear(torch::nn::LinearOptions(6, 6).bias(false)); });
   const Messages partly =
       messages(3, [&](const comm::Group& group) { const Pipeline pipeline(three, group); });
-  const std::string where =
-      " is in stages 0, 2; name it in tied if it is one, or give the layers other names";
+  EXPECT_THAT(partly, testing::Each(HasSubstr("stages 0, 2")));
   EXPECT_THAT(partly,
-              testing::ElementsAre("[pipeline] parameter 'blocks.0.linear.weight'" + where,
-                                   "[pipeline] a parameter" + where,
-                                   "[pipeline] parameter 'blocks.0.linear.weight'" + where));
+              testing::ElementsAre(HasSubstr("'blocks.0.linear.weight'"), HasSubstr("a parameter"),
+                                   HasSubstr("'blocks.0.linear.weight'")));
 }
 
 TEST(PipelineMisuse, TiedNames) {
@@ -164,14 +160,14 @@ TEST(PipelineMisuse, ShardsWithoutNames) {
     EXPECT_THAT(found, testing::Each(Eq(message)));
   };
   refused({.tied = {"blocks.0.linear.weight"}, .data = FullyShardOptions{}},
-          "[pipeline] sharded stages with 1 chunks per rank, 1 tied parameters and 1 "
+          "[pipeline] sharded stages with 1 chunks per rank, 1 tied parameters or layers and 1 "
           "tensor-parallel ranks need "
           "use_orig_params");
   refused({.schedule = PipelineSchedule::interleaved,
            .microbatches = 2,
            .chunks = 2,
            .data = FullyShardOptions{}},
-          "[pipeline] sharded stages with 2 chunks per rank, 0 tied parameters and 1 "
+          "[pipeline] sharded stages with 2 chunks per rank, 0 tied parameters or layers and 1 "
           "tensor-parallel ranks need "
           "use_orig_params");
 }

@@ -178,7 +178,6 @@ inline PipelineTrained train_pipeline(
       .microbatches = c.microbatches,
       .chunks = c.chunks,
       .split = split_of(spec, c.stages()),
-      .tied = model::tied_parameters(spec),
       .plan = config::tensor_plan(spec),
       .device = c.device,
       .advanced = {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whatever goes between stages, a pipeline trains as one process does.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -8,6 +9,7 @@
 
 #include <tuple>
 
+#include "lockstep/core/error.h"
 #include "tests/parallel/pipeline/follow.h"
 #include "tests/support/subprocess.h"
 
@@ -202,26 +204,41 @@ TEST(PipelineValues, Recomputed) {
 }
 
 // A layer that is in the model several times: in one module once.
-parallel::Layer shared() {
-  return {[](torch::nn::Module& stage) {
-    const auto children = stage.named_children();
-    const auto block = children.contains("shared")
-                           ? std::dynamic_pointer_cast<BlockImpl>(children["shared"])
-                           : stage.register_module("shared", Block(6).ptr());
-    return parallel::LayerForward(
-        [block](const Tensors& in) { return Tensors{block->forward(in[0])}; });
-  }};
+parallel::Layer shared(bool tied = true) {
+  parallel::Layer layer = parallel::tied_layer(
+      "shared", [] { return Block(6); },
+      [](BlockImpl& block, const Tensors& in) { return block.forward(in[0]); });
+  if (!tied) layer.tied.clear();
+  return layer;
 }
 
 TEST(PipelineValues, TiedParameters) {
-  for (PipelineOptions options : kinds()) {
-    options.tied = {"shared.linear.weight", "shared.linear.bias"};
+  for (const PipelineOptions& options : kinds()) {
     PipelineJob job{.layers = blocks(4)};
     job.layers.front() = job.layers.back() = shared();
     follow(job, 2, options);
     job.layers[1] = job.layers[2] = shared();  // with several copies
     follow(job, 2, options);
+    // On one rank too, and where the first layer is an ordinary one.
+    job.layers.front() = parallel::layer("shared", [] { return Block(6); });
+    follow(job, 1, options);
+    follow(job, 2, options);
   }
+  // By the names of the parameters.
+  PipelineOptions options = kinds()[0];
+  options.tied = {"shared.linear.weight", "shared.linear.bias"};
+  PipelineJob job{.layers = blocks(4)};
+  job.layers.front() = job.layers.back() = shared(/*tied=*/false);
+  follow(job, 2, options);
+}
+
+TEST(PipelineValues, ATiedLayerNeedsTheSameModule) {
+  std::vector<parallel::Layer> layers = blocks(2);
+  layers[1] = parallel::tied_layer(
+      "blocks.0", [] { return torch::nn::Linear(6, 6); },
+      [](torch::nn::LinearImpl& linear, const Tensors& in) { return linear.forward(in[0]); });
+  EXPECT_THAT([&] { const Pipeline pipeline(layers, comm::init()); },
+              testing::ThrowsMessage<ConfigError>(testing::HasSubstr("'blocks.0'")));
 }
 
 }  // namespace
