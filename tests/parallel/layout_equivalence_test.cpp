@@ -123,6 +123,14 @@ INSTANTIATE_TEST_SUITE_P(Grid, EveryLayout, testing::ValuesIn(kDims),
                                   "pp" + std::to_string(dims.pp);
                          });
 
+// A sum over ranks takes the place of the product that is kept.
+TEST(Layouts, ProductsAreKeptUnderTensorParallelism) {
+  for (const bool sequence : {false, true}) {
+    compare_layout(
+        make_case({1, 2, 1}, kModels[1], kOrders[0], MemoryStrategy::standard, {}, sequence));
+  }
+}
+
 // Where ranks share matrices, the other axes still change no bit.
 TEST(Layouts, DataShardsAndStagesChangeNoBitBesideTensorParallelism) {
   for (const bool sequence : {false, true}) {
