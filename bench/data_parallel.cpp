@@ -24,6 +24,7 @@ using namespace lockstep;
 struct NetImpl : torch::nn::Cloneable<NetImpl> {
   NetImpl(int64_t width, int64_t layers) : width(width), layers(layers) { reset(); }
   void reset() override {
+    linear.clear();  // a clone has those of its original
     for (int64_t i = 0; i < layers; ++i) {
       linear.push_back(
           register_module("linear" + std::to_string(i), torch::nn::Linear(width, width)));
