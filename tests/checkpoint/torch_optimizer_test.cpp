@@ -83,13 +83,20 @@ TEST_P(TorchOptimizer, ResumesFromACheckpoint) {
     EXPECT_TRUE(at::equal(item.value(), other->named_parameters()[item.key()])) << item.key();
 }
 
-// From shards of two ranks, which flatten parameters or do not, to three and to one.
+// From shards of two ranks, which flatten parameters or do not, to three, where a layer was sharded
+// alone with options of its own, and to one.
 TEST_P(TorchOptimizer, ResumesInOtherShards) {
   const test::TempDir folder;
-  const auto run = [&](int ranks, bool original, const std::string& from, int first, int last) {
+  const auto run = [&](int ranks, bool original, const std::string& from, int first, int last,
+                       bool nested = false) {
     std::vector<at::Tensor> result;
     comm::run_threads(ranks, [&](const comm::Group& group) {
       auto model = make_model();
+      if (nested) {
+        parallel::fully_shard(
+            *model->children()[0], group,
+            {.strategy = parallel::ShardingStrategy::optimizer, .min_num_params = 1});
+      }
       auto sharded =
           parallel::fully_shard(*model, group, {.min_num_params = 1, .use_orig_params = original});
       const auto optimizer = GetParam().make(sharded.parameters());
@@ -109,7 +116,7 @@ TEST_P(TorchOptimizer, ResumesInOtherShards) {
   };
   const auto unbroken = run(1, true, "", 0, 6);
   run(2, false, "", 0, 2);
-  run(3, true, folder.path() + "/step-00000002", 2, 4);
+  run(3, true, folder.path() + "/step-00000002", 2, 4, /*nested=*/true);
   const auto found = run(1, true, folder.path() + "/step-00000004", 4, 6);
   ASSERT_EQ(found.size(), unbroken.size());
   for (size_t i = 0; i < found.size(); ++i)

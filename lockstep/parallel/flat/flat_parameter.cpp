@@ -110,6 +110,14 @@ void FlatParameter::hide() {
   repoint(storage_, nowhere_.data(), plan_.device, tag(Tag::Kind::parameter, nullptr));
 }
 
+void FlatParameter::leave(std::shared_ptr<const LeftShard> left) {
+  Tag last =
+      tag(Tag::Kind::parameter, line_.defined() ? std::make_shared<at::Tensor>(line_) : nullptr);
+  last.left = std::move(left);
+  repoint(storage_, line_.defined() ? line_.data_ptr() : nowhere_.data(), plan_.device,
+          std::move(last));
+}
+
 void FlatParameter::outdate() const {
   if (!storage_) return;
   for (const Member& member : members_) member.tensor.unsafeGetTensorImpl()->bump_version();

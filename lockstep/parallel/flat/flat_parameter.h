@@ -34,6 +34,14 @@ struct Member {
   layout::Shape shard_shape() const;
 };
 
+// This rank's part of a flat whose engine has gone. The model's parameters keep it, so that the
+// engine of a larger model can take the values over.
+struct LeftShard {
+  at::Tensor values;
+  c10::Storage tagged;          // the same memory; null where there is nothing in it
+  std::vector<int64_t> counts;  // of all ranks' parts; one, if every rank has all
+};
+
 class FlatParameter {
  public:
   // `index`: the flat's place in the engine, which tags lead operators to.
@@ -56,6 +64,8 @@ class FlatParameter {
   void show(const at::Tensor& line);
   void hide();
   const at::Tensor& shown() const { return line_; }
+  // The engine goes; what is behind the views stays, and the views lead to what is left.
+  void leave(std::shared_ptr<const LeftShard> left);
   // Values are about to change: autograd refuses graphs that saved what the parameters were.
   void outdate() const;
   // Throws Error, naming the parameter, where one is no longer the view that it was made.

@@ -22,6 +22,7 @@ struct FlatPlan {
   std::vector<optim::NamedParameter> parameters = {};
   bool trained = true;
   bool resident = false;                       // gathered once a step and never dropped
+  bool kept_for_backward = false;              // gathered from forward to backward
   bool whole_gradients = false;                // all-reduced instead of reduce-scattered
   bool updates_as_one = true;                  // the optimizer has one tensor for all of them
   bool reproducible = false;                   // sums are those of one fixed tree

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <array>
 
 #include "lockstep/comm/collectives.h"
@@ -187,6 +188,19 @@ size_t FlatShard::bytes() const {
   }
   const size_t sent = whole_line_.defined() ? whole_line_.nbytes() : sent_.nbytes();
   return sent + (sent_.is_same(values_) ? 0 : values_.nbytes());
+}
+
+bool FlatShard::is_held() const {
+  if (!storage_) return false;
+  return storage_.use_count() > optimized_.size() + 1 ||
+         std::any_of(optimized_.begin(), optimized_.end(),
+                     [](const OptimizedTensor& each) { return each.tensor.use_count() > 1; });
+}
+
+void FlatShard::leave() {
+  if (!values_.defined() || parameter_.plan().offload) return;
+  parameter_.leave(
+      std::make_shared<LeftShard>(LeftShard{values_, storage_, parameter_.layout().counts()}));
 }
 
 void FlatShard::publish() {

@@ -61,6 +61,11 @@ class FlatShard {
   at::Tensor gathered() const;
   // Bytes that are always there.
   size_t bytes() const;
+  // Somebody else has a tensor of parameters() or of rows_of(): an optimizer, a state dict.
+  bool is_held() const;
+  // The engine goes: the model's parameters keep the values for whoever shards them next. Those of
+  // an offloaded model are lost.
+  void leave();
 
   // Shows what was written to those who gather.
   void publish();

@@ -16,6 +16,7 @@
 namespace lockstep::parallel::detail {
 
 class ShardEngine;
+struct LeftShard;
 
 // The key that all tensors with a tag carry, so that operators on them can be intercepted.
 constexpr auto kShardKey = kDispatchKey;
@@ -39,7 +40,8 @@ struct Tag {
   std::weak_ptr<ShardEngine> engine = {};
   size_t flat = 0;  // place in the engine
   std::shared_ptr<const FlatNames> names = nullptr;
-  std::shared_ptr<void> memory = nullptr;  // kept as long as the storage points to it
+  std::shared_ptr<void> memory = nullptr;           // kept as long as the storage points to it
+  std::shared_ptr<const LeftShard> left = nullptr;  // of a parameter whose engine has gone
 
   // Of the parameter that a view with this tag shows.
   const std::string& name_of(const at::Tensor& view) const;

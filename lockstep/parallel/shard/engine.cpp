@@ -39,6 +39,7 @@ ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options,
 
 ShardEngine::~ShardEngine() {
   if (tiers_) tiers_->wait();  // for what is on its way into lines that go now
+  for (const auto& flat : flats_) flat->shard.leave();
 }
 
 void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& value_of,

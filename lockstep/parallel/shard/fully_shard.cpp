@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/same_model.h"
@@ -19,6 +20,7 @@
 #include "lockstep/parallel/intercept/recording.h"
 #include "lockstep/parallel/shard/arrange_offload.h"
 #include "lockstep/parallel/shard/mixed_precision.h"
+#include "lockstep/parallel/shard/nesting.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/shard/units.h"
 
@@ -120,45 +122,69 @@ using FlatKind =
 
 class Plans {
  public:
-  Plans(const ShardGroups& groups, const FullyShardOptions& options)
-      : groups_(groups), options_(options) {}
+  explicit Plans(const ShardGroups& groups) : groups_(groups) {}
 
-  std::vector<FlatPlan> make(torch::nn::Module& model, c10::Device meta_device) {
-    for (const UnitPlan& unit : plan_units(model, options_.units)) add(unit, meta_device);
-    if (!small_.empty()) add_flats(kWholeTensors, small_, true, meta_device);
+  std::vector<FlatPlan> make(const std::vector<UnitPlan>& units, c10::Device meta_device) {
+    for (const UnitPlan& unit : units) add(unit, meta_device);
+    for (size_t i = 0; i < small_.size(); ++i) {
+      const auto& [options, kinds] = small_[i];
+      const size_t first = plans_.size();
+      add_flats(kWholeTensors, kinds, *options, /*whole=*/true, meta_device);
+      // Those of other options are other tensors to the optimizer.
+      for (size_t p = first; p < plans_.size() && i > 0; ++p)
+        plans_[p].name += format(" {}", i + 1);
+    }
     return std::move(plans_);
   }
 
  private:
+  using Kinds = std::map<FlatKind, std::vector<optim::NamedParameter>>;
+  using Options = std::shared_ptr<const FullyShardOptions>;
+
   void add(const UnitPlan& unit, c10::Device meta_device) {
-    const bool whole = options_.strategy == Strategy::no_shard;
-    std::map<FlatKind, std::vector<optim::NamedParameter>> kinds;
+    const bool whole = unit.options->strategy == Strategy::no_shard;
+    Kinds kinds;
     for (const optim::NamedParameter& parameter : unit.parameters) {
       const FlatKind kind = kind_of(parameter);
-      if (!whole && parameter.tensor.numel() < options_.min_num_params) {
-        small_[kind].push_back(parameter);
+      if (!whole && parameter.tensor.numel() < unit.options->min_num_params) {
+        small_of(unit.options)[kind].push_back(parameter);
       } else {
         kinds[kind].push_back(parameter);
       }
     }
-    add_flats(unit.name, kinds, whole, meta_device);
+    add_flats(unit.name, kinds, *unit.options, whole, meta_device);
   }
 
   static FlatKind kind_of(const optim::NamedParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
-    return {false, tensor.requires_grad(), tensor.scalar_type(), tensor.device().str()};
+    return {false, tensor.requires_grad(), shard_dtype(tensor), tensor.device().str()};
   }
 
-  void add_flats(const std::string& name,
-                 const std::map<FlatKind, std::vector<optim::NamedParameter>>& kinds, bool whole,
-                 c10::Device meta_device) {
+  // Small tensors of all units go together, where nothing that their options say tells them apart.
+  Kinds& small_of(const Options& options) {
+    const auto facts = [](const FullyShardOptions& each) {
+      const MixedPrecision& precision = each.mixed_precision;
+      return std::tuple(precision.param, precision.reduce, precision.keep_low_precision_grads,
+                        each.use_orig_params, each.reproducible, each.offload.index(),
+                        each.strategy == Strategy::shard_grad_op,
+                        each.advanced.keep_gathered_on_host);
+    };
+    for (auto& [known, kinds] : small_) {
+      if (facts(*known) == facts(*options)) return kinds;
+    }
+    return small_.emplace_back(options, Kinds{}).second;
+  }
+
+  void add_flats(const std::string& name, const Kinds& kinds, const FullyShardOptions& options,
+                 bool whole, c10::Device meta_device) {
     const size_t first = plans_.size();
     for (const auto& [kind, parameters] : kinds) {
       FlatPlan plan{.unit = name, .name = name, .parameters = parameters};
       const at::Tensor& tensor = parameters[0].tensor;
       plan.trained = tensor.requires_grad();
+      plan.dtype = shard_dtype(tensor);
       plan.device = tensor.is_meta() ? meta_device : tensor.device();
-      plan.rest_device = std::holds_alternative<HostOffload>(options_.offload)
+      plan.rest_device = std::holds_alternative<HostOffload>(options.offload)
                              ? c10::Device(at::kCPU)
                              : plan.device;
       if (whole) {
@@ -166,16 +192,17 @@ class Plans {
         plan.whole_gradients = true;
         plan.replicas = groups_.all;
       } else {
-        plan.resident = options_.strategy == Strategy::optimizer;
+        plan.resident = options.strategy == Strategy::optimizer;
         plan.whole_gradients = plan.resident;
         plan.shard = groups_.shard;
         plan.reduce = groups_.reduce;
         plan.replicas = groups_.replicas;
       }
-      choose_types(plan, options_.mixed_precision);
-      plan.updates_as_one = !options_.use_orig_params;
-      plan.reproducible = options_.reproducible;
-      plan.keeps_copy_on_host = options_.advanced.keep_gathered_on_host;
+      choose_types(plan, options.mixed_precision);
+      plan.kept_for_backward = options.strategy == Strategy::shard_grad_op;
+      plan.updates_as_one = !options.use_orig_params;
+      plan.reproducible = options.reproducible;
+      plan.keeps_copy_on_host = options.advanced.keep_gathered_on_host;
       plans_.push_back(std::move(plan));
     }
     // Names of what the optimizer sees are different.
@@ -186,16 +213,24 @@ class Plans {
   }
 
   const ShardGroups& groups_;
-  const FullyShardOptions& options_;
-  std::map<FlatKind, std::vector<optim::NamedParameter>> small_;
+  std::vector<std::pair<Options, Kinds>> small_;
   std::vector<FlatPlan> plans_;
 };
 
-void convert_buffers(torch::nn::Module& model, const FullyShardOptions& options) {
+// Those of sharded submodules are what their own options say.
+void convert_buffers(torch::nn::Module& model, const FullyShardOptions& options,
+                     const std::vector<NestedModel>& nested) {
   if (!options.mixed_precision.buffer) return;
+  std::set<const c10::TensorImpl*> of_others;
+  for (const NestedModel& inner : nested) {
+    for (const at::Tensor& buffer : inner.module.lock()->buffers())
+      of_others.insert(buffer.unsafeGetTensorImpl());
+  }
   for (at::Tensor& buffer : model.buffers()) {
-    if (buffer.defined() && at::isFloatingType(buffer.scalar_type()))
+    if (buffer.defined() && at::isFloatingType(buffer.scalar_type()) &&
+        !of_others.contains(buffer.unsafeGetTensorImpl())) {
       buffer.set_data(buffer.to(*options.mixed_precision.buffer));
+    }
   }
 }
 
@@ -210,8 +245,15 @@ std::set<std::string> embeddings_of(const torch::nn::Module& model) {
   return names;
 }
 
-void check_not_sharded(const NamedTensors& parameters) {
+// In a sharded submodule a parameter may be; a unit of it takes the parameter over.
+void check_not_sharded(const NamedTensors& parameters, const std::vector<NestedModel>& nested) {
+  std::set<const c10::TensorImpl*> of_nested;
+  for (const NestedModel& inner : nested) {
+    for (const at::Tensor& parameter : inner.module.lock()->parameters())
+      of_nested.insert(parameter.unsafeGetTensorImpl());
+  }
   for (const auto& [name, tensor] : parameters) {
+    if (of_nested.contains(tensor.unsafeGetTensorImpl())) continue;
     const auto listeners = BackwardRounds::listeners_of(tensor);
     const bool listens = std::any_of(listeners.begin(), listeners.end(), [](const auto& each) {
       return std::dynamic_pointer_cast<GradientReduction>(each) != nullptr;
@@ -223,32 +265,83 @@ void check_not_sharded(const NamedTensors& parameters) {
   }
 }
 
+bool needs_engine(const FullyShardOptions& options) {
+  return options.reproducible || !std::holds_alternative<NoOffload>(options.offload) ||
+         options.mixed_precision.param || options.mixed_precision.reduce;
+}
+
+// A model whose parameters are on the meta device waits for one around it that deferred() returned.
+void require_later(const FullyShardOptions& options, const std::vector<NestedModel>& nested) {
+  for (const NestedModel& inner : nested) {
+    if (!inner.has_engine) continue;
+    throw ConfigError(
+        format("[fully_shard] parameters are on the meta device, but those of the sharded "
+               "submodule '{}' have values; give all of them values first, or none",
+               inner.path));
+  }
+  if (!options.mixed_precision.buffer) return;
+  throw ConfigError(
+      format("[fully_shard] mixed_precision.buffer is {}, but the submodule is on the meta device: "
+             "its buffers get their values with the model around it; give the option there",
+             c10::toString(*options.mixed_precision.buffer)));
+}
+
+// Names say who is sharded already, so that ranks which differ in that hear of it.
+NamedTensors with_nesting(NamedTensors tensors, const std::vector<NestedModel>& nested) {
+  for (auto& [name, tensor] : tensors) {
+    for (const NestedModel& inner : nested) {
+      if (name.starts_with(inner.path + ".")) name += format(" of sharded {}", inner.path);
+    }
+  }
+  return tensors;
+}
+
+// Before any rank changes a sharded submodule, all have looked at theirs. Collective.
+void agree_on_nesting(const std::vector<NestedModel>& nested, const FullyShardOptions& options,
+                      const std::vector<int>& ranks, bool has_recording, const comm::Group& group) {
+  if (nested.empty()) return;
+  comm::run_on_all_ranks("fully_shard", group, [&] {
+    require_nestable(nested, options, ranks, has_recording);
+    return std::string();
+  });
+}
+
 }  // namespace
 
 ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions wanted,
                                      const mesh::Mesh& given_mesh, const Recording* recording,
                                      const MaterializeOptions& initializer)
     : model(given.weak_from_this().lock(), &given),
-      options(completed(std::move(wanted), given_mesh)) {
+      options(completed(std::move(wanted), given_mesh)),
+      ranks(given_mesh.members()) {
   const at::NoGradGuard no_grad;
   const mesh::Mesh mesh = arranged(given_mesh, options);
   const NamedTensors parameters = list(model->named_parameters());
-  check_not_sharded(parameters);
-  const bool needs_engine = mesh.size() > 1 || options.reproducible ||
-                            !std::holds_alternative<NoOffload>(options.offload) ||
-                            options.mixed_precision.param || options.mixed_precision.reduce;
-  if (!needs_engine) {
+  const std::vector<NestedModel> nested = find_nested(*model);
+  check_not_sharded(parameters, nested);
+  const std::vector<UnitPlan> units = plan_with_options(nested);
+  without_values =
+      recording == nullptr && std::any_of(parameters.begin(), parameters.end(),
+                                          [](const auto& named) { return named.second.is_meta(); });
+  const bool needed = std::any_of(units.begin(), units.end(),
+                                  [](const UnitPlan& unit) { return needs_engine(*unit.options); });
+  if (without_values || (mesh.size() == 1 && !needed && !needs_engine(options))) {
+    require_nestable(nested, options, ranks, recording != nullptr);
+    if (without_values) require_later(options, nested);
+    take_over(nested);
     if (recording != nullptr) materialize(*model, *recording, initializer);
-    convert_buffers(*model, options);
+    if (!without_values) convert_buffers(*model, options, nested);
     return;
   }
   install_fallback("fully_shard");
   const ShardGroups groups = make_groups(mesh, options.strategy);
   NamedTensors all = parameters;
   for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
-  check_same_model(all, groups.all);
-  FlatShard::ValueOf value_of = [](const optim::NamedParameter& parameter) {
-    return parameter.tensor;
+  check_same_model(with_nesting(all, nested), groups.all);
+  agree_on_nesting(nested, options, ranks, recording != nullptr, groups.all);
+  NestedValues nested_values(groups.reduce);
+  FlatShard::ValueOf value_of = [&](const optim::NamedParameter& parameter) {
+    return nested_values(parameter.tensor);
   };
   if (recording != nullptr) {
     materialize_rest(*model, *recording, initializer);
@@ -256,37 +349,65 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
       return initial_value({parameter.name, parameter.tensor}, *recording, initializer);
     };
   } else {
+    // What is sharded has been rank 0's since then.
+    std::erase_if(all, [](const auto& named) { return find_tag(named.second) != nullptr; });
     broadcast_tensors(all, groups.all, 0);
   }
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   engine = std::make_shared<ShardEngine>(groups, options, model);
-  auto plans = Plans(groups, options).make(*model, initializer.device);
+  auto plans = Plans(groups).make(units, initializer.device);
   std::shared_ptr<OffloadTiers> tiers;
   if (const auto* offload = std::get_if<layout::OffloadOptions>(&options.offload)) {
     tiers = arrange_offload(
         plans, *offload, groups.all.members()[static_cast<size_t>(groups.all.rank())],
         [names = embeddings_of(*model)](const std::string& name) { return names.contains(name); });
   }
+  take_over(nested);
   engine->start(std::move(plans), value_of, std::move(tiers));
-  convert_buffers(*model, options);
+  convert_buffers(*model, options, nested);
 }
+
+std::vector<UnitPlan> ShardedModelState::plan_with_options(const std::vector<NestedModel>& nested) {
+  auto own = std::make_shared<FullyShardOptions>(options);
+  own->units = OneUnit{};  // units are known by their names from here on
+  std::vector<UnitPlan> units =
+      plan_units(*model, options.units, parallel::detail::known_units(nested));
+  for (UnitPlan& unit : units) {
+    if (!unit.options) unit.options = own;
+    KnownUnit known{.path = unit.path, .parameters = {}, .options = unit.options};
+    for (const auto& parameter : unit.parameters) known.parameters.push_back(parameter.name);
+    known_units.push_back(std::move(known));
+  }
+  return units;
+}
+
+namespace {
+
+ShardedModel make_sharded(torch::nn::Module& model, FullyShardOptions options,
+                          const mesh::Mesh& mesh, const Recording* recording,
+                          const MaterializeOptions& initializer) {
+  auto state =
+      std::make_shared<ShardedModelState>(model, std::move(options), mesh, recording, initializer);
+  remember_sharded(state);
+  return ShardedModel(std::move(state));
+}
+
+}  // namespace
 
 mesh::Mesh as_mesh(const comm::Group& group) { return mesh::Mesh::linear(group, "dp"); }
 
 ShardedModel fully_shard_deferred(torch::nn::Module& model, const Recording& recording,
                                   const mesh::Mesh& mesh, FullyShardOptions options,
                                   const MaterializeOptions& initializer) {
-  return ShardedModel(std::make_shared<ShardedModelState>(model, std::move(options), mesh,
-                                                          &recording, initializer));
+  return make_sharded(model, std::move(options), mesh, &recording, initializer);
 }
 
 }  // namespace detail
 
 ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,
                          FullyShardOptions options) {
-  return ShardedModel(std::make_shared<detail::ShardedModelState>(model, std::move(options), mesh,
-                                                                  nullptr, MaterializeOptions{}));
+  return detail::make_sharded(model, std::move(options), mesh, nullptr, MaterializeOptions{});
 }
 
 ShardedModel fully_shard(torch::nn::Module& model, const comm::Group& group,

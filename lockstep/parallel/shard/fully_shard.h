@@ -8,6 +8,11 @@
 //   loss.backward();      // parameters come and go, gradients are averaged and shared out
 //   optimizer.step();
 //
+// Submodules that were sharded before are units of their own, with their own options:
+//
+//   for (auto& block : model->blocks) parallel::fully_shard(*block, mesh["dp"], of_blocks);
+//   auto sharded = parallel::fully_shard(*model, mesh["dp"], of_the_rest);
+//
 // The model stays as it is. Its parameters have no values while nobody uses them; any operator that
 // is given one waits for them. Code that reads memory itself (data_ptr(), accessors, torch::save)
 // needs summon().
@@ -122,7 +127,7 @@ class ShardedModel {
   // counted by one rank of each set of ranks that share it out.
   std::vector<optim::NamedParameter> norm_parameters() const;
 
-  NoSyncShards no_sync() { return NoSyncShards(sharded_); }
+  NoSyncShards no_sync() { return NoSyncShards(shared()); }
   // Reduces what backward passes under no_sync() left, as the end of one without it would.
   // Collective.
   void reduce_gradients();
@@ -132,7 +137,7 @@ class ShardedModel {
   // Gathers a unit, or all, until reshard().
   void unshard(const std::string& unit = {});
   void reshard(const std::string& unit = {});
-  Summon summon(SummonOptions options = {}) { return {sharded_, options}; }
+  Summon summon(SummonOptions options = {}) { return {shared(), options}; }
   // Before shards are written otherwise than by a step after a backward. Collective.
   void begin_update();
 
@@ -159,7 +164,8 @@ class ShardedModel {
   // state of its shape. Other shapes (step counts) belong to the whole parameter.
   std::vector<NamedShard> parts_of(const std::string& parameter, const at::Tensor& tensor) const;
 
-  std::shared_ptr<detail::ShardedModelState> shared() const { return sharded_; }
+  // Error where the model has become a part of a larger sharded one.
+  std::shared_ptr<detail::ShardedModelState> shared() const;
 
  private:
   std::shared_ptr<detail::ShardedModelState> sharded_;
@@ -168,6 +174,13 @@ class ShardedModel {
 // Shards the model over the group, or over the axes of the mesh: with hybrid_shard the second of
 // two, along the first of which the shards are replicated. All ranks get rank 0's parameters and
 // buffers. Collective. Nothing is installed on a group of one, unless options ask for it.
+//
+// Sharded submodules become a part of the model; what was returned for them is not needed, and
+// throws Error from then on. Their units keep the options that they were sharded with; the
+// outermost call decides prefetching, limit_all_gathers, no_sync and OffloadOptions for all.
+// ConfigError where an inner call was given other ones, or other ranks, and where the submodule was
+// trained, or given to an optimizer: make that last. A submodule whose parameters are on the meta
+// device gets its values with the model around it.
 ShardedModel fully_shard(torch::nn::Module& model, const comm::Group& group,
                          FullyShardOptions options = {});
 ShardedModel fully_shard(torch::nn::Module& model, const mesh::Mesh& mesh,

@@ -36,6 +36,7 @@ class GradientReduction final : public BackwardRounds::Listener {
   void start(FlatEnvironment& environment, std::weak_ptr<GradientReduction> self);
 
   void change_no_sync(int change) { no_sync_ += change; }
+  bool is_under_no_sync() const { return no_sync_ > 0; }
   void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
   // Reduces what backward passes under no_sync left; collective.
   void reduce_now();

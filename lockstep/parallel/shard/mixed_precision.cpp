@@ -25,7 +25,6 @@ void say_once(at::ScalarType dtype) {
 }  // namespace
 
 void choose_types(FlatPlan& plan, const MixedPrecision& precision) {
-  plan.dtype = plan.parameters[0].tensor.scalar_type();
   const bool floating = at::isFloatingType(plan.dtype);
   plan.gather_dtype = floating ? precision.param.value_or(plan.dtype) : plan.dtype;
   plan.compute_dtype = plan.gather_dtype;

@@ -9,8 +9,9 @@
 
 namespace lockstep::parallel::detail {
 
-// Fills in the plan's types. Where the CPU's libtorch cannot multiply matrices of the wanted type,
-// parameters travel in it and are computed in float32; the first time, that is logged.
+// Fills in the types that follow from the plan's dtype. Where the CPU's libtorch cannot multiply
+// matrices of the wanted type, parameters travel in it and are computed in float32; the first time,
+// that is logged.
 void choose_types(FlatPlan& plan, const MixedPrecision& precision);
 
 }  // namespace lockstep::parallel::detail

@@ -34,40 +34,57 @@ Summon::~Summon() {
   if (sharded_ && sharded_->engine) sharded_->engine->window().end_summon(options_.write_back);
 }
 
+std::shared_ptr<detail::ShardedModelState> ShardedModel::shared() const {
+  if (sharded_->taken_over) {
+    throw Error(
+        "[fully_shard] this sharded model has become a part of a larger one; use what fully_shard "
+        "returned for the outermost model");
+  }
+  if (sharded_->without_values) {
+    throw Error(
+        "[fully_shard] the parameters of this model are on the meta device; it gets their values "
+        "when the model that deferred() returned is sharded, and is a part of that then");
+  }
+  return sharded_;
+}
+
 std::vector<at::Tensor> ShardedModel::parameters() const {
   return optim::tensors_of(named_parameters());
 }
 
 std::vector<optim::NamedParameter> ShardedModel::named_parameters() const {
-  if (!sharded_->engine) return optim::named_parameters(*sharded_->model);
+  if (!shared()->engine) return optim::named_parameters(*shared()->model);
   std::vector<optim::NamedParameter> all;
-  for (const auto& flat : sharded_->engine->flats()) {
+  for (const auto& flat : shared()->engine->flats()) {
     for (const auto& each : flat->shard.optimized()) all.push_back({each.name, each.tensor});
   }
   return all;
 }
 
 double ShardedModel::grad_norm(optim::NormOptions options) const {
-  if (!sharded_->engine) return optim::grad_norm(parameters(), options);
-  const auto& groups = sharded_->engine->groups();
+  if (!shared()->engine) return optim::grad_norm(parameters(), options);
+  const auto& groups = shared()->engine->groups();
   options.group = groups.reduce;
-  if (const auto& tiers = sharded_->engine->tiers(); tiers && tiers->updates_in_backward())
-    return detail::consumed_norm(*sharded_->engine);
-  options.exact = options.exact || sharded_->options.reproducible;
+  if (const auto& tiers = shared()->engine->tiers(); tiers && tiers->updates_in_backward())
+    return detail::consumed_norm(*shared()->engine);
+  const auto& flats = shared()->engine->flats();
+  options.exact = options.exact || std::any_of(flats.begin(), flats.end(), [](const auto& flat) {
+                    return flat->plan().reproducible;
+                  });
   return optim::grad_norm(optim::tensors_of(norm_parameters()), options);
 }
 
 std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
-  if (!sharded_->engine) return named_parameters();
+  if (!shared()->engine) return named_parameters();
   std::vector<optim::NamedParameter> mine;
-  for (const auto& flat : sharded_->engine->flats()) {
+  for (const auto& flat : shared()->engine->flats()) {
     // What everybody has counts once.
-    if (flat->plan().shard.size() == 1 && sharded_->engine->groups().reduce.rank() != 0) continue;
+    if (flat->plan().shard.size() == 1 && shared()->engine->groups().reduce.rank() != 0) continue;
     for (const auto& each : flat->shard.optimized()) mine.push_back({each.name, each.tensor});
   }
   // As the model has them: norms are summed in this order, and without an engine in the model's.
   std::map<std::string, size_t> place;
-  for (const auto& item : sharded_->model->named_parameters())
+  for (const auto& item : shared()->model->named_parameters())
     place.emplace(item.key(), place.size());
   std::stable_sort(mine.begin(), mine.end(), [&](const auto& a, const auto& b) {
     const auto of = [&](const std::string& name) {
@@ -80,10 +97,10 @@ std::vector<optim::NamedParameter> ShardedModel::norm_parameters() const {
 }
 
 void ShardedModel::reduce_gradients() {
-  if (sharded_->engine) sharded_->engine->gradients().reduce_now();
+  if (shared()->engine) shared()->engine->gradients().reduce_now();
 }
 void ShardedModel::set_micro_batch(std::optional<int64_t> index) {
-  if (sharded_->engine) sharded_->engine->gradients().set_micro_batch(index);
+  if (shared()->engine) shared()->engine->gradients().set_micro_batch(index);
 }
 
 double ShardedModel::clip_grad_norm_(double max_norm, optim::NormOptions options) const {
@@ -94,20 +111,20 @@ double ShardedModel::clip_grad_norm_(double max_norm, optim::NormOptions options
 }
 
 void ShardedModel::unshard(const std::string& unit) {
-  if (sharded_->engine) sharded_->engine->pin(unit);
+  if (shared()->engine) shared()->engine->pin(unit);
 }
 void ShardedModel::reshard(const std::string& unit) {
-  if (sharded_->engine) sharded_->engine->units().unpin(unit);
+  if (shared()->engine) shared()->engine->units().unpin(unit);
 }
 void ShardedModel::begin_update() {
-  if (sharded_->engine) sharded_->engine->window().begin_update();
+  if (shared()->engine) shared()->engine->window().begin_update();
 }
-void ShardedModel::train(bool on) { sharded_->model->train(on); }
-bool ShardedModel::is_training() const { return sharded_->model->is_training(); }
-const FullyShardOptions& ShardedModel::options() const { return sharded_->options; }
+void ShardedModel::train(bool on) { shared()->model->train(on); }
+bool ShardedModel::is_training() const { return shared()->model->is_training(); }
+const FullyShardOptions& ShardedModel::options() const { return shared()->options; }
 
 std::vector<std::string> ShardedModel::units() const {
-  return sharded_->engine ? sharded_->engine->units().names() : std::vector<std::string>();
+  return shared()->engine ? shared()->engine->units().names() : std::vector<std::string>();
 }
 
 namespace {
@@ -133,7 +150,7 @@ detail::ShardedModelState::Place detail::ShardedModelState::find(
 }
 
 ShardInfo ShardedModel::shard_info(const std::string& parameter) const {
-  const auto [flat, member] = find(*sharded_, parameter);
+  const auto [flat, member] = find(*shared(), parameter);
   if (flat == nullptr || flat->plan().shard.size() == 1) {
     throw ConfigError(
         format("[fully_shard] parameter '{}' is not sharded: every rank has all of it", parameter));
@@ -146,7 +163,7 @@ ShardInfo ShardedModel::shard_info(const std::string& parameter) const {
 }
 
 ParameterState ShardedModel::state(const std::string& parameter) const {
-  const auto [flat, member] = find(*sharded_, parameter);
+  const auto [flat, member] = find(*shared(), parameter);
   return flat == nullptr ? ParameterState::gathered : flat->residence->state();
 }
 
@@ -154,18 +171,18 @@ ShardStats ShardedModel::stats() const {
   ShardStats stats;
   int64_t whole_bytes = 0, local = 0, trained = 0;
   std::set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : sharded_->model->parameters()) {
+  for (const at::Tensor& parameter : shared()->model->parameters()) {
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     stats.num_parameters += parameter.numel();
     const int64_t bytes = static_cast<int64_t>(parameter.nbytes());
     whole_bytes += parameter.requires_grad() ? 2 * bytes : bytes;
     if (parameter.requires_grad()) trained += parameter.numel();
   }
-  if (!sharded_->engine) {
+  if (!shared()->engine) {
     stats.current_bytes = stats.peak_bytes = whole_bytes;
     return stats;
   }
-  const detail::ShardEngine& engine = *sharded_->engine;
+  const detail::ShardEngine& engine = *shared()->engine;
   for (const auto& flat : engine.flats()) {
     for (const Member& member : flat->members()) {
       if (!flat->plan().trained) continue;

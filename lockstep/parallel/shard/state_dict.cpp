@@ -38,8 +38,8 @@ std::vector<optim::NamedTensor> tensors_of(const torch::nn::Module& model) {
 std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
   const at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> gathered;
-  if (sharded_->engine) {
-    for (const auto& flat : sharded_->engine->flats()) {
+  if (shared()->engine) {
+    for (const auto& flat : shared()->engine->flats()) {
       if (flat->plan().is_own()) continue;
       flat->parameter.check_views();
       const at::Tensor line = flat->shard.gathered();
@@ -52,7 +52,7 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
     }
   }
   std::vector<optim::NamedTensor> all;
-  for (const auto& [name, tensor] : tensors_of(*sharded_->model)) {
+  for (const auto& [name, tensor] : tensors_of(*shared()->model)) {
     const auto found = gathered.find(name);
     all.push_back(
         {name, found != gathered.end()
@@ -64,8 +64,8 @@ std::vector<optim::NamedTensor> ShardedModel::full_state_dict() const {
 
 std::vector<NamedShard> ShardedModel::sharded_state_dict() const {
   std::vector<NamedShard> all;
-  for (const auto& [name, tensor] : tensors_of(*sharded_->model)) {
-    const auto [flat, member] = sharded_->find(name);
+  for (const auto& [name, tensor] : tensors_of(*shared()->model)) {
+    const auto [flat, member] = shared()->find(name);
     if (flat == nullptr) {
       all.push_back({layout::Placement::whole(name, tensor.sizes().vec()), tensor.detach()});
     } else {
@@ -78,7 +78,7 @@ std::vector<NamedShard> ShardedModel::sharded_state_dict() const {
 void ShardedModel::load_full_state_dict(std::span<const optim::NamedTensor> values) {
   std::map<std::string, at::Tensor> given;
   for (const auto& [name, tensor] : values) given.emplace(name, tensor);
-  const auto wanted = tensors_of(*sharded_->model);
+  const auto wanted = tensors_of(*shared()->model);
   for (const auto& [name, tensor] : wanted) {
     const auto found = given.find(name);
     if (found == given.end())
@@ -111,11 +111,11 @@ std::vector<NamedShard> ShardedModel::parts_of(const std::string& parameter,
   const auto whole = [&](const std::string& name) {
     parts.push_back({layout::Placement::whole(name, tensor.sizes().vec()), tensor});
   };
-  if (!sharded_->engine) {
+  if (!shared()->engine) {
     whole(parameter);
     return parts;
   }
-  for (const auto& flat : sharded_->engine->flats()) {
+  for (const auto& flat : shared()->engine->flats()) {
     for (const detail::OptimizedTensor& each : flat->shard.optimized()) {
       if (each.name != parameter) continue;
       const bool like_it = tensor.sizes() == each.tensor.sizes();

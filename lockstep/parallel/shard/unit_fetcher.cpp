@@ -26,6 +26,7 @@ void UnitFetcher::add(Flat& flat) {
                            [&](const Unit& each) { return each.name == name; });
   if (unit == units_.end()) unit = units_.insert(units_.end(), {.name = name});
   if (!flat.plan().is_own() && !flat.plan().resident) unit->flats.push_back(&flat);
+  unit->kept_for_backward = unit->kept_for_backward || flat.plan().kept_for_backward;
   unit_of_.push_back(static_cast<size_t>(unit - units_.begin()));
   flats_.push_back(&flat);
 }
@@ -54,7 +55,7 @@ bool UnitFetcher::evaluates(Phase phase) const {
 
 bool UnitFetcher::may_release(const Unit& unit, Phase phase) const {
   if (is_kept(unit)) return false;
-  if (options_.strategy != ShardingStrategy::shard_grad_op || phase == Phase::no_grad) return true;
+  if (!unit.kept_for_backward || phase == Phase::no_grad) return true;
   if (evaluates(phase)) return true;
   // Its backward is still to come.
   return phase == Phase::backward && unit.used_in_backward;

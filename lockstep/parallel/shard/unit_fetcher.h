@@ -3,6 +3,7 @@
 // will be used next. Private: not installed.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -50,6 +51,11 @@ class UnitFetcher {
   // The same for everything.
   void hold_all();
   void unhold_all();
+  // Somebody keeps a unit.
+  bool is_kept() const {
+    return std::any_of(units_.begin(), units_.end(),
+                       [this](const Unit& unit) { return is_kept(unit); });
+  }
 
   // Parameters have new values: brings those that are kept.
   void refresh_kept();
@@ -65,6 +71,7 @@ class UnitFetcher {
     std::string name;
     std::vector<Flat*> flats = {};  // those that come and go
     int pins = 0;
+    bool kept_for_backward = false;
     bool used_in_backward = false;  // the last time
   };
   static constexpr size_t kNone = SIZE_MAX;

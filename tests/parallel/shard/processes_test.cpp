@@ -82,6 +82,22 @@ TEST(ShardProcesses, ReproducibleGivesTheBitsOfOneProcess) {
   }
 }
 
+TEST(ShardProcesses, Nested) {
+  const FullyShardOptions rest{.units = parallel::OneUnit{}, .min_num_params = 100};
+  const auto train_nested = [&](const ShardInside& inside) {
+    return train_sharded<TransformerTask>(mesh_for(Strategy::full_shard), micro_batches(),
+                                          Optimizer::sgd, rest, kSteps, inside);
+  };
+  const ShardCurve curve = train_nested([&](torch::nn::Module& model) {
+    const auto modules = model.named_modules();
+    parallel::fully_shard(*modules["tokens"], world(),
+                          {.strategy = Strategy::optimizer, .min_num_params = 100});
+    parallel::fully_shard(*modules["block0"], world(), rest);
+    parallel::fully_shard(*modules["block1"], world(), rest);
+  });
+  expect_same(curve, train_whole<TransformerTask>(micro_batches(), Optimizer::sgd, kSteps), 1e-6);
+}
+
 TEST(ShardProcesses, StatesAndSummon) {
   Layers model = LayersTask::make(static_cast<uint64_t>(1 + world().rank()));
   Layers plain = LayersTask::make(1);

@@ -6,6 +6,7 @@
 #include <torch/optim/sgd.h>
 
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -79,12 +80,17 @@ ShardCurve train_whole(int micro_batches, Optimizer kind, int steps = kShardStep
   return curve;
 }
 
+// Shards submodules of a model before it is sharded itself.
+using ShardInside = std::function<void(torch::nn::Module&)>;
+
 // The same micro-batches over the ranks of a mesh; each rank takes neighbours.
 template <class Task>
 ShardCurve train_sharded(const mesh::Mesh& mesh, int micro_batches, Optimizer kind,
-                         const parallel::FullyShardOptions& options, int steps = kShardSteps) {
+                         const parallel::FullyShardOptions& options, int steps = kShardSteps,
+                         const ShardInside& shard_inside = nullptr) {
   // Different weights everywhere: all get rank 0's.
   typename Task::Model model = Task::make(static_cast<uint64_t>(1 + mesh.rank()));
+  if (shard_inside) shard_inside(*model);
   auto sharded = parallel::fully_shard(*model, mesh, options);
   const auto optimizer = make_optimizer(kind, sharded.parameters());
   const comm::Group group = mesh.axes().size() > 1 ? mesh.flatten() : mesh.group();
