@@ -15,12 +15,13 @@
 #include <vector>
 
 #include "lockstep/layout/offload.h"
-#include "lockstep/layout/offload_places.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/memory/budget.h"
 #include "lockstep/memory/device_memory.h"
 #include "lockstep/memory/disk_store.h"
 #include "lockstep/memory/host_memory.h"
 #include "lockstep/memory/queue.h"
+#include "lockstep/parallel/tiers/activation_peak.h"
 
 namespace lockstep::parallel::detail {
 
@@ -76,6 +77,12 @@ class OffloadTiers {
   // Chosen when the model was arranged.
   layout::UpdateSite site = layout::UpdateSite::cpu;
   size_t ring_bytes = 0;  // on the device, for state on its way
+  // The last decision about places, and what it may be made again for: activations, the most of
+  // them in any step so far as ranks agreed on it, and how often places were decided again.
+  layout::OffloadPlan plan;
+  ActivationPeak activations{device};
+  int64_t activation_peak = 0;
+  int64_t decisions = 0;
   // Of host_budget, for state that LZ4 packs.
   memory::Budget state_room = {"offload.host_budget", 0};
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
