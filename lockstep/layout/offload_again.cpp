@@ -38,12 +38,17 @@ int64_t host_need(const OffloadPlan& plan) {
   return plan.on_host.sum() + plan.host_used + plan.unreduced_on_host + 2 * stage;
 }
 
-// With everything where it rests already, except that optimizer state, and gradients if wanted, may
-// leave the device.
-OffloadPlan placed_again(const OffloadPlan& plan, int64_t activations, bool grads) {
+struct Allowed {
+  bool grads;           // may leave the device too
+  int64_t host_budget;  // for what place() counts
+};
+
+// With everything where it rests already, except for optimizer state, and gradients if allowed.
+OffloadPlan placed_again(const OffloadPlan& plan, int64_t activations, const Allowed& allowed) {
   OffloadPlan next = plan;
   next.activations = activations;
-  next.options.grads = grads;
+  next.options.grads = allowed.grads;
+  next.options.host_budget = allowed.host_budget;
   for (OffloadPlan::Flat& flat : next.flats) {
     OffloadPlaces::Unit& now = flat.bytes.now.emplace();
     now.params = flat.params;
@@ -54,14 +59,31 @@ OffloadPlan placed_again(const OffloadPlan& plan, int64_t activations, bool grad
     if (flat.grads == Tier::device) flat.bytes.host_grads.reset();
   }
   place_flats(next);
-  next.options.grads = plan.options.grads;
+  next.options = plan.options;
   for (OffloadPlan::Flat& flat : next.flats) flat.bytes.now.reset();
   recount(next);
-  const int64_t most = std::min(plan.options.host_budget, plan.options.advanced.host_limit);
-  if (host_need(next) <= std::max(most, host_need(plan))) return next;
-  throw ConfigError(
-      format("offload.host_budget is {}, but {} are offloaded, with what is on its way",
-             size_text(most), size_text(host_need(next))));
+  return next;
+}
+
+// The same within the host's budget with all that is needed there: if there is a disk, more state
+// goes to it.
+OffloadPlan fitted_again(const OffloadPlan& plan, int64_t activations, bool grads) {
+  const OffloadOptions& options = plan.options;
+  const int64_t most = std::min(options.host_budget, options.advanced.host_limit);
+  int64_t budget = options.host_budget;
+  OffloadPlan next = placed_again(plan, activations, {grads, budget});
+  for (;;) {
+    const int64_t excess = host_need(next) - std::max(most, host_need(plan));
+    if (excess <= 0) return next;
+    budget -= excess;
+    if (options.disk.empty() || next.on_host.states == 0 ||
+        budget < next.on_host.params + next.on_host.grads) {
+      throw ConfigError(
+          format("offload.host_budget is {}, but {} are offloaded, with what is on its way",
+                 size_text(most), size_text(host_need(next))));
+    }
+    next = placed_again(plan, activations, {grads, budget});
+  }
 }
 
 }  // namespace
@@ -84,12 +106,12 @@ bool breaks_margin(const OffloadPlan& plan, int64_t activations) {
 OffloadPlan plan_again(const OffloadPlan& plan, int64_t activations) {
   if (plan.options.grads) {
     try {
-      return placed_again(plan, activations, /*grads=*/true);
+      return fitted_again(plan, activations, /*grads=*/true);
     } catch (const ConfigError&) {  // the host has no room for gradients
-      return placed_again(plan, activations, /*grads=*/false);
+      return fitted_again(plan, activations, /*grads=*/false);
     }
   }
-  return placed_again(plan, activations, /*grads=*/false);
+  return fitted_again(plan, activations, /*grads=*/false);
 }
 
 }  // namespace lockstep::layout
