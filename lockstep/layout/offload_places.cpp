@@ -19,12 +19,26 @@ struct Totals {
   int64_t sum() const { return params + grads + states; }
 };
 
+bool is_decided_again(const std::vector<OffloadUnit>& units) {
+  return std::ranges::any_of(units, [](const OffloadUnit& unit) { return unit.now.has_value(); });
+}
+
+// Where a unit is before anything moves.
+OffloadPlaces::Unit begin_of(const OffloadUnit& unit) {
+  return unit.now.value_or(
+      OffloadPlaces::Unit{.states = std::vector(unit.states.size(), Tier::device)});
+}
+
+// Of what is on the device before anything moves.
 Totals totals_of(const std::vector<OffloadUnit>& units) {
   Totals totals;
   for (const OffloadUnit& unit : units) {
-    totals.params += unit.params;
-    totals.grads += unit.grads;
-    for (const auto& slice : unit.states) totals.states += slice.on_device;
+    const OffloadPlaces::Unit begin = begin_of(unit);
+    if (begin.params == Tier::device) totals.params += unit.params;
+    if (begin.grads == Tier::device) totals.grads += unit.grads;
+    for (size_t k = 0; k < unit.states.size(); ++k) {
+      if (begin.states[k] == Tier::device) totals.states += unit.states[k].on_device;
+    }
   }
   return totals;
 }
@@ -78,18 +92,20 @@ void require_device_holds(const std::vector<OffloadUnit>& units, int64_t working
       largest));
 }
 
-// Places of everything, first all on the device.
+// Places of everything, first all on the device, or where it rests already.
 class Places {
  public:
   Places(const std::vector<OffloadUnit>& units, const OffloadOptions& options)
-      : units_(units), options_(options), all_(totals_of(units)) {
-    for (const OffloadUnit& unit : units)
-      places_.units.push_back({.states = std::vector(unit.states.size(), Tier::device)});
+      : units_(units),
+        options_(options),
+        moves_params_(options.params && !is_decided_again(units)),
+        all_(totals_of(units)) {
+    for (const OffloadUnit& unit : units) places_.units.push_back(begin_of(unit));
   }
 
-  // What the switches leave on the device.
+  // What the switches leave on the device, and parameters once they have their places.
   Totals kept() const {
-    return {options_.params ? 0 : all_.params, options_.grads ? 0 : all_.grads,
+    return {moves_params_ ? 0 : all_.params, options_.grads ? 0 : all_.grads,
             options_.optimizer ? 0 : all_.states};
   }
 
@@ -97,7 +113,7 @@ class Places {
     std::vector<int64_t> lines;
     for (const OffloadUnit& unit : units_) lines.push_back(unit.line);
     const bool within_budget =
-        !options_.params || all_.params + two_largest(lines) <= options_.param_budget;
+        !moves_params_ || all_.params + two_largest(lines) <= options_.param_budget;
     return within_budget &&
            working + all_.sum() <=
                fraction_of(options_.device_limit, threshold(options_.advanced.strategy));
@@ -108,7 +124,7 @@ class Places {
     int64_t room =
         fraction_of(options_.device_limit, threshold(strategy) * (1 - aggressiveness(strategy))) -
         fixed;
-    if (options_.params) {
+    if (moves_params_) {
       std::vector<int64_t> lines;
       for (const OffloadUnit& unit : units_) lines.push_back(std::max(unit.line, unit.params));
       int64_t budget = options_.param_budget - two_largest(lines);
@@ -122,14 +138,18 @@ class Places {
     }
     if (options_.grads) {
       Filler filler{room};
-      for (size_t i = 0; i < units_.size(); ++i)
-        places_.units[i].grads = filler.put(units_[i].grads);
+      for (size_t i = 0; i < units_.size(); ++i) {
+        Tier& tier = places_.units[i].grads;
+        if (tier == Tier::device) tier = filler.put(units_[i].grads);
+      }
     }
     if (options_.optimizer) {
       Filler filler{room};
       for (size_t i = 0; i < units_.size(); ++i) {
-        for (size_t k = 0; k < units_[i].states.size(); ++k)
-          places_.units[i].states[k] = filler.put(units_[i].states[k].on_device);
+        for (size_t k = 0; k < units_[i].states.size(); ++k) {
+          Tier& tier = places_.units[i].states[k];
+          if (tier == Tier::device) tier = filler.put(units_[i].states[k].on_device);
+        }
       }
     }
   }
@@ -184,6 +204,7 @@ class Places {
 
   const std::vector<OffloadUnit>& units_;
   const OffloadOptions& options_;
+  bool moves_params_;
   Totals all_;
   OffloadPlaces places_;
 };
@@ -207,9 +228,10 @@ OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
                     const OffloadOptions& options) {
   Places places(units, options);
   const Totals kept = places.kept();
-  require_device_holds(units, working, kept, options);
+  const bool again = is_decided_again(units);
+  if (!again) require_device_holds(units, working, kept, options);
   if (places.everything_may_stay(working)) return places.count(working);
-  if (options.params) require_line_fits(units, options);
+  if (options.params && !again) require_line_fits(units, options);
   places.move(working + kept.sum());
 
   const int64_t most = std::min(options.host_budget, options.advanced.host_limit);

@@ -218,9 +218,11 @@ int64_t working_of(OffloadPlan& plan) {
   return working + rounded(plan.ring, plan.machine.device_grain);
 }
 
+}  // namespace
+
 // Places of what may leave. Where parameters rest does not depend on what is on the host, so the
 // copies of those that stay, and the state of those that are encoded, are known after a first look.
-void place_flats(OffloadPlan& plan, int64_t working) {
+void place_flats(OffloadPlan& plan) {
   std::vector<std::vector<OffloadUnit::Slice>> first;  // what the decision was made with
   for (const OffloadPlan::Flat& flat : plan.flats) first.push_back(flat.bytes.states);
   for (const bool with_copies : {false, true}) {
@@ -241,7 +243,7 @@ void place_flats(OffloadPlan& plan, int64_t working) {
               with_copies ? bytes_of(slice.count, flat.sizes.param) : 0;
       }
     }
-    const OffloadPlaces places = place(units, working, plan.options);
+    const OffloadPlaces places = place(units, plan.working + plan.activations, plan.options);
     size_t unit = 0;
     for (OffloadPlan::Flat& flat : plan.flats) {
       if (flat.sizes.stays) continue;
@@ -257,6 +259,8 @@ void place_flats(OffloadPlan& plan, int64_t working) {
     if (!again) return;
   }
 }
+
+namespace {
 
 void count_states(OffloadPlan& plan, const OffloadPlan::Flat& flat) {
   size_t next = 0;
@@ -389,10 +393,13 @@ OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& o
                          const OffloadMachine& machine) {
   OffloadPlan plan{.options = options, .machine = machine};
   for (OffloadFlat& flat : flats) plan.flats.push_back(sizes_of(std::move(flat), plan));
-  place_flats(plan, working_of(plan));
+  plan.working = working_of(plan);
+  place_flats(plan);
   count(plan);
   return plan;
 }
+
+void recount(OffloadPlan& plan) { count(plan); }
 
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats) {
   for (size_t i = 0; i < flats.size(); ++i) {

@@ -79,6 +79,9 @@ struct OffloadPlan {
   };
   std::vector<Flat> flats = {};
   int64_t ring = 0;  // bytes that it takes if it is made: if anything moves
+  // What the device must have at the least for what is being used, and the activations that the
+  // decision was made with: none before the first step, which shows them.
+  int64_t working = 0, activations = 0;
 
   // On the device: what rests there, and what is used at a time, which is gathered parameters with
   // those that are fetched ahead, gradients on their way, and the ring.
@@ -98,6 +101,22 @@ struct OffloadPlan {
 // with the numbers, where budgets are too small.
 OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& options,
                          const OffloadMachine& machine);
+// Gives the plan's flats their places, by place(), with its working set and activations; and counts
+// what is where then.
+void place_flats(OffloadPlan& plan);
+void recount(OffloadPlan& plan);
+// What the device has at most: what rests there, what is being used, and these activations.
+int64_t pressure(const OffloadPlan& plan, int64_t activations);
+// Activations of so many bytes take more of the device than they did when the plan was made, and
+// with them the device has more than threshold x device_limit.
+bool breaks_margin(const OffloadPlan& plan, int64_t activations);
+// Bytes on the device that may still leave it, parameters aside.
+int64_t may_leave(const OffloadPlan& plan);
+// The decision of plan_offload(), made again with the activations that a step has shown. Parameters
+// stay, nothing comes nearer to the device, and gradients that leave it now are not encoded, so
+// that no value changes. Where the host has no room for gradients, optimizer state moves alone.
+// ConfigError, with the numbers, where it has none for that either.
+OffloadPlan plan_again(const OffloadPlan& plan, int64_t activations);
 // The parameters of these flats (one bool for each) rest on the host: ranks that share parameters
 // agree on where they rest.
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats);

@@ -11,6 +11,7 @@
 
 #include "lockstep/core/format.h"
 #include "lockstep/memory/counting/allocation_log.h"
+#include "lockstep/memory/counting/thread_usage.h"
 
 namespace lockstep::memory {
 namespace {
@@ -25,6 +26,7 @@ int64_t size_of(void* data) {
 
 void free_counted(void* data) {
   AllocationLog::note_release(data);
+  ThreadUsage::note_release(data);
   held -= size_of(data);
   below->raw_deleter()(data);
 }
@@ -42,6 +44,7 @@ c10::DataPtr allocate_counted(size_t bytes) {
   check(memory.compare_exchange_deleter(below->raw_deleter(), &free_counted),
         "the CPU's allocator has another deleter than it says");
   AllocationLog::note_allocation(memory.get_context(), bytes);
+  ThreadUsage::note_allocation(memory.get_context(), bytes);
   return memory;
 }
 

@@ -2,6 +2,8 @@
 // Counts what torch's allocator for the CPU has given out, and can hold it to a limit.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <optional>
 
@@ -28,5 +30,11 @@ class Meter {
 // What CUDA's allocator refused last, if limit_device() has set a limit there and it has refused
 // something.
 std::optional<OutOfMemory> cuda_refusal();
+
+// Bytes that CUDA's allocator had given out at most, of all pools: since reset_cuda_peak(), and
+// since the process began. 0 in builds without CUDA.
+int64_t cuda_peak(c10::Device device);
+int64_t highest_cuda_peak(c10::Device device);
+void reset_cuda_peak(c10::Device device);
 
 }  // namespace lockstep::memory

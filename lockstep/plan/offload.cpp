@@ -180,9 +180,12 @@ std::string to_text(std::span<const OffloadPlan> plans) {
     text += '\n';
   }
   const layout::OffloadOptions& options = plans[0].options;
-  text += format("{}: the device has {} with what is being used, of {}; the host budget is {}",
-                 layout::name_of(options.advanced.strategy), size_text(device.sum() + used),
-                 size_text(limit), size_text(budget));
+  text += format(
+      "{}, before the first step: the device has {} with what is being used, of {}; the host "
+      "budget "
+      "is {}",
+      layout::name_of(options.advanced.strategy), size_text(device.sum() + used), size_text(limit),
+      size_text(budget));
   const auto [encoded, plain] = encoded_and_plain(plans);
   if (encoded < plain) {
     const double ratio = static_cast<double>(encoded) / static_cast<double>(plain);

@@ -18,7 +18,8 @@ namespace lockstep::plan {
 // layout::offload_machine.
 std::vector<layout::OffloadPlan> plan_offload(const Run& run, int rank);
 
-// A table of what rests where, and the budgets, of one rank.
+// A table of what rests where before the first step, and the budgets, of one rank. A run counts
+// activations too once a step has shown them (docs/offload.md).
 std::string to_text(std::span<const layout::OffloadPlan> plans);
 
 }  // namespace lockstep::plan

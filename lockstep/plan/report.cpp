@@ -87,8 +87,8 @@ std::string offload_line(std::span<const Memory> ranks) {
   const auto away = [](const Memory& memory) { return memory.on_host + memory.on_disk; };
   const auto most = std::ranges::max_element(ranks, {}, away);
   const bool alike = away(*std::ranges::min_element(ranks, {}, away)) == away(*most);
-  return format("offload: {} on the host, {} on the disk{}", size_text(most->on_host),
-                size_text(most->on_disk),
+  return format("offload before the first step: {} on the host, {} on the disk{}",
+                size_text(most->on_host), size_text(most->on_disk),
                 alike ? "" : format(" (rank {}, the most)", most - ranks.begin()));
 }
 

@@ -19,8 +19,8 @@ std::string rank_ranges(const std::vector<size_t>& ranks);
 // "0-3, 8", which has the largest of each.
 std::string to_table(std::span<const Memory> ranks);
 
-// "offload: 1.2 GB on the host, 0 B on the disk", of the rank that has most there, which is named
-// where ranks differ.
+// "offload before the first step: 1.2 GB on the host, 0 B on the disk", of the rank that has most
+// there, which is named where ranks differ.
 std::string offload_line(std::span<const Memory> ranks);
 
 // The rank that takes most, by total or by state.

@@ -40,6 +40,7 @@ struct Curve {
   std::vector<double> losses = {}, norms = {};
   std::vector<at::Tensor> weights = {};
   std::string saved = {};
+  int64_t decisions = 0;  // about places, after the first
 };
 
 Curve train(const comm::Group& group, const TrainingSegment& segment) {
@@ -83,6 +84,7 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
   if (!segment.save.empty())
     curve.saved = checkpoint::save(segment.save, {.step = segment.end, .slices = slices}, group);
   for (const auto& [name, tensor] : sharded.full_state_dict()) curve.weights.push_back(tensor);
+  curve.decisions = parallel::offload_stats(sharded).decisions;
   return curve;
 }
 
@@ -157,6 +159,30 @@ TEST(OffloadCheckpoint, ResumesWithAndWithoutCodecs) {
         }
       });
     }
+  }
+}
+
+// State that activations have driven from the device is in the checkpoint like any other.
+TEST(OffloadCheckpoint, ResumesAfterPlacesWereDecidedAgain) {
+  const OffloadOptions pressed{.param_budget = 512 * kKiB,
+                               .host_budget = 64 * kMiB,
+                               .device_limit = kMiB,
+                               .advanced = {.host_limit = 64 * kMiB,
+                                            .strategy = OffloadStrategy::conservative,
+                                            .update_site = UpdateSite::device}};
+  for (const int ranks : {1, 2}) {
+    const TempDir folder;
+    comm::run_threads(ranks, [&](const comm::Group& group) {
+      const Curve whole = train(group, {});
+      const Curve first =
+          train(group, {.offload = pressed, .end = kSaved, .save = folder.path() + "/saved"});
+      EXPECT_TRUE(first.decisions == 1 || ranks == 2) << first.decisions;
+      for (const auto& form : {std::optional<OffloadOptions>(), std::optional(pressed)}) {
+        const Curve second =
+            train(group, {.offload = form, .begin = kSaved, .load = first.saved, .used = true});
+        expect_tail(whole, second, form ? "offloaded" : "not offloaded");
+      }
+    });
   }
 }
 

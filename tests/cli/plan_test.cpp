@@ -64,14 +64,17 @@ TEST(Plan, SaysWhatIsOffloaded) {
   Result result = plan(on_cpu);
   EXPECT_EQ(result.code, 0) << result.err;
   // Of it 97 MB are copies of the parameters for the CPU, which updates the state.
-  EXPECT_THAT(result.out, HasSubstr("\noffload: 298 MB on the host, 0 B on the disk\n"));
+  EXPECT_THAT(result.out,
+              HasSubstr("\noffload before the first step: 298 MB on the host, 0 B on the disk\n"));
   Words on_device = options;
   on_device.insert(on_device.end(), {"--offload.update_site", "device"});
   result = plan(on_device);
-  EXPECT_THAT(result.out, HasSubstr("\noffload: 194 MB on the host, 0 B on the disk\n"));
+  EXPECT_THAT(result.out,
+              HasSubstr("\noffload before the first step: 194 MB on the host, 0 B on the disk\n"));
   options[7] = "30GB";
   result = plan(options);
-  EXPECT_THAT(result.out, HasSubstr("\noffload: 0 B on the host, 0 B on the disk\n"));
+  EXPECT_THAT(result.out,
+              HasSubstr("\noffload before the first step: 0 B on the host, 0 B on the disk\n"));
   options[7] = "20MB";
   result = plan(options);
   EXPECT_NE(result.code, 0);

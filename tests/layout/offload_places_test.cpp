@@ -178,6 +178,38 @@ TEST(OffloadPlaces, SpillsStatesOfTheLastUnitsToDisk) {
   EXPECT_EQ(place(units_of(4), 0, options).on_host, 160 * kMB);
 }
 
+TEST(OffloadPlaces, DecidedAgainNothingComesNearerToTheDevice) {
+  // 4 x 40 MB + 20 MB, below 0.9 x 300 MB: everything is on the device.
+  auto units = units_of(4);
+  const auto options = options_of(300 * kMB, OffloadStrategy::conservative);
+  const auto rest_at = [&](const OffloadPlaces& places) {
+    for (size_t i = 0; i < units.size(); ++i) units[i].now = places.units[i];
+  };
+  const OffloadPlaces first = place(units, 20 * kMB, options);
+  EXPECT_EQ(first.on_host, 0);
+  rest_at(first);
+  EXPECT_EQ(place(units, 110 * kMB, options).units, first.units);  // 270 MB: still below
+  // Room: 0.72 x 300 MB - 120 MB - 40 MB of parameters = 56 MB: all gradients, and a slice.
+  const OffloadPlaces second = place(units, 120 * kMB, options);
+  EXPECT_THAT(params_of(second), Each(Tier::device));
+  EXPECT_THAT(grads_of(second), Each(Tier::device));
+  EXPECT_EQ(std::ranges::count(states_of(second), Tier::device), 1);
+  rest_at(second);
+  EXPECT_EQ(place(units, 20 * kMB, options).units, second.units);  // nothing comes back
+  // More than the device has: no error, and all that may leave has left. Parameters stay.
+  const OffloadPlaces third = place(units, 400 * kMB, options);
+  EXPECT_THAT(params_of(third), Each(Tier::device));
+  EXPECT_THAT(grads_of(third), Each(Tier::host));
+  EXPECT_THAT(states_of(third), Each(Tier::host));
+  EXPECT_EQ(third.resting, 40 * kMB);
+  EXPECT_EQ(third.on_host, 120 * kMB);
+  auto small = options;
+  small.host_budget = 119 * kMB;
+  EXPECT_THAT([&] { place(units, 400 * kMB, small); }, says("offload.host_budget is 119 MB"));
+  small.disk = "/fast";
+  EXPECT_EQ(place(units, 400 * kMB, small).on_disk, 10 * kMB);
+}
+
 TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
   auto options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.host_budget = 159 * kMB;

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/memory/counting/thread_usage.h"
+
 namespace lockstep::memory {
 namespace {
 
@@ -69,6 +71,28 @@ TEST_F(MeterTest, TensorsOfOtherThreadsCount) {
   EXPECT_NEAR(Meter::current() - before, 8 * kBytes, 8 * kRounding);
   made.clear();
   EXPECT_EQ(Meter::current(), before);
+}
+
+TEST_F(MeterTest, CountsThreadsApart) {
+  const ThreadUsage mine, other;
+  mine.enter();
+  at::Tensor kept = at::empty({kBytes}, at::kByte);
+  std::thread([&] {
+    const at::Tensor uncounted = at::empty({8 * kBytes}, at::kByte);
+    other.enter();
+    { const at::Tensor temporary = at::empty({2 * kBytes}, at::kByte); }
+    kept.reset();  // who releases does not matter
+  }).join();
+  EXPECT_EQ(mine.peak(), kBytes);
+  EXPECT_EQ(mine.current(), 0);
+  EXPECT_EQ(other.peak(), 2 * kBytes);
+  EXPECT_EQ(other.current(), 0);
+  const at::Tensor held = at::empty({kBytes}, at::kByte);
+  ThreadUsage::leave();
+  const at::Tensor later = at::empty({4 * kBytes}, at::kByte);
+  mine.reset_peak();
+  EXPECT_EQ(mine.peak(), kBytes);
+  EXPECT_EQ(mine.current(), kBytes);
 }
 
 TEST_F(MeterTest, HoldsToALimit) {

@@ -28,9 +28,11 @@ TEST(Report, RanksThatAreAlikeShareALineWithTheLargest) {
 
 TEST(Report, LineOfTheRankWithMost) {
   std::vector<Memory> ranks{{.on_host = 512, .on_disk = 1}, {.on_host = 512, .on_disk = 1}};
-  EXPECT_EQ(offload_line(ranks), "offload: 512 B on the host, 1 B on the disk");
+  EXPECT_EQ(offload_line(ranks),
+            "offload before the first step: 512 B on the host, 1 B on the disk");
   ranks[1].on_disk = 3;
-  EXPECT_EQ(offload_line(ranks), "offload: 512 B on the host, 3 B on the disk (rank 1, the most)");
+  EXPECT_EQ(offload_line(ranks),
+            "offload before the first step: 512 B on the host, 3 B on the disk (rank 1, the most)");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 
 #include "lockstep/core/system_memory.h"
@@ -18,6 +19,18 @@ namespace {
 
 // Of the process, like the allocator whose observer writes them.
 std::atomic<int64_t> cuda_limit{0}, cuda_refused{0}, cuda_held{0};
+
+// The most of each device before its peak was last reset: that is the allocator's, and others want
+// to know it too.
+struct EarlierPeaks {
+  std::mutex mutex;
+  std::map<c10::DeviceIndex, int64_t> bytes;
+
+  static EarlierPeaks& all() {
+    static EarlierPeaks all;
+    return all;
+  }
+};
 
 void watch_refusals() {
   static std::once_flag once;
@@ -51,6 +64,24 @@ void limit_device(c10::Device device, int64_t bytes) {
   const auto total = static_cast<double>(device_bytes(device));
   const double share = bytes == 0 ? 1 : std::min(1.0, static_cast<double>(bytes) / total);
   c10::cuda::CUDACachingAllocator::setMemoryFraction(share, c10::cuda::current_device());
+}
+
+int64_t cuda_peak(c10::Device device) {
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[0].peak;
+}
+
+int64_t highest_cuda_peak(c10::Device device) {
+  EarlierPeaks& earlier = EarlierPeaks::all();
+  const std::lock_guard lock(earlier.mutex);
+  return std::max(earlier.bytes[device.index()], cuda_peak(device));
+}
+
+void reset_cuda_peak(c10::Device device) {
+  EarlierPeaks& earlier = EarlierPeaks::all();
+  const std::lock_guard lock(earlier.mutex);
+  int64_t& most = earlier.bytes[device.index()];
+  most = std::max(most, cuda_peak(device));
+  c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
 }
 
 std::optional<OutOfMemory> cuda_refusal() {

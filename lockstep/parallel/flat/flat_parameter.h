@@ -50,6 +50,8 @@ class FlatParameter {
   FlatParameter& operator=(const FlatParameter&) = delete;
 
   const FlatPlan& plan() const { return plan_; }
+  // Of an offloaded model, whose places may be decided again.
+  FlatOffload& offload() { return *plan_.offload; }
   size_t index() const { return index_; }
   const std::vector<Member>& members() const { return members_; }
   const layout::FlatLayout& layout() const { return layout_; }

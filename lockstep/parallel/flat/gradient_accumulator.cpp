@@ -58,6 +58,15 @@ void GradientAccumulator::close_line(const memory::Event& unused) {
   block_.reset();
 }
 
+void GradientAccumulator::stop_keeping_line() {
+  if (!keeps_line_) return;
+  keeps_line_ = false;
+  if (!block_.defined()) return;
+  environment_.gradient_memory.let_go(block_);
+  line_.reset();
+  block_.reset();
+}
+
 void GradientAccumulator::begin_round(bool is_last) {
   is_last_round_ = is_last;
   arrived_.assign(members().size(), false);

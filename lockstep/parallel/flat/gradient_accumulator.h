@@ -91,6 +91,8 @@ class GradientAccumulator {
   at::Tensor line_view(size_t member) const;
   void open_line(const MakeRoom& make_room);
   void close_line(const memory::Event& unused = {});
+  // The line, which has nothing, goes after each backward from now on.
+  void stop_keeping_line();
   void fill_gaps();
   // Puts the line into the sum of micro-batches, and clears it.
   void add_to_sum(const MakeRoom& make_room, std::optional<int64_t> micro_batch);
@@ -113,7 +115,7 @@ class GradientAccumulator {
   std::vector<std::optional<int64_t>> versions_;
 
  private:
-  const bool keeps_line_;
+  bool keeps_line_;
   at::Tensor block_;           // the memory that the line is in
   std::vector<bool> arrived_;  // in this round
   size_t num_arrived_ = 0;

@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace lockstep::parallel::detail {
 namespace {
 
@@ -19,6 +22,19 @@ bool keeps_line(const FlatPlan& plan) {
 OffloadedGradients::OffloadedGradients(FlatParameter& parameter, FlatShard& shard,
                                        FlatEnvironment& environment)
     : ShardedGradients(parameter, shard, environment, detail::keeps_line(parameter.plan())) {}
+
+void OffloadedGradients::begin_round(bool is_last) {
+  ShardedGradients::begin_round(is_last);
+  const bool has_some =
+      accumulates() || std::ranges::count(unreduced_members(), true) > 0 || !sum_.is_empty();
+  if (!leaves_ || has_some) return;
+  leaves_ = false;
+  parameter_.offload().grads = layout::Tier::host;
+  // An update of a flat that the forward did not use may still read them.
+  if (gradient_.defined())
+    tiers().retire(std::make_shared<at::Tensor>(std::exchange(gradient_, {})), shard_.updating());
+  stop_keeping_line();
+}
 
 std::vector<bool>& OffloadedGradients::unreduced_members() {
   return in_spilled_.empty() ? filled_ : in_spilled_;

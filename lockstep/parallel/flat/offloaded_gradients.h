@@ -14,6 +14,7 @@ class OffloadedGradients final : public ShardedGradients {
  public:
   OffloadedGradients(FlatParameter& parameter, FlatShard& shard, FlatEnvironment& environment);
 
+  void begin_round(bool is_last) override;
   void spill() override;
   void abandon() override;
   void wait_delivered() override { std::exchange(moved_, {}).wait(); }
@@ -22,6 +23,9 @@ class OffloadedGradients final : public ShardedGradients {
   // The gradients that were sent to the host are there after this event.
   const memory::Event& moved() const { return moved_; }
   bool is_on_host(const at::Tensor& gradient) const;
+  // They rest on the host from the next backward on that finds none of an earlier one: so nothing
+  // is moved, and who holds a gradient keeps it.
+  void leave_device() { leaves_ = true; }
   // Gradients go where an update that ends with the event has read them.
   void let_go(const memory::Event& read);
 
@@ -41,6 +45,7 @@ class OffloadedGradients final : public ShardedGradients {
   bool rests_on_host() const { return plan_.offload->grads == layout::Tier::host; }
   void send_to_host(const at::Tensor& gradient, const at::Tensor& arrived, bool adds);
 
+  bool leaves_ = false;           // the device, as soon as there are none
   bool consumed_ = false;         // by an update, and nothing else is there to be added to
   memory::Event moved_;           // to the host
   at::Tensor spilled_;            // the line, on the host between micro-batches

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -54,7 +55,7 @@ class GradientMemory {
   }
 
   // The largest that will be taken again and again.
-  void expect(size_t largest) { largest_ = largest; }
+  void expect(size_t largest) { largest_ = std::max(largest_, largest); }
 
   // A block of at least `bytes`, until the last copy of the tensor goes. `make_room` is called as
   // long as there is no free one: it ends a reduction under way, or says that there is none.
@@ -65,8 +66,9 @@ class GradientMemory {
   void busy_until(const at::Tensor& block, const memory::Event& event);
   // Lets go of free blocks beyond those that reductions under way need.
   void trim();
-  // One that is kept for ever.
+  // One that is kept until its owner lets it go, and then drops it.
   at::Tensor keep(size_t bytes);
+  void let_go(const at::Tensor& kept) { occupied_ -= kept.nbytes(); }
 
   size_t occupied() const { return occupied_; }
   size_t allocations() const { return allocations_; }

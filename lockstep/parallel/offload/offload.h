@@ -52,6 +52,9 @@ struct OffloadStats {
   };
   Kept params_kept = {}, grads_kept = {}, state_kept = {};
   UpdateSite site = UpdateSite::automatic;
+  // Activations and temporaries on the device in the steps so far, at most, in units of 1/64 of
+  // device_limit; and how often they broke the limit's margin, so that places were decided again.
+  int64_t activation_peak = 0, decisions = 0;
 };
 // Zeros for a model that is not offloaded.
 OffloadStats offload_stats(const ShardedModel& model);

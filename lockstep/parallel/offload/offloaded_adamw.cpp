@@ -14,6 +14,7 @@
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/parameters/named_state.h"
+#include "lockstep/parallel/offload/decide_again.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/tiers/offloaded_state.h"
@@ -118,6 +119,7 @@ struct OffloadedAdamW::State {
   std::vector<optim::NamedTensor> shown(Tensor& tensor);
   Tensor& find(const std::string& name);
   void wait();
+  void watch_pressure();
 
   std::vector<optim::ParameterGroup> groups;
   optim::AdamWOptions options;
@@ -276,8 +278,36 @@ OffloadedAdamW::OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions op
 
 OffloadedAdamW::~OffloadedAdamW() = default;
 
+// After a step has shown what activations it has. Collective.
+void OffloadedAdamW::State::watch_pressure() {
+  std::vector<detail::ShardEngine*> engines;
+  for (const auto& model : models) engines.push_back(model->model.shared()->engine.get());
+  const std::vector<int64_t> measured = detail::measured_activations(engines);
+  for (size_t m = 0; m < models.size(); ++m) {
+    Model& model = *models[m];
+    const int64_t activations = detail::agree_on_activations(*engines[m], measured[m]);
+    const bool decides = layout::breaks_margin(model.tiers->plan, activations);
+    if (!decides) {
+      detail::agree_on_room(*engines[m]);
+      continue;
+    }
+    std::unordered_map<const c10::TensorImpl*, OffloadedState*> states;
+    for (const Tensor& tensor : tensors)
+      states[tensor.parameter.tensor.unsafeGetTensorImpl()] = tensor.state.get();
+    const auto state_of = [&](size_t flat, size_t tensor) {
+      const auto& optimized = engines[m]->flats()[flat]->shard.optimized()[tensor];
+      const auto found = states.find(optimized.tensor.unsafeGetTensorImpl());
+      return found == states.end() ? nullptr : found->second;
+    };
+    detail::decide_again(*engines[m], activations,
+                         {.ring = model.ring, .state_of = state_of, .wait = [this] { wait(); }});
+    detail::agree_on_room(*engines[m]);
+  }
+}
+
 void OffloadedAdamW::step() {
   const at::NoGradGuard no_grad;
+  detail::ActivationPeak::pause();
   for (const auto& model : state_->models) {
     const bool exact = !model->tiers->updates_in_backward();
     auto& engine = *model->model.shared()->engine;
@@ -299,6 +329,7 @@ void OffloadedAdamW::step() {
         "fetch state");
   }
   for (State::Tensor& tensor : state_->tensors) tensor.updated = false;
+  state_->watch_pressure();
 }
 
 std::vector<optim::NamedTensor> OffloadedAdamW::lazy_state() {
@@ -454,6 +485,8 @@ OffloadStats offload_stats(const ShardedModel& model) {
   stats.state_on_disk -= tiers.kept.moved_to_host;
   stats.state_kept = {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain};
   stats.site = tiers.site;
+  stats.activation_peak = tiers.activation_peak;
+  stats.decisions = tiers.decisions;
   return stats;
 }
 

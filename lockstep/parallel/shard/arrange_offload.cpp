@@ -115,19 +115,20 @@ std::shared_ptr<OffloadTiers> arrange_offload(
                        static_cast<size_t>(std::max<int64_t>(plan.state_room, 1))};
   tiers->ring_bytes = plan.used.states > 0 ? static_cast<size_t>(plan.ring) : 0;
   for (size_t i = 0; i < plans.size(); ++i) {
-    layout::OffloadPlan::Flat& placed = plan.flats[i];
+    const layout::OffloadPlan::Flat& placed = plan.flats[i];
     plans[i].resident = plans[i].whole_gradients = false;
     plans[i].offload = {.tiers = tiers,
                         .params = placed.params,
                         .grads = placed.grads,
                         .param_codec = placed.param_codec,
                         .grad_codec = placed.grad_codec,
-                        .states = std::move(placed.states)};
+                        .states = placed.states};
     for (const auto& parameter : plans[i].parameters)
       plans[i].offload->embeddings.push_back(is_embedding(parameter.name));
     if (placed.grad_codec == codec::Codec::bf16) plans[i].gradient_dtype = at::kBFloat16;
     if (placed.params == Tier::host) plans[i].rest_device = at::kCPU;
   }
+  tiers->plan = std::move(plan);
   return tiers;
 }
 

@@ -85,6 +85,7 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
 
 void ShardEngine::before_operator(std::span<const size_t> flats) {
   if (replaced_ != nullptr && !replaced_->tensor.key_set().has(kShardKey)) check_replaced();
+  if (tiers_) tiers_->activations.resume();
   window_.close_before_use();
   // The first operator of a backward is in its outermost graph; gradients may come from inner ones.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();

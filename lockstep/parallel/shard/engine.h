@@ -62,6 +62,7 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   // None where nothing is offloaded.
   const std::shared_ptr<OffloadTiers>& tiers() const { return tiers_; }
   const FlatEnvironment& environment() const { return *environment_; }
+  GradientMemory& gradient_memory() { return environment_->gradient_memory; }
   size_t current_bytes() const;
   size_t peak_bytes() const { return peak_bytes_; }
 

@@ -15,12 +15,13 @@
 #include <vector>
 
 #include "lockstep/layout/offload.h"
-#include "lockstep/layout/offload_places.h"
+#include "lockstep/layout/offload_plan.h"
 #include "lockstep/memory/budget.h"
 #include "lockstep/memory/device_memory.h"
 #include "lockstep/memory/disk_store.h"
 #include "lockstep/memory/host_memory.h"
 #include "lockstep/memory/queue.h"
+#include "lockstep/parallel/tiers/activation_peak.h"
 
 namespace lockstep::parallel::detail {
 
@@ -79,6 +80,12 @@ class OffloadTiers {
   // Where gathers are collectives: bytes of gathered parameters that every rank has room for at
   // once, the same on all ranks, and those that are gathered or arriving.
   size_t line_room = 0, collective_lines = 0;
+  // The last decision about places, and what it may be made again for: activations, the most of
+  // them in any step so far as ranks agreed on it, and how often places were decided again.
+  layout::OffloadPlan plan;
+  ActivationPeak activations{device};
+  int64_t activation_peak = 0;
+  int64_t decisions = 0;
   // Of host_budget, for state that LZ4 packs.
   memory::Budget state_room = {"offload.host_budget", 0};
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.

@@ -14,9 +14,6 @@ namespace {
 using layout::Tier;
 using optim::PackedSlice;
 
-// LZ4 finds more in bytes of the same meaning.
-constexpr size_t kWidth = 4;
-
 std::shared_ptr<std::byte> plain_memory(size_t bytes) {
   return {new std::byte[bytes](), std::default_delete<std::byte[]>()};
 }

@@ -69,14 +69,21 @@ class OffloadedState {
   // The bytes go back to where they rest; `memory` is load()'s.
   void store(Slice& slice, std::shared_ptr<std::byte> memory);
 
+  // The slice rests farther from the device, with the same bytes: on the host if it is wanted there
+  // and fits, else on the disk if there is one. False: it has found no room, and stays where it is.
+  // Nothing may be under way.
+  bool move(Slice& slice, layout::Tier to);
+  // Bytes that the slice is kept in outside the device.
+  size_t kept_bytes(const Slice& slice) const;
+
   // For checkpoints. Nothing may be under way. Null where not wanted.
   void unpack(float* exp_avg, float* exp_avg_sq, float* master);
   // Null: as it is.
   void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
 
  private:
-  // How many bytes a slice is kept in, outside the device.
-  size_t kept_bytes(const Slice& slice) const;
+  static constexpr size_t kWidth = 4;  // LZ4 finds more in bytes of the same meaning
+
   void store_packed(Slice& slice, std::shared_ptr<std::byte> memory);
   bool take_host(Slice& slice, size_t bytes);
   template <class Visit>

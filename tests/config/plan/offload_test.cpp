@@ -276,7 +276,7 @@ TEST(OffloadPlan, Text) {
   EXPECT_THAT(text, HasSubstr("offload   parameters   gradients   optimizer       total\n"
                               "device           0 B         0 B         0 B         0 B\n"));
   EXPECT_THAT(text, HasSubstr("\ndisk             0 B"));
-  EXPECT_THAT(text, HasSubstr("extreme: the device has "));
+  EXPECT_THAT(text, HasSubstr("extreme, before the first step: the device has "));
   EXPECT_THAT(text, HasSubstr("the host budget is 32 GB, which holds 64 GB of state as bf16\n"));
 }
 

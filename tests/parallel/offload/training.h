@@ -56,7 +56,8 @@ struct OffloadRun {
   double clip = 0.05;     // 0: not at all
   bool measures = false;  // the norm, where gradients are not clipped
   bool use_orig_params = true;
-  bool zeroes = true;  // gradients, before each step
+  bool zeroes = true;                                             // gradients, before each step
+  std::function<int64_t(int step)> rows = [](int) { return 6; };  // of a batch
   // Called before and after each step of the optimizer.
   std::function<void(int step, const parallel::ShardedModel&, optim::Optimizer&)> before = {},
                                                                                   after = {};
@@ -96,8 +97,9 @@ inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& 
     optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
   }
   OffloadCurve curve;
-  const at::Tensor numbers = at::arange(6 * run.width, at::kFloat).view({6, run.width});
   for (int step = 0; step < run.steps; ++step) {
+    const int64_t rows = run.rows(step);
+    const at::Tensor numbers = at::arange(rows * run.width, at::kFloat).view({rows, run.width});
     double sum = 0;
     for (int micro = 0; micro < run.accumulation; ++micro) {
       const double shift =
