@@ -243,7 +243,7 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
   schema.section("offload", "What leaves the device between its uses");
   schema.add("params", offload.params, "Parameters may rest in host memory.");
   schema.add("grads", offload.grads, "Gradients may.");
-  schema.add("optimizer", offload.optimizer, "Optimizer state may (adamw only).");
+  schema.add("optimizer", offload.optimizer, "Optimizer state may.");
   schema.add_bytes("param_budget", offload.param_budget,
                    "Most that parameters take on the device, gathered ones included. 0: 2GB, or "
                    "what the device or device_limit has, if that is less.");

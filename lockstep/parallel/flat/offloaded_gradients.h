@@ -21,7 +21,8 @@ class OffloadedGradients final : public ShardedGradients {
   // ---- for the optimizer ----
   // The gradients that were sent to the host are there after this event.
   const memory::Event& moved() const { return moved_; }
-  bool is_on_host(const at::Tensor& gradient) const;
+  // Whether a gradient is where this has put it. Others may have put another in its place.
+  bool owns(const at::Tensor& gradient) const;
   // Gradients go where an update that ends with the event has read them.
   void let_go(const memory::Event& read);
 

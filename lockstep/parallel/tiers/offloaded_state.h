@@ -69,10 +69,11 @@ class OffloadedState {
   // The bytes go back to where they rest; `memory` is load()'s.
   void store(Slice& slice, std::shared_ptr<std::byte> memory);
 
-  // For checkpoints. Nothing may be under way. Null where not wanted.
-  void unpack(float* exp_avg, float* exp_avg_sq, float* master);
+  // For checkpoints: arrays as optim::UnpackedState has them. Nothing may be under way. Null where
+  // not wanted.
+  void unpack(void* exp_avg, void* exp_avg_sq, void* master);
   // Null: as it is.
-  void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
+  void pack(const void* exp_avg, const void* exp_avg_sq, const void* master);
 
  private:
   // How many bytes a slice is kept in, outside the device.
