@@ -36,8 +36,6 @@ void require_switch(bool is_set, const char* key, bool on, const char* needed, c
 void validate_update(const TrainConfig& config) {
   const layout::OffloadOptions& offload = config.offload;
   const bool in_backward = offload.advanced.clip_mode == layout::ClipMode::none;
-  const bool adamw = config.optim.name == OptimizerKind::adamw;
-  require(adamw, "offload is for optim.name adamw; it is sgd");
   require(!in_backward || offload.optimizer,
           "offload.clip_mode is none, but offload.optimizer is false: it is for offloaded state");
   require(!in_backward || config.optim.clip == 0,
@@ -56,7 +54,7 @@ void validate_update(const TrainConfig& config) {
 void validate_offload(const TrainConfig& config) {
   const layout::OffloadOptions& offload = config.offload;
   if (!offload.any()) return require_nothing_set(config);
-  layout::validate(layout::resolved(offload, 0, 0));
+  layout::validate(layout::resolved(config.offload_options(), 0, 0));
   require_switch(offload.param_budget != 0, "param_budget", offload.params, "params",
                  "parameters stay on the device");
   const bool sets_site = offload.advanced.update_site != layout::UpdateSite::automatic;

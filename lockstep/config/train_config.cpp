@@ -180,6 +180,14 @@ int TrainConfig::accumulation(int world) const {
   return static_cast<int>(global_batch(world) / (train.micro_batch * dp(world)));
 }
 
+layout::OffloadOptions TrainConfig::offload_options() const {
+  layout::OffloadOptions options = offload;
+  options.advanced.update_rule = optim.name == OptimizerKind::adamw ? layout::UpdateRule::adamw
+                                 : optim.momentum > 0 ? layout::UpdateRule::sgd_momentum
+                                                      : layout::UpdateRule::sgd;
+  return options;
+}
+
 layout::Recompute TrainConfig::recompute() const {
   return train.recompute.value_or(layout::ParallelConfig{.memory = memory.strategy}.recompute());
 }

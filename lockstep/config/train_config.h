@@ -146,6 +146,7 @@ struct TrainConfig {
   int64_t global_batch(int world) const;
   int accumulation(int world) const;  // micro-batches of a rank in each step
   layout::Recompute recompute() const;
+  layout::OffloadOptions offload_options() const;  // `offload`, for the state of `optim`
   int64_t warmup() const;
   int threads(int cores_per_rank) const;
   milliseconds timeout() const;

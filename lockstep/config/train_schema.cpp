@@ -279,7 +279,7 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
   schema.add("params", offload.params, "Allow parameters to be offloaded to host memory.");
   schema.add("grads", offload.grads, "Allow gradients to be offloaded to host memory.");
   schema.add("optimizer", offload.optimizer,
-             "Allow optimizer state to be offloaded to host memory (adamw only).");
+             "Allow optimizer state to be offloaded to host memory.");
   schema.add_bytes("param_budget", offload.param_budget,
                    "Device memory for parameters, including gathered ones. 0 uses the smallest of "
                    "2GB, the device's memory and offload.device_limit.");

@@ -20,6 +20,7 @@ using Name = std::string_view;
 constexpr std::array<Name, 4> kStrategies = {"conservative", "balanced", "aggressive", "extreme"};
 constexpr std::array<double, 4> kThresholds = {0.90, 0.75, 0.60, 0.40};
 constexpr std::array<double, 4> kAggressiveness = {0.2, 0.5, 0.8, 1.0};
+constexpr std::array<Name, 3> kRules = {"adamw", "sgd_momentum", "sgd"};
 constexpr std::array<Name, 3> kSites = {"auto", "cpu", "device"};
 constexpr std::array<Name, 2> kClipModes = {"exact", "none"};
 constexpr std::array<Name, 4> kStateKinds = {"exp_avg", "exp_avg_sq", "params", "grads"};
@@ -48,8 +49,13 @@ void require_within(const char* budget, int64_t bytes, const char* limit, int64_
 }  // namespace
 
 Name name_of(OffloadStrategy strategy) { return enum_name(kStrategies, strategy); }
+Name name_of(UpdateRule rule) { return enum_name(kRules, rule); }
 Name name_of(UpdateSite site) { return enum_name(kSites, site); }
 Name name_of(ClipMode mode) { return enum_name(kClipModes, mode); }
+
+int num_moments(UpdateRule rule) {
+  return rule == UpdateRule::adamw ? 2 : rule == UpdateRule::sgd_momentum ? 1 : 0;
+}
 
 double threshold(OffloadStrategy strategy) { return kThresholds.at(static_cast<size_t>(strategy)); }
 double aggressiveness(OffloadStrategy strategy) {
@@ -162,8 +168,24 @@ OffloadOptions divided(OffloadOptions options, int models) {
 
 namespace {
 
+// One codec for both moments is the first's where there is only one.
+void require_moments_for(const StateCodecs& codecs, UpdateRule rule) {
+  StateCodecs both;
+  set_moments(both, codecs.exp_avg);
+  const bool second =
+      codecs.exp_avg_sq != codec::Codec::none && codecs.exp_avg_sq != both.exp_avg_sq;
+  const int moments = num_moments(rule);
+  if (moments == 2 || !codecs.has_moments() || (moments == 1 && !second)) return;
+  throw ConfigError(
+      format("offload.codec has exp_avg={} and exp_avg_sq={}, but the optimizer is {}",
+             codec::name_of(codecs.exp_avg), codec::name_of(codecs.exp_avg_sq),
+             moments == 0 ? "SGD without momentum, which has no moments: leave both out"
+                          : "SGD, which has no second moment: leave exp_avg_sq out"));
+}
+
 void validate_codecs(const OffloadOptions& options) {
   const StateCodecs& codecs = options.codec;
+  require_moments_for(codecs, options.advanced.update_rule);
   const auto require_switch = [&](size_t kind, bool on) {
     StateCodecs copy = codecs;
     const codec::Codec codec = codec_of(copy, kind);

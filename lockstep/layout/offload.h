@@ -23,13 +23,18 @@ enum class UpdateSite { automatic, cpu, device };
 // exact: gradients are clipped by the norm of all of them, as without offload. none: they are not
 // clipped, and each parameter is updated during backward, as soon as it has its gradient.
 enum class ClipMode { exact, none };
+// The optimizer that will update the model: what its state is, and so what there is to place.
+enum class UpdateRule { adamw, sgd_momentum, sgd };
+int num_moments(UpdateRule rule);  // 2 1 0
+std::string_view name_of(UpdateRule rule);
 std::string_view name_of(UpdateSite site);
 std::string_view name_of(ClipMode mode);
 
 // How each kind is kept where it rests. "quantization" means both moments, "fp16" and "int8" the
 // first, with bf16 and quantization for the second, whose small values they would make zero;
 // "exp_avg=bf16,exp_avg_sq=quantization,params=int8,grads=bf16" is each by itself, what is not
-// named as it is; "quantization,params=int8" both moments and the parameters.
+// named as it is; "quantization,params=int8" both moments and the parameters. The momentum_buffer
+// of SGD is a first moment.
 struct StateCodecs {
   codec::Codec exp_avg = codec::Codec::none;
   codec::Codec exp_avg_sq = codec::Codec::none;
@@ -58,6 +63,7 @@ struct OffloadAdvancedOptions {
   bool overlap = true;                     // transfers and updates run beside the computation
   std::optional<bool> pin = std::nullopt;  // not set: where there is a device that copies
   OffloadStrategy strategy = OffloadStrategy::aggressive;
+  UpdateRule update_rule = UpdateRule::adamw;
   UpdateSite update_site = UpdateSite::automatic;
   ClipMode clip_mode = ClipMode::exact;
   bool operator==(const OffloadAdvancedOptions&) const = default;
@@ -86,8 +92,8 @@ OffloadOptions resolved(OffloadOptions options, int64_t device_bytes, int64_t ho
 // limits, which resolved() has filled in, are the rank's, and are divided.
 OffloadOptions divided(OffloadOptions options, int models);
 // ConfigError, with both numbers, for the first rule that is broken: budgets, limits and prefetch
-// above 0, budgets within the limits, and codecs of what may leave only. For options that
-// resolved() has filled in.
+// above 0, budgets within the limits, and codecs of what may leave only and of what the optimizer
+// has. For options that resolved() has filled in.
 void validate(const OffloadOptions& options);
 
 // How many bytes of state the host budget holds, once encoded to `ratio` of their size.

@@ -32,26 +32,42 @@ int64_t packed_bound(int64_t bytes, size_t width) {
   return static_cast<int64_t>(codec::compressed_bound(static_cast<size_t>(bytes), width));
 }
 
-DType packed_dtype(DType dtype, const std::string& name) {
-  if (dtype == DType::float32 || dtype == DType::bfloat16) return dtype;
-  throw ConfigError(format("[offload] parameters of '{}' are {}, must be float32 or bfloat16", name,
-                           name_of(dtype)));
-}
-
 bool is_8_bit(Codec codec) { return codec == Codec::int8 || codec == Codec::quantization; }
+
+// Codecs are of float32, and updates of float64 have gradients of float64.
+void require_float64_fits(const OffloadFlat& flat, const OffloadOptions& options) {
+  const StateCodecs& codecs = options.codec;
+  const auto is_float64 = [](DType dtype) { return dtype == DType::float64; };
+  if (is_float64(flat.param) && !is_float64(flat.grad)) {
+    throw ConfigError(
+        format("[offload] parameters of '{}' are float64 and their gradients {}, must be float64",
+               flat.name, name_of(flat.grad)));
+  }
+  const bool coded_state = codec::is_lossy(codecs.exp_avg) || codec::is_lossy(codecs.exp_avg_sq);
+  const bool coded_params = codec::is_lossy(codecs.params);
+  if ((is_float64(flat.param) && (coded_state || coded_params || codecs.grads != Codec::none)) ||
+      (is_float64(flat.compute) && coded_params)) {
+    throw ConfigError(
+        format("[offload] parameters of '{}' are {} and computed with as {}, but codec is {}: "
+               "float64 can be kept as none or lossless only",
+               flat.name, name_of(flat.param), name_of(flat.compute), name_of(codecs)));
+  }
+}
 
 // How a tensor's state is kept: what 8 bits would spoil stays whole.
 StatePlan state_plan(const OffloadFlat& flat, const OffloadFlat::Tensor& tensor,
-                     const StateCodecs& codecs, int64_t slice) {
+                     const OffloadOptions& options, int64_t slice) {
+  const StateCodecs& codecs = options.codec;
   const auto chosen = [&](Codec codec) {
     const bool kept = is_8_bit(codec) && (tensor.count < kSmall || tensor.embedding);
     return kept || codec == Codec::lossless ? Codec::none : codec;
   };
   StatePlan plan{
-      .format = {.param = packed_dtype(flat.param, flat.name),
-                 .grad = packed_dtype(flat.grad, flat.name),
+      .format = {.param = flat.param,
+                 .grad = flat.grad,
                  .exp_avg = chosen(codecs.exp_avg),
-                 .exp_avg_sq = chosen(codecs.exp_avg_sq)},
+                 .exp_avg_sq = chosen(codecs.exp_avg_sq),
+                 .moments = num_moments(options.advanced.update_rule)},
       .lossless = codecs.exp_avg == Codec::lossless || codecs.exp_avg_sq == Codec::lossless};
   for (int64_t begin = 0; begin < tensor.count; begin += slice)
     plan.slices.push_back({begin, std::min(slice, tensor.count - begin)});
@@ -104,11 +120,24 @@ void count_slices(OffloadPlan::Flat& flat, const OffloadPlan& plan) {
   for (const StatePlan& state : flat.states) {
     for (const StateSlice& each : state.slices) {
       const int64_t bytes = packed_bytes(state, each);
+      const size_t width = size_of(codec::moment_dtype(state.format));
+      if (bytes == 0) {
+        flat.bytes.states.emplace_back();
+        continue;
+      }
       flat.bytes.states.push_back({.on_device = rounded(bytes, plan.machine.device_grain),
                                    .on_host = state.lossless
-                                                  ? packed_bound(bytes, sizeof(float))
+                                                  ? packed_bound(bytes, width)
                                                   : rounded(bytes, plan.machine.host_grain)});
     }
+  }
+}
+
+// An optimizer without state computes where the parameter rests.
+void place_empty_states(OffloadPlan::Flat& flat) {
+  for (StatePlan& state : flat.states) {
+    for (StateSlice& slice : state.slices)
+      if (packed_bytes(state, slice) == 0) slice.tier = flat.params;
   }
 }
 
@@ -140,8 +169,9 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
   const int64_t slice = slice_elements(options, plan.machine.cuda);
   OffloadPlan::Flat all;
   if (flat.trained) {
+    require_float64_fits(flat, options);
     for (const auto& tensor : flat.tensors)
-      all.states.push_back(state_plan(flat, tensor, options.codec, slice));
+      all.states.push_back(state_plan(flat, tensor, options, slice));
   }
   const Codec codec = wanted_codec(flat, options);
   all.gradient_line = rounded(bytes_of(flat.size, flat.reduce), grain);
@@ -238,9 +268,11 @@ void place_flats(OffloadPlan& plan) {
       again = again || !flat.states.empty();
       size_t next = 0;
       for (const StatePlan& state : flat.states) {
-        for (const StateSlice& slice : state.slices)
-          units.back().states[next++].on_host +=
-              with_copies ? bytes_of(slice.count, flat.sizes.param) : 0;
+        for (const StateSlice& slice : state.slices) {
+          OffloadUnit::Slice& bytes = units.back().states[next++];
+          if (with_copies && bytes.on_device > 0)
+            bytes.on_host += bytes_of(slice.count, flat.sizes.param);
+        }
       }
     }
     const OffloadPlaces places = place(units, plan.working + plan.activations, plan.options);
@@ -255,6 +287,7 @@ void place_flats(OffloadPlan& plan) {
         for (StateSlice& slice : state.slices) slice.tier = tiers.states[next++];
       }
       again = choose_codecs(flat, plan) || again;
+      place_empty_states(flat);
     }
     if (!again) return;
   }
@@ -274,9 +307,10 @@ void count_states(OffloadPlan& plan, const OffloadPlan::Flat& flat) {
       if (slice.tier == Tier::disk) plan.on_disk += bytes.on_host;
       if (plan.machine.site == UpdateSite::cpu && slice.tier != Tier::device &&
           flat.grads == Tier::device) {
-        plan.host_used = std::max(plan.host_used,
-                                  kGradientStages * rounded(bytes_of(slice.count, flat.sizes.grad),
-                                                            plan.machine.host_grain));
+        plan.host_used =
+            std::max(plan.host_used,
+                     kGradientStages * rounded(bytes_of(slice.count, updated_with(flat.sizes.grad)),
+                                               plan.machine.host_grain));
       }
     }
     if (is_away(state) && has_copy(plan, flat))
@@ -405,6 +439,7 @@ void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats) {
   for (size_t i = 0; i < flats.size(); ++i) {
     if (flats[i]) plan.flats[i].params = Tier::host;
     choose_codecs(plan.flats[i], plan);
+    place_empty_states(plan.flats[i]);
   }
   count(plan);
 }

@@ -14,7 +14,9 @@ size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 
 int64_t slice_elements(const OffloadOptions& options, bool cuda) {
   // A few of them together have at most an eighth of the device's limit.
-  constexpr int64_t kBytes = 16;  // of an element at most: state, parameter and gradient
+  // Of an element of float32 or bfloat16, at most: state, parameter and gradient. Elements of
+  // float64 have up to 32, and those of float16 18.
+  constexpr int64_t kBytes = 16;
   const int64_t most = cuda ? int64_t{16} << 20 : int64_t{1} << 20;
   const int64_t fits =
       options.device_limit / 8 / kFewSlices / kBytes / codec::kBlock * codec::kBlock;
@@ -31,7 +33,7 @@ SlotLayout slot_layout(const codec::PackedFormat& format, int64_t elements,
                            ? bytes(options.params, format.param)
                            : codec::coded_layout(format.weight, elements).total;
   const size_t grad = state + param;
-  return {state, grad, grad + bytes(options.grads, format.grad)};
+  return {state, grad, grad + bytes(options.grads, updated_with(format.grad))};
 }
 
 RingNeed& RingNeed::operator+=(const RingNeed& other) {

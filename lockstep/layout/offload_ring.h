@@ -29,6 +29,9 @@ struct StatePlan {
 // Elements of a slice: large enough for the link, small enough for the device's limit.
 int64_t slice_elements(const OffloadOptions& options, bool cuda);
 
+// A gradient of float16 may be float32 when it is used: divided by a loss scale it does not fit.
+constexpr DType updated_with(DType grad) { return grad == DType::float16 ? DType::float32 : grad; }
+
 // What a slice has in the ring, in bytes: its state, then its parameter and its gradient where
 // these may rest on the host.
 struct SlotLayout {

@@ -9,9 +9,9 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"
-#include "lockstep/optim/adamw_cuda.h"
 #include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/tensor_memory.h"
+#include "lockstep/optim/update_cuda.h"
 
 namespace lockstep::optim {
 namespace {

@@ -44,6 +44,11 @@ void GradScaler::unscale(Optimizer& optimizer) {
         "[GradScaler] gradients were unscaled already, must be once for an optimizer between "
         "updates");
   }
+  if (optimizer.updates_in_backward()) {
+    throw ConfigError(
+        "[GradScaler] the optimizer updates parameters in backward, with gradients that are still "
+        "scaled: use offload.clip_mode exact, or no scaler");
+  }
   const auto parameters = optimizer.parameters();
   for (const at::Tensor& parameter : parameters) {
     at::Tensor& gradient = parameter.mutable_grad();

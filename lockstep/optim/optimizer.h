@@ -20,6 +20,10 @@ class Optimizer {
   // Updates every parameter that has a gradient. One without is left alone: no decay, no momentum.
   virtual void step() = 0;
 
+  // Whether backward updates parameters as it goes, so that gradients cannot be changed before a
+  // step.
+  virtual bool updates_in_backward() const { return false; }
+
   // The learning rate of groups whose lr_scale is 1.
   virtual double lr() const = 0;
   virtual void set_lr(double lr) = 0;

@@ -7,7 +7,9 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/optim/sgd_factors.h"
 #include "lockstep/optim/tensor_memory.h"
+#include "lockstep/optim/update_cuda.h"
 
 namespace lockstep::optim {
 namespace {
@@ -17,22 +19,29 @@ std::vector<std::string> buffers_of(const SGDOptions& options) {
   return {"momentum_buffer"};
 }
 
-// The first step of a parameter begins its momentum with the undamped gradient, as torch does.
 detail::SgdFactors factors_of(const detail::Update& update, const SGDOptions& options) {
-  const bool first = update.step == 1;
-  return {.lr = update.lr,
-          .weight_decay = update.weight_decay,
+  return sgd_factors(options,
+                     {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+}
+
+}  // namespace
+
+detail::SgdKind sgd_kind(const SGDOptions& options) {
+  if (options.momentum == 0) return detail::SgdKind::plain;
+  return options.nesterov ? detail::SgdKind::nesterov : detail::SgdKind::momentum;
+}
+
+// The first step of a parameter begins its momentum with the undamped gradient, as torch does.
+detail::SgdFactors sgd_factors(const SGDOptions& options, const SgdStep& now) {
+  const bool first = now.step == 1;
+  return {.lr = now.lr,
+          .weight_decay = now.weight_decay,
           .keep = first ? 0 : options.momentum,
           .add = first ? 1 : 1 - options.dampening,
           .momentum = options.momentum};
 }
 
-}  // namespace
-
-SGD::SGD(std::vector<ParameterGroup> groups, SGDOptions options)
-    : ElementwiseOptimizer("SGD", buffers_of(options), std::move(groups), options.lr,
-                           options.weight_decay),
-      options_(options) {
+void validate(const SGDOptions& options) {
   if (!(options.momentum >= 0)) {
     throw ConfigError(format("[SGD] momentum is {}, must be at least 0", options.momentum));
   }
@@ -48,6 +57,13 @@ SGD::SGD(std::vector<ParameterGroup> groups, SGDOptions options)
   }
 }
 
+SGD::SGD(std::vector<ParameterGroup> groups, SGDOptions options)
+    : ElementwiseOptimizer("SGD", buffers_of(options), std::move(groups), options.lr,
+                           options.weight_decay),
+      options_(options) {
+  validate(options);
+}
+
 SGD::SGD(std::vector<NamedParameter> parameters, SGDOptions options)
     : SGD(std::vector<ParameterGroup>{{.parameters = std::move(parameters)}}, options) {}
 
@@ -55,13 +71,15 @@ SGD::SGD(const torch::nn::Module& module, SGDOptions options)
     : SGD(named_parameters(module), options) {}
 
 SGD::Kernel SGD::kernel_for(const detail::Update& update) const {
-  const auto kind = options_.momentum == 0 ? detail::SgdKind::plain
-                    : options_.nesterov    ? detail::SgdKind::nesterov
-                                           : detail::SgdKind::momentum;
-  const auto run =
-      detail::kernels().sgd(kind, *detail::dtype_of(update.param), *detail::dtype_of(update.grad));
+  const auto run = detail::kernels().sgd(sgd_kind(options_), *detail::dtype_of(update.param),
+                                         *detail::dtype_of(update.grad));
   return [run, operands = detail::operands_of(update), factors = factors_of(update, options_)](
              int64_t begin, int64_t end) { run(operands, factors, begin, end); };
+}
+
+bool SGD::update_on_device(const detail::Update& update) const {
+  return update.param.is_cuda() &&
+         detail::cuda::sgd(update, sgd_kind(options_), factors_of(update, options_));
 }
 
 void SGD::update_by_operators(std::span<const detail::Update> updates) const {

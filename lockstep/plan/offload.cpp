@@ -118,7 +118,7 @@ std::pair<int64_t, int64_t> encoded_and_plain(std::span<const OffloadPlan> plans
             return static_cast<int64_t>(codec::packed_layout(form, slice.count).total);
           };
           encoded += bytes(state.format);
-          plain += bytes({.param = state.format.param});
+          plain += bytes({.param = state.format.param, .moments = state.format.moments});
         }
       }
     }

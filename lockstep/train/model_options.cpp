@@ -39,7 +39,7 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config) {
   parallel::FullyShardOptions options{.units = parallel::ByPredicate(is_unit),
                                       .use_orig_params = true,
                                       .reproducible = config.train.reproducible};
-  if (config.offload.any()) options.offload = config.offload;
+  if (config.offload.any()) options.offload = config.offload_options();
   options.advanced.hybrid_group_size = config.parallel.shard_size;
   return options;
 }

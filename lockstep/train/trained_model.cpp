@@ -9,7 +9,6 @@
 #include "lockstep/core/format.h"
 #include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
-#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/schedule/simulate.h"
 #include "lockstep/train/eval_mode.h"
@@ -100,12 +99,6 @@ std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {
 int64_t TrainedModel::batches_at_once() const {
   const schedule::Schedule& schedule = pipeline_.schedule();
   return schedule.ranks == 1 ? 1 : 2 * schedule.stages();
-}
-
-std::unique_ptr<optim::Optimizer> TrainedModel::offloaded_adamw(
-    std::vector<optim::ParameterGroup> groups, const optim::AdamWOptions& options) const {
-  return std::make_unique<parallel::OffloadedAdamW>(pipeline_.sharded(), std::move(groups),
-                                                    options);
 }
 
 double TrainedModel::clip_grad_norm_(double max_norm) {

@@ -16,7 +16,6 @@
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/nn/random/random_context.h"
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/train/batches.h"
@@ -49,9 +48,6 @@ class TrainedModel {
 
   // For the optimizer.
   std::vector<optim::NamedParameter> parameters() const { return pipeline_.named_parameters(); }
-  // For a model that is offloaded.
-  std::unique_ptr<optim::Optimizer> offloaded_adamw(std::vector<optim::ParameterGroup> groups,
-                                                    const optim::AdamWOptions& options) const;
   // The norm of all gradients before they are clipped; 0: they are not.
   double clip_grad_norm_(double max_norm);
   std::vector<checkpoint::NamedSlice> slices() const;

@@ -28,6 +28,7 @@
 #include "lockstep/optim/lr_schedule.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/step_guard.h"
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/batches.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/evaluator.h"
@@ -63,13 +64,17 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
                                                  const TrainedModel& model) {
   const config::OptimConfig& options = config.optim;
   auto groups = optim::decay_groups(model.parameters(), options.weight_decay);
+  const bool offloaded = config.offload.any();
   if (options.name == config::OptimizerKind::sgd) {
-    return std::make_unique<optim::SGD>(
-        std::move(groups), optim::SGDOptions{.lr = options.lr, .momentum = options.momentum});
+    const optim::SGDOptions sgd{.lr = options.lr, .momentum = options.momentum};
+    if (offloaded)
+      return std::make_unique<parallel::OffloadedSGD>(model.sharded(), std::move(groups), sgd);
+    return std::make_unique<optim::SGD>(std::move(groups), sgd);
   }
   const optim::AdamWOptions adamw{
       .lr = options.lr, .beta1 = options.betas[0], .beta2 = options.betas[1], .eps = options.eps};
-  if (config.offload.any()) return model.offloaded_adamw(std::move(groups), adamw);
+  if (offloaded)
+    return std::make_unique<parallel::OffloadedAdamW>(model.sharded(), std::move(groups), adamw);
   return std::make_unique<optim::AdamW>(std::move(groups), adamw);
 }
 

@@ -34,6 +34,7 @@ struct TrainingSegment {
   std::string load = {}, save = {};  // a checkpoint, and the folder for one
   bool used = false;                 // the model has been, before it is loaded
   at::ScalarType dtype = at::kBFloat16;
+  std::optional<optim::SGDOptions> sgd = std::nullopt;
 };
 
 struct Curve {
@@ -48,19 +49,12 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
   Tower model(4, kWidth);
   fill_parameters(*model, 3);
   model->to(segment.dtype);
-  auto sharded = parallel::fully_shard(
-      *model, group,
-      {.units = parallel::ByType{{"Layer"}},
-       .min_num_params = 50,
-       .use_orig_params = true,
-       .offload = segment.offload ? parallel::Offload(*segment.offload) : parallel::NoOffload{}});
-  const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
-  std::unique_ptr<optim::Optimizer> optimizer;
-  if (segment.offload) {
-    optimizer = std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
-  } else {
-    optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
-  }
+  auto sharded = parallel::fully_shard(*model, group,
+                                       {.units = parallel::ByType{{"Layer"}},
+                                        .min_num_params = 50,
+                                        .use_orig_params = true,
+                                        .offload = offload_for(segment.offload, segment.sgd)});
+  const auto optimizer = make_optimizer(sharded, segment.offload.has_value(), segment.sgd);
   Curve curve;
   const at::Tensor numbers = at::arange(6 * kWidth, at::kFloat).view({6, kWidth});
   const auto step = [&](int index) {
@@ -117,6 +111,51 @@ TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
                             (used ? ", used, " : ", ") + std::to_string(ranks) + " ranks");
           }
         }
+      }
+    });
+  }
+}
+
+// Those of SGD, and of float16 and float64, which have another form.
+TEST(OffloadCheckpoint, ResumesOtherRulesAndTypesWithTheSameBits) {
+  OffloadOptions lossless = all_offloaded(UpdateSite::cpu);
+  lossless.codec = layout::parse_state_codecs("exp_avg=lossless");
+  struct Case {
+    at::ScalarType dtype;
+    std::optional<optim::SGDOptions> sgd;
+    OffloadOptions offload;
+  };
+  const optim::SGDOptions momentum{.lr = 0.1, .momentum = 0.9, .dampening = 0.3};
+  const optim::SGDOptions plain{.lr = 0.1, .weight_decay = 0.1};
+  const Case cases[] = {
+      {at::kFloat, momentum, all_offloaded(UpdateSite::device)},
+      {at::kBFloat16, momentum, all_offloaded(UpdateSite::cpu)},
+      {at::kDouble, momentum, lossless},
+      {at::kHalf, plain, all_offloaded(UpdateSite::device)},
+      {at::kFloat, plain, all_offloaded(UpdateSite::cpu)},
+      {at::kHalf, std::nullopt, all_offloaded(UpdateSite::device)},
+      {at::kDouble, std::nullopt, all_offloaded(UpdateSite::device)},
+  };
+  const TempDir folder;
+  for (size_t i = 0; i < std::size(cases); ++i) {
+    const auto& [dtype, sgd, offload] = cases[i];
+    const std::optional<OffloadOptions> forms[] = {std::nullopt, offload};
+    comm::run_threads(2, [&](const comm::Group& group) {
+      const Curve whole = train(group, {.dtype = dtype, .sgd = sgd});
+      for (size_t from = 0; from < 2; ++from) {
+        const Curve first =
+            train(group, {.offload = forms[from],
+                          .end = kSaved,
+                          .save = folder.path() + "/" + std::to_string(2 * i + from),
+                          .dtype = dtype,
+                          .sgd = sgd});
+        const Curve second = train(group, {.offload = forms[1 - from],
+                                           .begin = kSaved,
+                                           .load = first.saved,
+                                           .used = true,
+                                           .dtype = dtype,
+                                           .sgd = sgd});
+        expect_tail(whole, second, std::to_string(i) + " from " + std::to_string(from));
       }
     });
   }

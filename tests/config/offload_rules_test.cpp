@@ -162,9 +162,28 @@ TEST(OffloadConfig, BudgetsAndLimits) {
       "offload.param_budget is set, but offload.params is false: parameters stay on the device");
 }
 
-TEST(OffloadConfig, OffloadNeedsAdamW) {
-  expect_refused([](auto& c) { c.optim.name = OptimizerKind::sgd; },
-                 "offload is for optim.name adamw; it is sgd");
+TEST(OffloadConfig, PlansForTheOptimizer) {
+  TrainConfig config = offloading();
+  EXPECT_EQ(config.offload_options().advanced.update_rule, layout::UpdateRule::adamw);
+  config.optim.name = OptimizerKind::sgd;
+  EXPECT_EQ(config.offload_options().advanced.update_rule, layout::UpdateRule::sgd);
+  config.optim.momentum = 0.9;
+  EXPECT_EQ(config.offload_options().advanced.update_rule, layout::UpdateRule::sgd_momentum);
+  expect_valid([](auto& c) { c.optim.name = OptimizerKind::sgd; });
+  const auto with_codec = [](double momentum) {
+    return [=](auto& c) {
+      c.optim.name = OptimizerKind::sgd;
+      c.optim.momentum = momentum;
+      c.offload.codec = {Codec::bf16, Codec::bf16};
+    };
+  };
+  expect_valid(with_codec(0.9));
+  expect_refused(with_codec(0),
+                 "offload.codec has exp_avg=bf16 and exp_avg_sq=bf16, but the optimizer is SGD "
+                 "without momentum, which has no moments: leave both out");
+}
+
+TEST(OffloadConfig, UpdatesInBackwardAreNotClipped) {
   expect_refused([](auto& c) { c.offload.advanced.clip_mode = ClipMode::none; },
                  "offload.clip_mode none updates parameters before the norm of all gradients is "
                  "known: set optim.clip 0; it is 1");

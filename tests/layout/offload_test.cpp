@@ -52,6 +52,9 @@ TEST(Offload, Names) {
   EXPECT_EQ(name_of(UpdateSite::automatic), "auto");
   EXPECT_EQ(name_of(UpdateSite::cpu), "cpu");
   EXPECT_EQ(name_of(UpdateSite::device), "device");
+  EXPECT_EQ(name_of(UpdateRule::adamw), "adamw");
+  EXPECT_EQ(name_of(UpdateRule::sgd_momentum), "sgd_momentum");
+  EXPECT_EQ(name_of(UpdateRule::sgd), "sgd");
   EXPECT_EQ(name_of(ClipMode::exact), "exact");
   EXPECT_EQ(name_of(ClipMode::none), "none");
 }
@@ -130,6 +133,27 @@ TEST(Offload, CodecsAreForWhatMayLeave) {
                     [](auto& options) { options.advanced.update_site = UpdateSite::device; }),
               refused("offload.update_site is device, but offload.codec is params=lossless: LZ4 is "
                       "decoded by the CPU"));
+}
+
+TEST(Offload, CodecsAreForMomentsThatTheOptimizerHas) {
+  const auto given = [](UpdateRule rule, const char* codecs) {
+    OffloadOptions options = resolved({.codec = parse_state_codecs(codecs)}, 0, 0);
+    options.advanced.update_rule = rule;
+    return [options] { validate(options); };
+  };
+  for (const char* codecs : {"none", "bf16", "int8", "lossless", "exp_avg=quantization",
+                             "params=int8", "exp_avg=fp16,grads=bf16"}) {
+    EXPECT_NO_THROW(given(UpdateRule::sgd_momentum, codecs)()) << codecs;
+  }
+  EXPECT_NO_THROW(given(UpdateRule::sgd, "params=int8,grads=bf16")());
+  EXPECT_THAT(given(UpdateRule::sgd_momentum, "exp_avg_sq=bf16"),
+              refused("offload.codec has exp_avg=none and exp_avg_sq=bf16, but the optimizer is "
+                      "SGD, which has no second moment: leave exp_avg_sq out"));
+  EXPECT_THAT(given(UpdateRule::sgd_momentum, "exp_avg=bf16,exp_avg_sq=int8"),
+              ThrowsMessage<ConfigError>(HasSubstr("exp_avg=bf16 and exp_avg_sq=int8")));
+  EXPECT_THAT(given(UpdateRule::sgd, "quantization"),
+              refused("offload.codec has exp_avg=quantization and exp_avg_sq=quantization, but the "
+                      "optimizer is SGD without momentum, which has no moments: leave both out"));
 }
 
 TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {

@@ -57,11 +57,12 @@ TEST(Cuda, AdamWAsOnTheCpu) {
 }
 
 #ifdef LOCKSTEP_NVCC
-TEST(Cuda, AdamWHasTheCpusBits) {
+template <class Make>
+void expect_cpus_bits(const Make& make) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     at::manual_seed(2);
     const auto expected = parameters_of_many_sizes(type), tensors = on_device(expected);
-    AdamW reference(named(expected)), optimizer(named(tensors));
+    auto reference = make(named(expected)), optimizer = make(named(tensors));
     for (int step = 0; step < 5; ++step) {
       set_grads(expected, expected);
       for (size_t i = 0; i < tensors.size(); ++i) {
@@ -80,6 +81,18 @@ TEST(Cuda, AdamWHasTheCpusBits) {
       EXPECT_TRUE(at::equal(tensors[i].cpu(), expected[i])) << c10::toString(type) << " " << i;
     }
   }
+}
+
+TEST(Cuda, AdamWHasTheCpusBits) {
+  expect_cpus_bits([](auto parameters) { return AdamW(parameters); });
+}
+
+TEST(Cuda, SgdHasTheCpusBits) {
+  const SGDOptions options[] = {{.weight_decay = 0.1},
+                                {.momentum = 0.9, .dampening = 0.3, .weight_decay = 0.1},
+                                {.momentum = 0.9, .nesterov = true}};
+  for (const SGDOptions& sgd : options)
+    expect_cpus_bits([&](auto parameters) { return SGD(parameters, sgd); });
 }
 #endif
 

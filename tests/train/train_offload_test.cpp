@@ -62,6 +62,25 @@ TEST_F(TrainOffload, GathersThatAreCollectivesKeepToTheBudget) {
   EXPECT_EQ(numbers(steps("offloaded", all + offload("cpu"))), numbers(steps("plain", all)));
 }
 
+TEST_F(TrainOffload, SgdHasTheLossesOfTrainingWithout) {
+  for (const char* momentum : {"0.9", "0"}) {
+    const Words all =
+        model_ + Words{"-n",         "2",   "--parallel.shard", "full",  "--optim.name", "sgd",
+                       "--optim.lr", "0.1", "--optim.momentum", momentum};
+    const auto expected = numbers(steps(std::string("plain") + momentum, all));
+    ASSERT_EQ(expected.size(), 6U);
+    EXPECT_NE(expected.front(), expected.back());
+    const std::string name = std::string("sgd") + momentum;
+    EXPECT_EQ(numbers(steps(name, all + offload("device"))), expected) << momentum;
+    // Resumed, on the other site.
+    steps("again" + name, all + Words{"--train.steps", "3"} + offload("device"));
+    EXPECT_EQ(
+        numbers(steps("again" + name, all + Words{"--checkpoint.resume", "auto"} + offload("cpu"))),
+        expected)
+        << momentum;
+  }
+}
+
 TEST_F(TrainOffload, ReproducibleSumsCountEachMicroBatchOnce) {
   const Words all = model_ + Words{"--train.reproducible", "true", "--train.global_batch", "8"};
   for (const Words& layout : {Words{"-n", "1"}, Words{"-n", "2", "--parallel.shard", "full"}}) {

@@ -121,7 +121,7 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
       .order = config.parallel.order,
       .sharding = config.parallel.shard,
       .shards = shards_of(config, world),
-      .offload = config.offload,
+      .offload = config.offload_options(),
       .micro_batches = config.accumulation(world),
       .dtype = config.train.dtype == Precision::bfloat16 ? DType::bfloat16 : DType::float32,
       .state_bytes = state_bytes_of(config),

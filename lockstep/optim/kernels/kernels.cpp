@@ -40,7 +40,9 @@ T store(Value<T> value) {
 }
 
 // Whether a parameter is its rounded master; a NaN need not be.
-bool is_rounded(Half param, float master) { return param == static_cast<Half>(master); }
+bool is_rounded(Half param, float master) {
+  return std::bit_cast<uint16_t>(param) == std::bit_cast<uint16_t>(static_cast<Half>(master));
+}
 bool is_rounded(BFloat16 param, float master) {
   return param.bits == rounded_to_upper_half(master) >> 16;
 }

@@ -86,11 +86,13 @@ extern const Kernels kernels;
 // The best that this processor can run.
 const Kernels& kernels();
 
-// adamw_kernel.cu: elements [0, count) in CUDA memory, queued on the stream.
+// update_kernel.cu: elements [0, count) in CUDA memory, queued on the stream.
 namespace cuda {
 void launch_adamw(const Operands& operands, const AdamWFactors& factors, DType param, DType grad,
                   int64_t count, void* stream);
-}
+void launch_sgd(const Operands& operands, SgdKind kind, const SgdFactors& factors, DType param,
+                DType grad, int64_t count, void* stream);
+}  // namespace cuda
 
 }  // namespace detail
 }  // namespace lockstep::optim

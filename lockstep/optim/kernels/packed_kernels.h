@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of packed_adamw.h, compiled once for each instruction set that matters (LOCKSTEP_ISA)
+// The loops of packed_update.h, compiled once for each instruction set that matters (LOCKSTEP_ISA)
 // and chosen at run time; as in kernels.h the bits do not depend on it. Private: not installed.
 #pragma once
 

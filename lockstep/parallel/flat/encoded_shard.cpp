@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 
 #include "lockstep/core/error.h"
@@ -30,14 +31,32 @@ void for_each_chunk(int64_t elements, const Body& body) {
   });
 }
 
-void narrow_into(const float* values, BFloat16* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow<BFloat16>(values[i]);
+// Elements of 16 bits from `at` on.
+template <class T>
+void narrow_into(const float* values, std::byte* memory, int64_t at, int64_t count) {
+  T* const to = reinterpret_cast<T*>(memory) + at;
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow<T>(values[i]);
+}
+void narrow_into(at::ScalarType dtype, const float* values, std::byte* memory, int64_t at,
+                 int64_t count) {
+  if (dtype == at::kHalf) return narrow_into<Half>(values, memory, at, count);
+  narrow_into<BFloat16>(values, memory, at, count);
+}
+
+// Where an element is no longer its rounded master it was written, and is the master.
+template <class T>
+void take_written(const std::byte* memory, int64_t at, float* master, int64_t count) {
+  const T* const now = reinterpret_cast<const T*>(memory) + at;
+  const auto bits = [](T value) { return std::bit_cast<uint16_t>(value); };
+  for (int64_t i = 0; i < count; ++i) {
+    if (bits(narrow<T>(master[i])) != bits(now[i])) master[i] = widen(now[i]);
+  }
 }
 
 bool is_half(at::ScalarType dtype) {
-  check(dtype == at::kFloat || dtype == at::kBFloat16,
-        "encoded parameters are float32 or bfloat16");
-  return dtype == at::kBFloat16;
+  check(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+        "encoded parameters are float32 or have 16 bits");
+  return dtype != at::kFloat;
 }
 
 }  // namespace
@@ -115,12 +134,12 @@ void EncodedShard::decode(const EncodedTensor& tensor, const std::byte* codes, i
       .scales = scaled ? reinterpret_cast<float*>(from + tensor.scales) : nullptr};
   for (int64_t at = begin; at < begin + count; at += kChunk) {
     const int64_t size = std::min(kChunk, begin + count - at);
-    if (half && tensor.codec == codec::Codec::bf16) {
+    if (dtype == at::kBFloat16 && tensor.codec == codec::Codec::bf16) {
       std::memcpy(line + 2 * (at - begin), array.from(at).codes, static_cast<size_t>(2 * size));
     } else if (half) {
       alignas(64) float values[kChunk];
       codec::decode_codes(array.from(at), values, size);
-      narrow_into(values, reinterpret_cast<BFloat16*>(line) + (at - begin), size);
+      narrow_into(dtype, values, line, at - begin, size);
     } else {
       codec::decode_codes(array.from(at), reinterpret_cast<float*>(line) + (at - begin), size);
     }
@@ -155,7 +174,7 @@ void EncodedShard::open() {
       if (!half) return codec::join(all.from(begin), values_.data_ptr<float>() + at, count);
       alignas(64) float master[kChunk];
       codec::join(all.from(begin), master, count);
-      narrow_into(master, reinterpret_cast<BFloat16*>(range_->data()) + at, count);
+      narrow_into(plan_.dtype, master, range_->data(), at, count);
     });
   }
 }
@@ -167,11 +186,12 @@ void EncodedShard::encode_all() {
     for_each_chunk(tensor.range.size(), [&](int64_t begin, int64_t count) {
       const int64_t at = tensor.range.begin + begin;
       if (!half) return codec::split(values_.data_ptr<float>() + at, all.from(begin), count);
-      const auto* const now = reinterpret_cast<const BFloat16*>(range_->data()) + at;
       alignas(64) float master[kChunk];
       codec::join(all.from(begin), master, count);
-      for (int64_t i = 0; i < count; ++i) {
-        if (narrow<BFloat16>(master[i]).bits != now[i].bits) master[i] = widen(now[i]);
+      if (plan_.dtype == at::kHalf) {
+        take_written<Half>(range_->data(), at, master, count);
+      } else {
+        take_written<BFloat16>(range_->data(), at, master, count);
       }
       codec::split(master, all.from(begin), count);
     });

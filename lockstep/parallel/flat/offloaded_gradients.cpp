@@ -147,8 +147,8 @@ void OffloadedGradients::abandon() {
   ShardedGradients::abandon();
 }
 
-bool OffloadedGradients::is_on_host(const at::Tensor& gradient) const {
-  if (!rests_on_host() || !gradient_.defined()) return false;
+bool OffloadedGradients::owns(const at::Tensor& gradient) const {
+  if (!gradient_.defined()) return false;
   const auto* const begin = static_cast<const std::byte*>(gradient_.data_ptr());
   const auto* const data = static_cast<const std::byte*>(gradient.data_ptr());
   return data >= begin && data < begin + gradient_.nbytes();

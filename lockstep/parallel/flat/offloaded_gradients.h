@@ -22,7 +22,8 @@ class OffloadedGradients final : public ShardedGradients {
   // ---- for the optimizer ----
   // The gradients that were sent to the host are there after this event.
   const memory::Event& moved() const { return moved_; }
-  bool is_on_host(const at::Tensor& gradient) const;
+  // Whether a gradient is where this has put it. Others may have put another in its place.
+  bool owns(const at::Tensor& gradient) const;
   // They rest on the host from the next backward on that finds none of an earlier one: so nothing
   // is moved, and who holds a gradient keeps it.
   void leave_device() { leaves_ = true; }

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 
 namespace lockstep::parallel::detail {
 
@@ -99,7 +99,9 @@ void EncodedResidence::wait() {
   decode.wait(std::exchange(fetched_, {}));
   const EncodedShard& shard = *shard_.encoded();
   auto* const codes = static_cast<std::byte*>(codes_.data_ptr());
-  const DType dtype = plan_.compute_dtype == at::kFloat ? DType::float32 : DType::bfloat16;
+  const DType dtype = plan_.compute_dtype == at::kFloat  ? DType::float32
+                      : plan_.compute_dtype == at::kHalf ? DType::float16
+                                                         : DType::bfloat16;
   const c10::DeviceGuard guard(plan_.device);
   for (const EncodedTensor& tensor : shard.block().tensors) {
     codec::CodedArray array = shard.array(tensor);

@@ -8,6 +8,8 @@
 //   loss.backward();
 //   sharded.clip_grad_norm_(1.0);
 //   optimizer.step();   // returns while the update goes on; whoever uses a parameter waits for it
+//
+// OffloadedSGD is for models of which fully_shard was told so: .advanced = {.update_rule = ...}.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +20,7 @@
 #include "lockstep/layout/offload.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/optimizer.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::parallel {
@@ -26,6 +29,7 @@ using layout::ClipMode;
 using layout::OffloadOptions;
 using layout::OffloadStrategy;
 using layout::StateCodecs;
+using layout::UpdateRule;
 using layout::UpdateSite;
 
 // Counted, not computed. Bytes of this rank.
@@ -59,33 +63,53 @@ struct OffloadStats {
 // Zeros for a model that is not offloaded.
 OffloadStats offload_stats(const ShardedModel& model);
 
-// AdamW for offloaded models. The bits are those of optim::AdamW, unless a codec loses some. With
-// ClipMode::none each parameter is updated during backward; then step() ends the step, and lr and
-// groups hold from before backward. Models must outlive it.
-class OffloadedAdamW final : public optim::Optimizer, public optim::StagedState {
+// What optimizers of offloaded models share. With ClipMode::none each parameter is updated during
+// backward; then step() ends the step, and lr and groups hold from before backward. Models must
+// outlive it. Groups are of named_parameters() of the models; parameters that no group has are not
+// updated. ConfigError where the models were arranged for another UpdateRule.
+class OffloadedOptimizer : public optim::Optimizer, public optim::StagedState {
  public:
-  // Groups are of named_parameters() of the models; those that no group has are not updated.
-  OffloadedAdamW(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,
-                 optim::AdamWOptions options = {});
-  explicit OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options = {});
-  ~OffloadedAdamW() override;
+  ~OffloadedOptimizer() override;
 
-  void step() override;
-  double lr() const override;
-  void set_lr(double lr) override;
-  std::span<optim::ParameterGroup> groups() override;
-  // Copies in host memory, in float32: "exp_avg", "exp_avg_sq", "step", and "master" of bfloat16.
-  std::vector<optim::NamedTensor> state() override;
-  void load_state(std::span<const optim::NamedTensor> entries) override;
-  std::vector<optim::NamedTensor> lazy_state() override;
-  void refresh(const std::string& name) override;
-  void adopt(const std::string& name) override;
+  void step() final;
+  double lr() const final;
+  void set_lr(double lr) final;
+  std::span<optim::ParameterGroup> groups() final;
+  bool updates_in_backward() const final;
+  // Copies in host memory, as optim::AdamW and optim::SGD have them.
+  std::vector<optim::NamedTensor> state() final;
+  void load_state(std::span<const optim::NamedTensor> entries) final;
+  std::vector<optim::NamedTensor> lazy_state() final;
+  void refresh(const std::string& name) final;
+  void adopt(const std::string& name) final;
   // Waits for updates that are under way, and throws what went wrong in them.
   void wait();
+
+ protected:
+  struct Rule;
+  OffloadedOptimizer(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,
+                     Rule rule);
 
  private:
   struct State;
   std::unique_ptr<State> state_;
+};
+
+// AdamW for offloaded models. The bits are those of optim::AdamW, unless a codec loses some.
+class OffloadedAdamW final : public OffloadedOptimizer {
+ public:
+  OffloadedAdamW(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,
+                 optim::AdamWOptions options = {});
+  explicit OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options = {});
+};
+
+// SGD for offloaded models, with the bits of optim::SGD, unless a codec loses some. The model's
+// update_rule is sgd_momentum, or sgd where momentum is 0.
+class OffloadedSGD final : public OffloadedOptimizer {
+ public:
+  OffloadedSGD(std::vector<ShardedModel> models, std::vector<optim::ParameterGroup> groups,
+               optim::SGDOptions options = {});
+  explicit OffloadedSGD(const ShardedModel& model, optim::SGDOptions options = {});
 };
 
 }  // namespace lockstep::parallel

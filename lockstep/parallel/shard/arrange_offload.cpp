@@ -23,8 +23,10 @@ DType dtype_of(at::ScalarType dtype, const std::string& name) {
   if (dtype == at::kBFloat16) return DType::bfloat16;
   if (dtype == at::kHalf) return DType::float16;
   if (dtype == at::kDouble) return DType::float64;
-  throw ConfigError(format("[offload] parameters of '{}' are {}, must be Float or BFloat16", name,
-                           c10::toString(dtype)));
+  throw ConfigError(
+      format("[offload] parameters of '{}' are {}, must be float64, float32, float16 or "
+             "bfloat16",
+             name, c10::toString(dtype)));
 }
 
 // Ranks read each other's parameters where they lie, at places that follow from sizes.

@@ -60,7 +60,7 @@ struct NoOffload {};
 // Shards, their gradients and the optimizer, which may be any, stay in host memory.
 struct HostOffload {};
 // OffloadOptions: parameters, gradients and optimizer state, to host memory and disk, within
-// budgets, with OffloadedAdamW: parallel/offload/offload.h.
+// budgets, with OffloadedAdamW or OffloadedSGD: parallel/offload/offload.h.
 using Offload = std::variant<NoOffload, HostOffload, layout::OffloadOptions>;
 
 struct FullyShardAdvancedOptions {

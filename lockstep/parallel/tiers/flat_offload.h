@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lockstep/layout/offload_ring.h"
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 #include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {

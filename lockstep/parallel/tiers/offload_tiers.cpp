@@ -134,7 +134,7 @@ void OffloadTiers::take_gradients(size_t flat) const {
   if (!optimizer) {
     throw Error(
         "[offload] clip_mode none updates parameters in backward, but there is no "
-        "OffloadedAdamW for the model");
+        "OffloadedAdamW or OffloadedSGD for the model");
   }
   optimizer->take_gradients(flat);
 }

@@ -14,6 +14,11 @@ namespace {
 using layout::Tier;
 using optim::PackedSlice;
 
+// State without codecs.
+optim::PackedFormat plain_format(const optim::PackedFormat& format) {
+  return {.param = format.param, .moments = format.moments};
+}
+
 std::shared_ptr<std::byte> plain_memory(size_t bytes) {
   return {new std::byte[bytes](), std::default_delete<std::byte[]>()};
 }
@@ -32,7 +37,9 @@ OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor valu
   const std::string what = "optimizer state of " + name_;
   for (const StateSlice& place : plan_.slices) {
     Slice slice{.place = place, .bytes = optim::packed_layout(plan_.format, place.count).total};
-    if (place.tier == Tier::device) {
+    if (slice.bytes == 0) {
+      slice.memory = plain_memory(1);  // never used
+    } else if (place.tier == Tier::device) {
       slice.memory =
           std::static_pointer_cast<std::byte>(tiers_->device_memory.take(slice.bytes, what));
       const at::Tensor zeros =
@@ -45,8 +52,8 @@ OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor valu
     slices_.push_back(std::move(slice));
     Slice& made = slices_.back();
     if (place.tier == Tier::device) continue;
-    const optim::PackedFormat plain{.param = plan_.format.param};
-    tiers_->kept.plain += static_cast<int64_t>(optim::packed_layout(plain, place.count).total);
+    tiers_->kept.plain +=
+        static_cast<int64_t>(optim::packed_layout(plain_format(plan_.format), place.count).total);
     if (!made.memory) store(made, plain_memory(made.bytes));
     if (made.memory) tiers_->kept.bytes += static_cast<int64_t>(made.bytes);
   }
@@ -55,9 +62,8 @@ OffloadedState::OffloadedState(std::string name, StatePlan plan, at::Tensor valu
 OffloadedState::~OffloadedState() {
   for (const Slice& slice : slices_) {
     if (slice.place.tier == Tier::device) continue;
-    const optim::PackedFormat plain{.param = plan_.format.param};
-    tiers_->kept.plain -=
-        static_cast<int64_t>(optim::packed_layout(plain, slice.place.count).total);
+    tiers_->kept.plain -= static_cast<int64_t>(
+        optim::packed_layout(plain_format(plan_.format), slice.place.count).total);
     tiers_->kept.bytes -= static_cast<int64_t>(kept_bytes(slice));
   }
 }
@@ -80,7 +86,8 @@ const at::Tensor& OffloadedState::host_values() {
 
 void OffloadedState::hold_values() {
   mirror_.reset();
-  if (plan_.format.param == DType::float32 || held_.defined()) return;
+  // A whole master tells by itself what others wrote.
+  if (optim::master_of(plan_.format) != optim::Master::remainder || held_.defined()) return;
   held_ = at::empty({values_.numel()}, at::kFloat);
   unpack(nullptr, nullptr, held_.data_ptr<float>());
 }
@@ -133,7 +140,9 @@ void OffloadedState::store_packed(Slice& slice, std::shared_ptr<std::byte> memor
     tiers_->traffic.to_disk += static_cast<int64_t>(slice.block_bytes);
     return;
   }
-  auto packed = codec::compress({memory.get(), slice.bytes}, kWidth);
+  // LZ4 finds more in bytes of the same meaning.
+  auto packed =
+      codec::compress({memory.get(), slice.bytes}, size_of(codec::moment_dtype(plan_.format)));
   const bool first = slice.stores++ == 1;
   const auto moved = static_cast<int64_t>(slice.bytes);
   if ((tier == Tier::host || first) && take_host(slice, packed.size())) {
@@ -179,6 +188,10 @@ void OffloadedState::for_each_on_host(const Visit& visit) {
       store(slice, memory);
       continue;
     }
+    if (slice.bytes == 0) {
+      visit(slice, slice.memory.get());
+      continue;
+    }
     const at::Tensor state =
         at::from_blob(slice.memory.get(), {static_cast<int64_t>(slice.bytes)},
                       at::TensorOptions().dtype(at::kByte).device(tiers_->device));
@@ -188,9 +201,12 @@ void OffloadedState::for_each_on_host(const Visit& visit) {
   }
 }
 
-void OffloadedState::unpack(float* exp_avg, float* exp_avg_sq, float* master) {
+void OffloadedState::unpack(void* exp_avg, void* exp_avg_sq, void* master) {
   const at::Tensor values = values_.to(at::kCPU);
-  const auto from = [](float* array, int64_t begin) { return array ? array + begin : nullptr; };
+  const size_t width = size_of(codec::moment_dtype(plan_.format));
+  const auto from = [&](void* array, int64_t begin) -> void* {
+    return array ? static_cast<std::byte*>(array) + static_cast<size_t>(begin) * width : nullptr;
+  };
   for_each_on_host([&](Slice& slice, std::byte* state) {
     const int64_t begin = slice.place.begin;
     optim::unpack(plan_.format,
@@ -205,18 +221,20 @@ void OffloadedState::unpack(float* exp_avg, float* exp_avg_sq, float* master) {
   });
 }
 
-void OffloadedState::pack(const float* exp_avg, const float* exp_avg_sq, const float* master) {
+void OffloadedState::pack(const void* exp_avg, const void* exp_avg_sq, const void* master) {
   mirror_.reset();
   held_.reset();
   const at::Tensor values = values_.to(at::kCPU);
-  const bool has_master = plan_.format.param != DType::float32;
+  const bool has_master = optim::master_of(plan_.format) != optim::Master::none;
+  const auto width = static_cast<int64_t>(size_of(codec::moment_dtype(plan_.format)));
   at::Tensor kept[3];
   for_each_on_host([&](Slice& slice, std::byte* state) {
     const int64_t begin = slice.place.begin;
-    const auto from = [&](const float* array, at::Tensor& own) {
-      if (array != nullptr) return const_cast<float*>(array) + begin;
-      own = at::empty({slice.place.count}, at::kFloat);
-      return own.data_ptr<float>();
+    const auto from = [&](const void* array, at::Tensor& own) -> void* {
+      if (array != nullptr)
+        return static_cast<std::byte*>(const_cast<void*>(array)) + begin * width;
+      own = at::empty({slice.place.count * width}, at::kByte);
+      return own.data_ptr();
     };
     const PackedSlice packed{.param = at_element(values, begin),
                              .grad = nullptr,

@@ -76,10 +76,11 @@ class OffloadedState {
   // Bytes that the slice is kept in outside the device.
   size_t kept_bytes(const Slice& slice) const;
 
-  // For checkpoints. Nothing may be under way. Null where not wanted.
-  void unpack(float* exp_avg, float* exp_avg_sq, float* master);
+  // For checkpoints: arrays as optim::UnpackedState has them. Nothing may be under way. Null where
+  // not wanted.
+  void unpack(void* exp_avg, void* exp_avg_sq, void* master);
   // Null: as it is.
-  void pack(const float* exp_avg, const float* exp_avg_sq, const float* master);
+  void pack(const void* exp_avg, const void* exp_avg_sq, const void* master);
 
  private:
   static constexpr size_t kWidth = 4;  // LZ4 finds more in bytes of the same meaning

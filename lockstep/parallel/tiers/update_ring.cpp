@@ -15,6 +15,13 @@ using layout::Tier;
 using layout::UpdateSite;
 using optim::PackedSlice;
 
+// With the gradient as it is now.
+PackedFormat format_of(const OffloadedState& state, const UpdateInput& input) {
+  PackedFormat format = state.plan().format;
+  if (input.gradient.scalar_type() == at::kFloat) format.grad = DType::float32;
+  return format;
+}
+
 }  // namespace
 
 UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, size_t bytes)
@@ -27,13 +34,15 @@ UpdateRing::UpdateRing(std::shared_ptr<OffloadTiers> tiers, UpdateSite site, siz
 }
 
 void UpdateRing::compute(const OffloadedState& state, const PackedSlice& slice,
-                         const optim::AdamWFactors& factors) {
-  const PackedFormat& format = state.plan().format;
+                         const UpdateInput& input) {
+  const PackedFormat format = format_of(state, input);
   if (void* const stream = tiers_->work->stream()) {
     const c10::DeviceGuard guard(tiers_->device);
-    optim::cuda::launch_packed_adamw(format, slice, factors, stream);
+    optim::cuda::launch_packed_update(format, slice, input.factors, stream);
   } else {
-    tiers_->work->run([=] { optim::packed_adamw(format, slice, factors); }, state.name());
+    tiers_->work->run(
+        [format, slice, factors = input.factors] { optim::packed_update(format, slice, factors); },
+        state.name());
   }
 }
 
@@ -80,7 +89,7 @@ void UpdateRing::fetch(const Item& item) {
   for (; !used_.empty() && used_.front().begin + size_ < next_; used_.pop_front())
     tiers.in->wait(used_.front().free);
   tiers.in->wait(slice->saved);
-  if (place.tier != Tier::device) {
+  if (place.tier != Tier::device && slice->bytes > 0) {
     if (slice->memory) {
       slot.source = slice->memory;
     } else {
@@ -141,20 +150,20 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
                                           const UpdateInput& input) {
   OffloadTiers& tiers = *tiers_;
   const int64_t begin = slice.place.begin, count = slice.place.count;
-  const PackedFormat& format = state.plan().format;
+  const PackedFormat format = format_of(state, input);
   PackedSlice packed{.param = at_element(state.values(), begin),
                      .grad = at_element(input.gradient, begin),
                      .state = slice.memory.get(),
                      .elements = count};
-  const bool moves_state = slice.place.tier != Tier::device;
+  const bool moves_state = slice.place.tier != Tier::device && slice.bytes > 0;
   const bool moves = moves_state || state.params_on_host() || input.gradient_on_host;
   if (!moves) {
     tiers.work->wait(input.gradient_ready);
-    compute(state, packed, input.factors);
+    compute(state, packed, input);
     const memory::Event done = tiers.work->record();
     return {done, done};
   }
-  const SlotLayout layout = slot_layout(format, count, tiers.options);
+  const SlotLayout layout = slot_layout(state.plan().format, count, tiers.options);
   const size_t param_bytes = static_cast<size_t>(count) * size_of(format.param);
   const Item item{&state, &slice};
   now_.push_back(item);
@@ -173,7 +182,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   }
   tiers.work->wait(slot.arrived);
   tiers.work->wait(input.gradient_ready);
-  compute(state, packed, input.factors);
+  compute(state, packed, input);
   const memory::Event updated = tiers.work->record();
   memory::Event written = updated, done = updated;
   if (state.params_on_host()) {
@@ -224,7 +233,7 @@ void UpdateRing::finish() {
 
 UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput& input) {
   OffloadTiers& tiers = *tiers_;
-  const PackedFormat& format = state.plan().format;
+  const PackedFormat format = format_of(state, input);
   auto& slices = state.slices();
   // State that is on the device is updated there, and needs no copy of the parameter here.
   const bool away = std::ranges::any_of(
@@ -257,15 +266,15 @@ UpdateEvents UpdateRing::update_on_cpu(OffloadedState& state, const UpdateInput&
     arrived.wait();
     const int64_t begin = slice.place.begin, count = slice.place.count;
     const auto memory = state.load(slice);
-    optim::packed_adamw(format,
-                        {.param = at_element(values, begin),
-                         .grad = input.gradient_on_host
-                                     ? at_element(input.gradient, begin)
-                                     : static_cast<std::byte*>(gradient_stages_[i % 2].data_ptr()),
-                         .state = memory.get(),
-                         .elements = count,
-                         .weight = state.weight_at(begin)},
-                        input.factors);
+    optim::packed_update(format,
+                         {.param = at_element(values, begin),
+                          .grad = input.gradient_on_host
+                                      ? at_element(input.gradient, begin)
+                                      : static_cast<std::byte*>(gradient_stages_[i % 2].data_ptr()),
+                          .state = memory.get(),
+                          .elements = count,
+                          .weight = state.weight_at(begin)},
+                         input.factors);
     state.store(slice, memory);
     if (!state.params_on_host()) {
       tiers.copy_in(at_element(state.values(), begin), at_element(values, begin),

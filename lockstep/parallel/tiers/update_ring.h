@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/optim/kernels/kernels.h"
+#include "lockstep/optim/kernels/packed_update.h"
 #include "lockstep/parallel/tiers/offload_tiers.h"
 #include "lockstep/parallel/tiers/offloaded_state.h"
 
@@ -20,10 +20,10 @@ using optim::PackedFormat;
 
 // What an update is made with.
 struct UpdateInput {
-  at::Tensor gradient;  // 1-d
+  at::Tensor gradient;  // 1-d; of the planned type, or of float32 where that is float16
   bool gradient_on_host = false;
   memory::Event gradient_ready = {};
-  optim::AdamWFactors factors = {};
+  optim::PackedFactors factors = {};
 };
 
 // What an update leaves behind it.
@@ -80,7 +80,7 @@ class UpdateRing {
                                 const UpdateInput& input);
   UpdateEvents update_on_cpu(OffloadedState& state, const UpdateInput& input);
   void compute(const OffloadedState& state, const optim::PackedSlice& slice,
-               const optim::AdamWFactors& factors);
+               const UpdateInput& input);
   // A coded parameter's place in the ring, and copies between the two by the queue.
   static codec::CodedArray coded_at(const PackedFormat& format, std::byte* memory,
                                     int64_t elements);

@@ -9,6 +9,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/layout/offload_plan.h"
+#include "lockstep/optim/sgd_factors.h"
 #include "lockstep/parallel/tiers/offloaded_state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
 
@@ -21,21 +22,30 @@ using layout::UpdateSite;
 double seconds_per_element(const std::shared_ptr<OffloadTiers>& tiers, UpdateSite site,
                            int64_t slice) {
   const int64_t slices = 4, count = slices * slice;
-  StatePlan plan{.format = {.param = DType::bfloat16, .grad = DType::bfloat16}};
+  const layout::UpdateRule rule = tiers->options.advanced.update_rule;
+  StatePlan plan{.format = {.param = DType::bfloat16,
+                            .grad = DType::bfloat16,
+                            .moments = layout::num_moments(rule)}};
   for (int64_t begin = 0; begin < count; begin += slice)
     plan.slices.push_back({begin, slice, Tier::host});
   const auto zeros = [&] {
     return tiers->on_device(count, at::kBFloat16, "a measurement").zero_();
   };
   OffloadedState state("measurement", plan, zeros(), Tier::device, tiers);
-  const UpdateInput input{.gradient = zeros(),
-                          .gradient_ready = memory::computed(tiers->device),
-                          .factors = {.decay = 1,
-                                      .beta1 = 0.9,
-                                      .beta2 = 0.95,
-                                      .eps = 1e-8,
-                                      .step_size = 1e-3,
-                                      .root_scale = 1}};
+  UpdateInput input{.gradient = zeros(),
+                    .gradient_ready = memory::computed(tiers->device),
+                    .factors = optim::AdamWFactors{.decay = 1,
+                                                   .beta1 = 0.9,
+                                                   .beta2 = 0.95,
+                                                   .eps = 1e-8,
+                                                   .step_size = 1e-3,
+                                                   .root_scale = 1}};
+  if (rule != layout::UpdateRule::adamw) {
+    const optim::SGDOptions sgd{.momentum = rule == layout::UpdateRule::sgd ? 0 : 0.9};
+    input.factors = optim::SgdUpdate{
+        .kind = optim::sgd_kind(sgd),
+        .factors = optim::sgd_factors(sgd, {.step = 2, .lr = 1e-3, .weight_decay = 0})};
+  }
   UpdateRing ring(tiers, site,
                   static_cast<size_t>(layout::ring_need(plan, tiers->options).least()));
   double best = 1e30;

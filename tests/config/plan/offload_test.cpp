@@ -99,6 +99,35 @@ TEST(OffloadPlan, StateOfSixteenBitParametersHasARemainder) {
   EXPECT_THAT(device_bytes_of_states(plan), about(10 * all));
 }
 
+// SGD has a buffer where it has momentum; masters of 16-bit parameters are whole.
+TEST(OffloadPlan, StateIsThatOfTheOptimizer) {
+  TrainConfig config = large_offloaded();
+  config.offload = {.device_limit = 100 * kMB,
+                    .advanced = {.strategy = layout::OffloadStrategy::extreme,
+                                 .update_site = layout::UpdateSite::device}};
+  config.optim.name = OptimizerKind::sgd;
+  const int64_t all = model_of(config).parameters();
+  const auto bytes = [&](double momentum, config::Precision dtype) {
+    config.optim.momentum = momentum;
+    config.train.dtype = dtype;
+    const OffloadPlan plan = only_plan(config);
+    EXPECT_EQ(device_bytes_of_states(plan), plan.on_host.states);
+    const Memory memory = memory_per_rank(planned_run(config, model_of(config), 1))[0];
+    EXPECT_EQ(memory.optimizer, 0);
+    EXPECT_EQ(memory.on_host, plan.on_host.sum() + plan.host_used);
+    return plan.on_host.states;
+  };
+  EXPECT_THAT(bytes(0.9, config::Precision::float32), about(4 * all));
+  EXPECT_THAT(bytes(0.9, config::Precision::bfloat16), about(8 * all));
+  EXPECT_THAT(bytes(0, config::Precision::bfloat16), about(4 * all));
+  EXPECT_EQ(bytes(0, config::Precision::float32), 0);
+  // There is no copy of parameters for updates that have no state to come to.
+  config.offload.params = config.offload.grads = false;
+  config.offload.device_limit = 250 * kMB;
+  config.offload.advanced.update_site = layout::UpdateSite::cpu;
+  EXPECT_EQ(only_plan(config).on_host.sum(), 0);
+}
+
 TEST(OffloadPlan, StateIsEncodedWhereverItRests) {
   TrainConfig config = large_offloaded();
   config.offload.optimizer = true;

@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 #include "tests/optim/kernels/packed_adamw_support.h"
 
 namespace lockstep::optim::detail {
@@ -17,7 +17,8 @@ at::Tensor on_cpu(const void* data, size_t bytes) {
 }
 
 // `shift` bytes after an aligned address.
-void expect_same_bits(const PackedFormat& format, int64_t elements, int64_t shift) {
+void expect_same_bits(const PackedFormat& format, int64_t elements, int64_t shift,
+                      SgdKind kind = SgdKind::momentum) {
   const auto count = static_cast<size_t>(elements);
   const size_t param_bytes = count * size_of(format.param);
   const size_t grad_bytes = count * size_of(format.grad);
@@ -42,12 +43,12 @@ void expect_same_bits(const PackedFormat& format, int64_t elements, int64_t shif
     }
     const Array grads(format.grad, values);
     const at::Tensor grad = to_device(on_cpu(grads.data(), grad_bytes));
-    packed_adamw(format, {cpu.param, grads.data(), cpu.state, elements}, factors_of_step(step));
-    optim::cuda::launch_packed_adamw(format,
-                                     {device_param.data_ptr(), grad.data_ptr(),
-                                      static_cast<std::byte*>(device_state.data_ptr()), elements},
-                                     factors_of_step(step),
-                                     c10::cuda::getCurrentCUDAStream().stream());
+    const PackedFactors factors = factors_for(format, step, kind);
+    packed_update(format, {cpu.param, grads.data(), cpu.state, elements}, factors);
+    optim::cuda::launch_packed_update(format,
+                                      {device_param.data_ptr(), grad.data_ptr(),
+                                       static_cast<std::byte*>(device_state.data_ptr()), elements},
+                                      factors, c10::cuda::getCurrentCUDAStream().stream());
     ASSERT_TRUE(at::equal(device_param.cpu(), param)) << step;
     ASSERT_TRUE(at::equal(device_state.cpu(), state)) << step;
   }
@@ -74,20 +75,20 @@ void expect_same_codes(const PackedFormat& format, int64_t elements) {
     auto values = random_values(count, step);
     const Array grads(format.grad, values);
     const at::Tensor grad = on_cpu(grads.data(), count * size_of(format.grad)).cuda();
-    packed_adamw(format,
-                 {.param = nullptr,
-                  .grad = grads.data(),
-                  .state = static_cast<std::byte*>(state.data_ptr()),
-                  .elements = elements,
-                  .weight = array(weight)},
-                 factors_of_step(step));
-    optim::cuda::launch_packed_adamw(format,
-                                     {.param = nullptr,
-                                      .grad = grad.data_ptr(),
-                                      .state = static_cast<std::byte*>(device_state.data_ptr()),
-                                      .elements = elements,
-                                      .weight = array(device_weight)},
-                                     factors_of_step(step), stream);
+    packed_update(format,
+                  {.param = nullptr,
+                   .grad = grads.data(),
+                   .state = static_cast<std::byte*>(state.data_ptr()),
+                   .elements = elements,
+                   .weight = array(weight)},
+                  factors_for(format, step));
+    optim::cuda::launch_packed_update(format,
+                                      {.param = nullptr,
+                                       .grad = grad.data_ptr(),
+                                       .state = static_cast<std::byte*>(device_state.data_ptr()),
+                                       .elements = elements,
+                                       .weight = array(device_weight)},
+                                      factors_for(format, step), stream);
     ASSERT_TRUE(at::equal(device_weight.cpu(), weight)) << step;
     ASSERT_TRUE(at::equal(device_state.cpu(), state)) << step;
   }
@@ -100,6 +101,10 @@ void expect_same_codes(const PackedFormat& format, int64_t elements) {
   optim::cuda::launch_decode(array(device_weight), elements, DType::bfloat16, there.data_ptr(),
                              stream);
   EXPECT_TRUE(at::equal(there.cpu(), decoded.to(at::kBFloat16)));
+  there = at::empty({elements}, at::TensorOptions().dtype(at::kHalf).device(at::kCUDA));
+  optim::cuda::launch_decode(array(device_weight), elements, DType::float16, there.data_ptr(),
+                             stream);
+  EXPECT_TRUE(at::equal(there.cpu(), decoded.to(at::kHalf)));
 }
 
 TEST(PackedAdamWCuda, CodedParametersHaveTheCpusBits) {
@@ -113,6 +118,14 @@ TEST(PackedAdamWCuda, CodedParametersHaveTheCpusBits) {
                            .exp_avg_sq = Codec::quantization,
                            .weight = weight},
                           elements);
+        for (const int moments : {0, 1}) {
+          expect_same_codes({.param = DType::float32,
+                             .grad = grad,
+                             .exp_avg = Codec::int8,
+                             .weight = weight,
+                             .moments = moments},
+                            elements);
+        }
       }
     }
   }
@@ -132,6 +145,31 @@ TEST(PackedAdamWCuda, HasTheCpusBits) {
                          " " + std::to_string(shift));
             expect_same_bits({param, grad, exp_avg, exp_avg_sq}, elements, shift);
             if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(PackedUpdateCuda, OtherRulesAndTypesHaveTheCpusBits) {
+  constexpr DType kAll[] = {DType::float64, DType::float32, DType::float16, DType::bfloat16};
+  for (const DType param : kAll) {
+    for (const DType grad : kAll) {
+      if (param == DType::float64 && grad != param) continue;
+      for (const int moments : {0, 1, 2}) {
+        for (const Codec codec : kPackedCodecs) {
+          if (codec != Codec::none && (param == DType::float64 || moments == 0)) continue;
+          for (const int64_t elements : {1, 257, 10003}) {
+            for (const int64_t shift : {0, 8}) {
+              SCOPED_TRACE(std::string(name_of(param)) + " " + std::string(name_of(grad)) + " " +
+                           std::to_string(moments) + " " + std::string(codec::name_of(codec)) +
+                           " " + std::to_string(elements) + " " + std::to_string(shift));
+              const PackedFormat format{param, grad, codec, codec, Codec::none, moments};
+              expect_same_bits(format, elements, shift);
+              if (moments == 1) expect_same_bits(format, elements, shift, SgdKind::nesterov);
+              if (HasFatalFailure()) return;
+            }
           }
         }
       }
@@ -161,10 +199,11 @@ TEST(PackedAdamWCuda, MastersSurviveAStep) {
     AdamWFactors factors = factors_of_step(1);
     factors.decay = 1;
     for (int i = 0; i < 2; ++i) {
-      optim::cuda::launch_packed_adamw(format,
-                                       {device_param.data_ptr(), grad.data_ptr(),
-                                        static_cast<std::byte*>(device_state.data_ptr()), elements},
-                                       factors, c10::cuda::getCurrentCUDAStream().stream());
+      optim::cuda::launch_packed_update(
+          format,
+          {device_param.data_ptr(), grad.data_ptr(),
+           static_cast<std::byte*>(device_state.data_ptr()), elements},
+          factors, c10::cuda::getCurrentCUDAStream().stream());
     }
     param.copy_(device_param);
     state.copy_(device_state);

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/core/float16.h"
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 
 namespace lockstep::optim::detail {
 
@@ -27,16 +27,31 @@ inline AdamWFactors factors_of_step(int step) {
           .root_scale = 1 / std::sqrt(1 - std::pow(beta2, step))};
 }
 
+// Of AdamW, or of SGD, by what the state is.
+inline PackedFactors factors_for(const PackedFormat& format, int step,
+                                 SgdKind kind = SgdKind::momentum) {
+  if (format.moments == 2) return factors_of_step(step);
+  return SgdUpdate{.kind = format.moments == 0 ? SgdKind::plain : kind,
+                   .factors = {.lr = 1e-2,
+                               .weight_decay = 0.1,
+                               .keep = step == 1 ? 0 : 0.9,
+                               .add = step == 1 ? 1 : 0.7,
+                               .momentum = 0.9}};
+}
+
 // Elements of a dtype in memory of their own, aligned as torch's are.
 class Array {
  public:
-  Array(DType dtype, const std::vector<float>& values) : dtype_(dtype), words_(values.size() + 16) {
+  Array(DType dtype, const std::vector<float>& values)
+      : dtype_(dtype), words_(2 * values.size() + 16) {
     for (size_t i = 0; i < values.size(); ++i) {
-      if (dtype == DType::float32) {
-        static_cast<float*>(data())[i] = values[i];
-      } else {
-        static_cast<BFloat16*>(data())[i] = narrow<BFloat16>(values[i]);
-      }
+      visit([&]<class T>(T* array) {
+        if constexpr (sizeof(T) == 2) {
+          array[i] = narrow<T>(values[i]);
+        } else {
+          array[i] = values[i];
+        }
+      });
     }
   }
   void* data() { return words_.data() + offset(); }
@@ -44,14 +59,27 @@ class Array {
   std::vector<float> values(size_t count) const {
     std::vector<float> values(count);
     for (size_t i = 0; i < count; ++i) {
-      values[i] = dtype_ == DType::float32 ? static_cast<const float*>(data())[i]
-                                           : widen(static_cast<const BFloat16*>(data())[i]);
+      visit([&]<class T>(const T* array) {
+        if constexpr (sizeof(T) == 2) {
+          values[i] = widen(array[i]);
+        } else {
+          values[i] = static_cast<float>(array[i]);
+        }
+      });
     }
     return values;
   }
 
  private:
   size_t offset() const { return (64 - reinterpret_cast<uintptr_t>(words_.data()) % 64) % 64 / 4; }
+  template <class Body>
+  void visit(const Body& body) const {
+    void* const array = const_cast<void*>(data());
+    if (dtype_ == DType::float64) body(static_cast<double*>(array));
+    if (dtype_ == DType::float32) body(static_cast<float*>(array));
+    if (dtype_ == DType::float16) body(static_cast<Half*>(array));
+    if (dtype_ == DType::bfloat16) body(static_cast<BFloat16*>(array));
+  }
 
   DType dtype_;
   std::vector<float> words_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // AdamW on packed state against AdamW's own kernel, bit for bit where nothing is lost.
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
@@ -30,7 +30,7 @@ struct Packed {
     return {param.data(), grad, state.data(), static_cast<int64_t>(count)};
   }
   void step(const Array& grad, int step) {
-    packed_adamw(format, slice(grad.data()), factors_of_step(step));
+    packed_update(format, slice(grad.data()), factors_of_step(step));
   }
   struct Unpacked {
     std::vector<float> exp_avg, exp_avg_sq, master;
@@ -178,7 +178,7 @@ TEST(PackedAdamW, MastersSurviveAStep) {
     pack(packed.format, packed.slice(), {nullptr, nullptr, const_cast<float*>(all.data())});
     AdamWFactors factors = factors_of_step(1);
     factors.decay = 1;
-    for (int i = 0; i < 2; ++i) packed_adamw(packed.format, packed.slice(zeros.data()), factors);
+    for (int i = 0; i < 2; ++i) packed_update(packed.format, packed.slice(zeros.data()), factors);
     EXPECT_EQ(bits_of(packed.unpacked().master), bits_of(all));
   }
 }
@@ -311,8 +311,10 @@ TEST(PackedAdamW, Layout) {
 }
 
 TEST(PackedAdamW, RejectsOtherTypes) {
-  EXPECT_THROW(packed_adamw({.param = DType::float16}, {}, {}), std::logic_error);
-  EXPECT_THROW(packed_adamw({.param = DType::float32, .grad = DType::float16}, {}, {}),
+  EXPECT_THROW(packed_update({.param = DType::int64}, {}, {}), std::logic_error);
+  EXPECT_THROW(packed_update({.param = DType::float64, .grad = DType::float32}, {}, {}),
+               std::logic_error);
+  EXPECT_THROW(packed_layout({.param = DType::float64, .exp_avg = Codec::bf16}, 1),
                std::logic_error);
   EXPECT_THROW(packed_layout({.exp_avg = Codec::lossless}, 1), std::logic_error);
 }

@@ -14,17 +14,7 @@ namespace lockstep::test {
 namespace {
 
 using layout::OffloadOptions;
-using layout::OffloadStrategy;
 using layout::UpdateSite;
-
-OffloadOptions kept_as(const char* codecs, UpdateSite site) {
-  return {.param_budget = 512 * kKiB,
-          .host_budget = 64 * kMiB,
-          .device_limit = kMiB,
-          .codec = layout::parse_state_codecs(codecs),
-          .advanced = {
-              .host_limit = 64 * kMiB, .strategy = OffloadStrategy::extreme, .update_site = site}};
-}
 
 TEST(OffloadCodec, LosslessHasTheSameBits) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

@@ -41,7 +41,7 @@ void expect_same_from_disk(int ranks, OffloadRun run, const OffloadOptions& offl
     OffloadRun counted = run;
     parallel::OffloadStats before;
     counted.after = [&](int step, const parallel::ShardedModel& model, optim::Optimizer& each) {
-      dynamic_cast<parallel::OffloadedAdamW&>(each).wait();
+      dynamic_cast<parallel::OffloadedOptimizer&>(each).wait();
       const parallel::OffloadStats stats = parallel::offload_stats(model);
       EXPECT_GT(stats.from_disk, before.from_disk) << step;
       EXPECT_GT(stats.to_disk, before.to_disk) << step;
@@ -102,7 +102,7 @@ TEST(OffloadDisk, LosslessStateIsWhereItFits) {
   std::vector<int64_t> on_disk_after;
   OffloadRun counted = run;
   counted.after = [&](int, const parallel::ShardedModel& model, optim::Optimizer& each) {
-    dynamic_cast<parallel::OffloadedAdamW&>(each).wait();
+    dynamic_cast<parallel::OffloadedOptimizer&>(each).wait();
     on_disk_after.push_back(parallel::offload_stats(model).state_on_disk);
   };
   const OffloadCurve plain = train_offloaded({}, run, {});

@@ -79,7 +79,7 @@ std::vector<Moved> moved_by(OffloadRun run, const OffloadOptions& offload, Offlo
     const OffloadStats before = *stats;
     run.after = [&](int step, const parallel::ShardedModel& model, optim::Optimizer& optimizer) {
       if (step + 1 < run.steps) return;
-      dynamic_cast<parallel::OffloadedAdamW&>(optimizer).wait();
+      dynamic_cast<parallel::OffloadedOptimizer&>(optimizer).wait();
       *stats = parallel::offload_stats(model);
     };
     train_offloaded({}, run, offload);

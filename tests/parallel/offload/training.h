@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 #include "tests/support/models.h"
@@ -53,8 +54,9 @@ struct OffloadRun {
   int64_t layers = 4, width = 112;
   int steps = 5, accumulation = 1;
   at::ScalarType dtype = at::kFloat;
-  double clip = 0.05;     // 0: not at all
-  bool measures = false;  // the norm, where gradients are not clipped
+  std::optional<optim::SGDOptions> sgd = std::nullopt;  // instead of AdamW
+  double clip = 0.05;                                   // 0: not at all
+  bool measures = false;                                // the norm, where gradients are not clipped
   bool use_orig_params = true;
   bool zeroes = true;                                             // gradients, before each step
   std::function<int64_t(int step)> rows = [](int) { return 6; };  // of a batch
@@ -78,24 +80,38 @@ struct OffloadCurve {
   }
 };
 
+// AdamW, or SGD where there are options for it.
+inline std::unique_ptr<optim::Optimizer> make_optimizer(
+    const parallel::ShardedModel& sharded, bool offloaded,
+    const std::optional<optim::SGDOptions>& sgd) {
+  const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
+  if (offloaded && sgd) return std::make_unique<parallel::OffloadedSGD>(sharded, *sgd);
+  if (offloaded) return std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
+  if (sgd) return std::make_unique<optim::SGD>(sharded.named_parameters(), *sgd);
+  return std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
+}
+
+inline parallel::Offload offload_for(std::optional<parallel::OffloadOptions> offload,
+                                     const std::optional<optim::SGDOptions>& sgd) {
+  if (!offload) return parallel::NoOffload{};
+  if (sgd) {
+    offload->advanced.update_rule =
+        sgd->momentum > 0 ? layout::UpdateRule::sgd_momentum : layout::UpdateRule::sgd;
+  }
+  return *offload;
+}
+
 inline OffloadCurve train_offloaded(const comm::Group& group, const OffloadRun& run,
                                     std::optional<parallel::OffloadOptions> offload) {
   Tower model(run.layers, run.width);
   fill_parameters(*model, 3);
   model->to(run.dtype);
-  const parallel::FullyShardOptions options{
-      .units = parallel::ByType{{"Layer"}},
-      .min_num_params = 100,
-      .use_orig_params = run.use_orig_params,
-      .offload = offload ? parallel::Offload(*offload) : parallel::NoOffload{}};
+  const parallel::FullyShardOptions options{.units = parallel::ByType{{"Layer"}},
+                                            .min_num_params = 100,
+                                            .use_orig_params = run.use_orig_params,
+                                            .offload = offload_for(offload, run.sgd)};
   auto sharded = parallel::fully_shard(*model, group, options);
-  const optim::AdamWOptions adamw{.lr = 3e-3, .weight_decay = 0.1};
-  std::unique_ptr<optim::Optimizer> optimizer;
-  if (offload) {
-    optimizer = std::make_unique<parallel::OffloadedAdamW>(sharded, adamw);
-  } else {
-    optimizer = std::make_unique<optim::AdamW>(sharded.named_parameters(), adamw);
-  }
+  const auto optimizer = make_optimizer(sharded, offload.has_value(), run.sgd);
   OffloadCurve curve;
   for (int step = 0; step < run.steps; ++step) {
     const int64_t rows = run.rows(step);
@@ -139,6 +155,23 @@ inline layout::OffloadOptions everything(layout::UpdateSite site = layout::Updat
                        .clip_mode = clip}};
 }
 
+inline layout::OffloadOptions kept_as(const char* codecs, layout::UpdateSite site) {
+  layout::OffloadOptions options = everything(site);
+  options.codec = layout::parse_state_codecs(codecs);
+  return options;
+}
+
+// Some of the elements, so that others keep what their masters have beyond them.
+inline void write_some(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor part = tensor.view({-1}).slice(0, 0, tensor.numel(), 3);
+  part.copy_(part * 0.75 + 0.01);
+}
+
+inline void write_shards(const parallel::ShardedModel& model) {
+  for (const auto& parameter : model.named_parameters()) write_some(parameter.tensor);
+}
+
 inline void expect_same(int ranks, const OffloadRun& run, const layout::OffloadOptions& offload,
                         const std::string& what) {
   comm::run_threads(ranks, [&](const comm::Group& group) {
@@ -149,7 +182,10 @@ inline void expect_same(int ranks, const OffloadRun& run, const layout::OffloadO
     EXPECT_LE(moved.stats.device_peak, moved.stats.device_limit);
     EXPECT_TRUE(!offload.params || moved.stats.param_peak <= moved.stats.param_budget);
     EXPECT_LE(moved.stats.host_peak, moved.stats.host_budget);
-    if (offload.optimizer && offload.advanced.strategy == layout::OffloadStrategy::extreme) {
+    const bool has_state =
+        !run.sgd || run.sgd->momentum > 0 || c10::elementSize(run.dtype) == sizeof(uint16_t);
+    if (has_state && offload.optimizer &&
+        offload.advanced.strategy == layout::OffloadStrategy::extreme) {
       EXPECT_GT(moved.stats.state_on_host, 0) << "nothing had to leave the device";
     }
   });

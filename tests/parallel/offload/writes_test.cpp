@@ -26,17 +26,6 @@ using testing::ThrowsMessage;
 
 // ---- writes by others ----
 
-// Some of the elements, so that others keep what their masters have beyond them.
-void write(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor part = tensor.view({-1}).slice(0, 0, tensor.numel(), 3);
-  part.copy_(part * 0.75 + 0.01);
-}
-
-void write_shards(const ShardedModel& model) {
-  for (const auto& parameter : model.named_parameters()) write(parameter.tensor);
-}
-
 struct Way {
   const char* name;
   std::function<void(int, const ShardedModel&)> write;

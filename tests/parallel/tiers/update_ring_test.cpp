@@ -44,12 +44,12 @@ struct Trained {
   void update_in_place() {
     for (size_t i = 0; i < plain_state.size(); ++i) {
       const StateSlice& slice = state->plan().slices[i];
-      optim::packed_adamw(state->plan().format,
-                          {.param = plain.data_ptr<float>() + slice.begin,
-                           .grad = gradient.data_ptr<float>() + slice.begin,
-                           .state = plain_state[i].data(),
-                           .elements = slice.count},
-                          kFactors);
+      optim::packed_update(state->plan().format,
+                           {.param = plain.data_ptr<float>() + slice.begin,
+                            .grad = gradient.data_ptr<float>() + slice.begin,
+                            .state = plain_state[i].data(),
+                            .elements = slice.count},
+                           kFactors);
     }
   }
 

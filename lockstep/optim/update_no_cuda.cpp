@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optim/adamw_cuda.h"
+#include "lockstep/optim/update_cuda.h"
 
 namespace lockstep::optim::detail::cuda {
 
 bool adamw(const Update&, const AdamWFactors&) { return false; }
+bool sgd(const Update&, SgdKind, const SgdFactors&) { return false; }
 
 }  // namespace lockstep::optim::detail::cuda

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/core/error.h"
-#include "lockstep/optim/kernels/packed_adamw.h"
+#include "lockstep/optim/kernels/packed_update.h"
 
 namespace lockstep::optim::cuda {
 
-void launch_packed_adamw(const PackedFormat&, const PackedSlice&, const AdamWFactors&, void*) {
+void launch_packed_update(const PackedFormat&, const PackedSlice&, const PackedFactors&, void*) {
   check(false, "this build has no CUDA kernels");
 }
 

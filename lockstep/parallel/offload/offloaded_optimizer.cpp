@@ -11,11 +11,11 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/memory/later_event.h"
-#include "lockstep/optim/adamw_factors.h"
 #include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/parameters/named_state.h"
 #include "lockstep/parallel/offload/decide_again.h"
 #include "lockstep/parallel/offload/offload.h"
+#include "lockstep/parallel/offload/offloaded_rule.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/tiers/offloaded_state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
@@ -30,10 +30,6 @@ using detail::UpdateRing;
 using layout::Tier;
 
 namespace {
-
-std::vector<optim::NamedParameter> parameters_of(const ShardedModel& model) {
-  return model.named_parameters();
-}
 
 // State is about to be read or written together with its parameters: a coded parameter's are its
 // codes, into which what others wrote goes first; others' are their values.
@@ -60,17 +56,10 @@ void say_ratio(const OffloadTiers& tiers) {
                 : ""));
 }
 
-const std::shared_ptr<OffloadTiers>& tiers_of(const ShardedModel& model) {
-  const auto& engine = model.shared()->engine;
-  if (!engine || !engine->tiers())
-    throw ConfigError("[OffloadedAdamW] the model is not offloaded: give fully_shard an offload");
-  return engine->tiers();
-}
-
 }  // namespace
 
-struct OffloadedAdamW::State {
-  // A part of the state in float32, as long as somebody has it.
+struct OffloadedOptimizer::State {
+  // A part of the state as optimizers have it, as long as somebody has it.
   struct Shown {
     std::weak_ptr<at::Tensor> memory = {};
     bool fresh = false;  // refreshed: what is written into it from then on may be adopted
@@ -85,9 +74,17 @@ struct OffloadedAdamW::State {
     bool updated = false;  // in this step already
     // Shown to others, who keep them: 12 bytes of an element are too many to hold for the next
     // checkpoint.
-    Shown exp_avg = {}, exp_avg_sq = {}, master = {};
+    std::vector<Shown> moments = {};
+    Shown master = {};
 
-    bool has_master() const { return parameter.tensor.scalar_type() == at::kBFloat16; }
+    bool has_master() const { return parameter.tensor.element_size() == 2; }
+    at::ScalarType state_type() const {
+      return parameter.tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    }
+    void forget() {
+      for (Shown& moment : moments) moment.fresh = false;
+      master.fresh = false;
+    }
   };
   struct OffloadedFlat {
     Flat* flat;
@@ -111,45 +108,49 @@ struct OffloadedAdamW::State {
     bool measured = false;    // what LZ4 makes of the state
   };
 
-  State(std::vector<ShardedModel> given, std::vector<optim::ParameterGroup> groups,
-        optim::AdamWOptions options);
+  State(std::vector<ShardedModel> given, std::vector<optim::ParameterGroup> groups, Rule rule);
   void add(const ShardedModel& model);
   void update(Model& model, size_t flat);
+  UpdateInput input_for(Tensor& tensor, const Flat& flat, bool own);
   void hold_values(Model& model);
   std::vector<optim::NamedTensor> shown(Tensor& tensor);
+  // memory(part, name) of each; null of what there is none of.
+  template <class Memory>
+  optim::UnpackedState parts_of(Tensor& tensor, const Memory& memory) const;
   Tensor& find(const std::string& name);
   void wait();
   void watch_pressure();
 
   std::vector<optim::ParameterGroup> groups;
-  optim::AdamWOptions options;
+  Rule rule;
   std::vector<Tensor> tensors;
   std::vector<std::shared_ptr<Model>> models;
 };
 
-OffloadedAdamW::State::State(std::vector<ShardedModel> given,
-                             std::vector<optim::ParameterGroup> given_groups,
-                             optim::AdamWOptions given_options)
-    : groups(std::move(given_groups)), options(given_options) {
-  optim::validate(options);
+OffloadedOptimizer::State::State(std::vector<ShardedModel> given,
+                                 std::vector<optim::ParameterGroup> given_groups, Rule given_rule)
+    : groups(std::move(given_groups)), rule(std::move(given_rule)) {
   for (size_t g = 0; g < groups.size(); ++g) {
     optim::ParameterGroup& group = groups[g];
-    group.weight_decay = group.weight_decay.value_or(options.weight_decay);
-    for (const auto& parameter : group.parameters)
-      tensors.push_back({.parameter = parameter, .group = g, .state = nullptr});
+    group.weight_decay = group.weight_decay.value_or(rule.weight_decay);
+    for (const auto& parameter : group.parameters) {
+      tensors.push_back({.parameter = parameter,
+                         .group = g,
+                         .state = nullptr,
+                         .moments = std::vector<Shown>(rule.moments.size())});
+    }
   }
   for (const ShardedModel& model : given) add(model);
   for (const Tensor& tensor : tensors) {
     if (!tensor.state) {
-      throw ConfigError(
-          format("[OffloadedAdamW] parameter '{}' is not one of the offloaded model's",
-                 tensor.parameter.name));
+      throw ConfigError(format("[{}] parameter '{}' is not one of the offloaded model's", rule.name,
+                               tensor.parameter.name));
     }
   }
 }
 
-void OffloadedAdamW::State::add(const ShardedModel& sharded) {
-  const auto& tiers = tiers_of(sharded);
+void OffloadedOptimizer::State::add(const ShardedModel& sharded) {
+  const auto& tiers = rule.tiers_of(sharded);
   auto& engine = *sharded.shared()->engine;
   models.push_back(std::make_shared<Model>(*this, sharded, tiers));
   Model& model = *models.back();
@@ -179,7 +180,7 @@ void OffloadedAdamW::State::add(const ShardedModel& sharded) {
   tiers->updater = models.back();
 }
 
-void OffloadedAdamW::State::hold_values(Model& model) {
+void OffloadedOptimizer::State::hold_values(Model& model) {
   wait();
   for (const auto& [index, flat] : model.flats) {
     expose(*flat.flat, /*to_write=*/false);
@@ -187,8 +188,32 @@ void OffloadedAdamW::State::hold_values(Model& model) {
   }
 }
 
+// A gradient that others have put in the place of the model's (GradScaler's float32, which float16
+// does not hold) is brought where that was; the caller keeps it until it was read.
+UpdateInput OffloadedOptimizer::State::input_for(Tensor& tensor, const Flat& flat, bool own) {
+  const OffloadTiers& tiers = *flat.plan().offload->tiers;
+  const at::Tensor& gradient = tensor.parameter.tensor.grad();
+  const at::ScalarType dtype = gradient.scalar_type(), planned = flat.plan().gradient_dtype;
+  if (dtype != planned && !(dtype == at::kFloat && planned == at::kHalf)) {
+    throw ConfigError(format("[{}] the gradient of '{}' is {}, must be {}", rule.name,
+                             tensor.parameter.name, c10::toString(dtype), c10::toString(planned)));
+  }
+  // Updates in backward are given gradients before they leave the device, unless they add up there.
+  const bool on_host =
+      flat.plan().offload->grads == Tier::host && (own || !tiers.updates_in_backward());
+  const at::Tensor there = gradient.detach().to(on_host ? at::kCPU : tiers.device).reshape({-1});
+  const optim::ParameterGroup& group = groups[tensor.group];
+  const int64_t step = ++*tensor.step.data_ptr<int64_t>();
+  return {
+      .gradient = there,
+      .gradient_on_host = on_host,
+      .gradient_ready = own && on_host ? flat.offloaded->moved() : memory::computed(tiers.device),
+      .factors = rule.factors(
+          {.step = step, .lr = rule.lr * group.lr_scale, .weight_decay = *group.weight_decay})};
+}
+
 // Hands the flat's gradients to the driver.
-void OffloadedAdamW::State::update(Model& model, size_t index) {
+void OffloadedOptimizer::State::update(Model& model, size_t index) {
   OffloadedFlat& offloaded = model.flats.at(index);
   OffloadTiers& tiers = *model.tiers;
   struct TensorUpdate {
@@ -205,38 +230,28 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
     tensors[i].state->adopt_values();
   }
   shard.settle();  // what others wrote
-  const memory::Event ready = memory::computed(tiers.device);
   for (const size_t i : offloaded.tensors) {
     Tensor& tensor = tensors[i];
     const at::Tensor& gradient = tensor.parameter.tensor.grad();
     if (!gradient.defined()) continue;
     if (tensor.updated) {
       throw Error(
-          format("[OffloadedAdamW] parameter '{}' was updated in a backward already; with "
-                 "clip_mode none call step() after each, or accumulate under no_sync()",
-                 tensor.parameter.name));
+          format("[{}] parameter '{}' was updated in a backward already; with clip_mode none "
+                 "call step() after each, or accumulate under no_sync()",
+                 rule.name, tensor.parameter.name));
     }
     optim::announce_read(gradient);
-    const bool on_host = offloaded.flat->offloaded->is_on_host(gradient);
+    const bool own = offloaded.flat->offloaded->owns(gradient);
     if (tiers.updates_in_backward()) {
-      gradients.push_back(gradient);
       // What everybody has counts once.
       const auto& engine = *model.model.shared()->engine;
       if (offloaded.flat->plan().shard.size() > 1 || engine.groups().reduce.rank() == 0)
         tiers.consumed.push_back(gradient.norm().to(at::kDouble));
     }
-    const optim::ParameterGroup& group = groups[tensor.group];
-    const int64_t step = ++*tensor.step.data_ptr<int64_t>();
-    updates.push_back(
-        {tensor.state.get(),
-         {.gradient = gradient.detach().reshape({-1}),
-          .gradient_on_host = on_host,
-          .gradient_ready = on_host ? offloaded.flat->offloaded->moved() : ready,
-          .factors = optim::adamw_factors(options, {.step = step,
-                                                    .lr = options.lr * group.lr_scale,
-                                                    .weight_decay = *group.weight_decay})}});
+    updates.push_back({tensor.state.get(), input_for(tensor, *offloaded.flat, own)});
+    if (!own || tiers.updates_in_backward()) gradients.push_back(updates.back().input.gradient);
     tensor.updated = true;
-    tensor.exp_avg.fresh = tensor.exp_avg_sq.fresh = tensor.master.fresh = false;
+    tensor.forget();
   }
   if (updates.empty()) {
     if (tiers.updates_in_backward()) offloaded.flat->offloaded->let_go({});
@@ -260,52 +275,46 @@ void OffloadedAdamW::State::update(Model& model, size_t index) {
   const memory::Event queued = tiers.driver->record();
   model.last = written.after(queued);
   offloaded.flat->shard.set_updating(model.last);
-  if (tiers.updates_in_backward()) {
-    const memory::Event was_read = read.after(queued);
+  const memory::Event was_read = read.after(queued);
+  if (!gradients.empty())
     tiers.retire(std::make_shared<std::vector<at::Tensor>>(std::move(gradients)), was_read);
-    offloaded.flat->offloaded->let_go(was_read);
-  }
+  if (tiers.updates_in_backward()) offloaded.flat->offloaded->let_go(was_read);
   if (!tiers.options.advanced.overlap) model.last.wait();
 }
 
-OffloadedAdamW::OffloadedAdamW(std::vector<ShardedModel> models,
-                               std::vector<optim::ParameterGroup> groups,
-                               optim::AdamWOptions options)
-    : state_(std::make_unique<State>(std::move(models), std::move(groups), options)) {}
+OffloadedOptimizer::OffloadedOptimizer(std::vector<ShardedModel> models,
+                                       std::vector<optim::ParameterGroup> groups, Rule rule)
+    : state_(std::make_unique<State>(std::move(models), std::move(groups), std::move(rule))) {
+  set_lr(lr());
+}
 
-OffloadedAdamW::OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options)
-    : OffloadedAdamW({model}, {{.parameters = parameters_of(model)}}, options) {}
-
-OffloadedAdamW::~OffloadedAdamW() = default;
+OffloadedOptimizer::~OffloadedOptimizer() = default;
 
 // After a step has shown what activations it has. Collective.
-void OffloadedAdamW::State::watch_pressure() {
+void OffloadedOptimizer::State::watch_pressure() {
   std::vector<detail::ShardEngine*> engines;
   for (const auto& model : models) engines.push_back(model->model.shared()->engine.get());
   const std::vector<int64_t> measured = detail::measured_activations(engines);
   for (size_t m = 0; m < models.size(); ++m) {
     Model& model = *models[m];
     const int64_t activations = detail::agree_on_activations(*engines[m], measured[m]);
-    const bool decides = layout::breaks_margin(model.tiers->plan, activations);
-    if (!decides) {
-      detail::agree_on_room(*engines[m]);
-      continue;
+    if (layout::breaks_margin(model.tiers->plan, activations)) {
+      std::unordered_map<const c10::TensorImpl*, OffloadedState*> states;
+      for (const Tensor& tensor : tensors)
+        states[tensor.parameter.tensor.unsafeGetTensorImpl()] = tensor.state.get();
+      const auto state_of = [&](size_t flat, size_t tensor) {
+        const auto& optimized = engines[m]->flats()[flat]->shard.optimized()[tensor];
+        const auto found = states.find(optimized.tensor.unsafeGetTensorImpl());
+        return found == states.end() ? nullptr : found->second;
+      };
+      detail::decide_again(*engines[m], activations,
+                           {.ring = model.ring, .state_of = state_of, .wait = [this] { wait(); }});
     }
-    std::unordered_map<const c10::TensorImpl*, OffloadedState*> states;
-    for (const Tensor& tensor : tensors)
-      states[tensor.parameter.tensor.unsafeGetTensorImpl()] = tensor.state.get();
-    const auto state_of = [&](size_t flat, size_t tensor) {
-      const auto& optimized = engines[m]->flats()[flat]->shard.optimized()[tensor];
-      const auto found = states.find(optimized.tensor.unsafeGetTensorImpl());
-      return found == states.end() ? nullptr : found->second;
-    };
-    detail::decide_again(*engines[m], activations,
-                         {.ring = model.ring, .state_of = state_of, .wait = [this] { wait(); }});
     detail::agree_on_room(*engines[m]);
   }
 }
 
-void OffloadedAdamW::step() {
+void OffloadedOptimizer::step() {
   const at::NoGradGuard no_grad;
   detail::ActivationPeak::pause();
   for (const auto& model : state_->models) {
@@ -313,8 +322,9 @@ void OffloadedAdamW::step() {
     auto& engine = *model->model.shared()->engine;
     if (exact && !engine.window().begin_step()) {
       throw Error(
-          "[OffloadedAdamW] parameters have been used since the last backward; step between "
-          "a backward and the next forward");
+          format("[{}] parameters have been used since the last backward; step between a backward "
+                 "and the next forward",
+                 state_->rule.name));
     }
     for (const auto& [index, flat] : model->flats) {
       if (exact) state_->update(*model, index);
@@ -332,7 +342,7 @@ void OffloadedAdamW::step() {
   state_->watch_pressure();
 }
 
-std::vector<optim::NamedTensor> OffloadedAdamW::lazy_state() {
+std::vector<optim::NamedTensor> OffloadedOptimizer::lazy_state() {
   std::vector<optim::NamedTensor> all;
   for (State::Tensor& tensor : state_->tensors) {
     for (auto& entry : state_->shown(tensor)) all.push_back(std::move(entry));
@@ -340,16 +350,17 @@ std::vector<optim::NamedTensor> OffloadedAdamW::lazy_state() {
   return all;
 }
 
-double OffloadedAdamW::lr() const { return state_->options.lr; }
+double OffloadedOptimizer::lr() const { return state_->rule.lr; }
 
-void OffloadedAdamW::set_lr(double lr) {
-  if (!(lr >= 0)) throw ConfigError(format("[OffloadedAdamW] lr is {}, must be at least 0", lr));
-  state_->options.lr = lr;
+void OffloadedOptimizer::set_lr(double lr) {
+  if (!(lr >= 0))
+    throw ConfigError(format("[{}] lr is {}, must be at least 0", state_->rule.name, lr));
+  state_->rule.lr = lr;
 }
 
-std::span<optim::ParameterGroup> OffloadedAdamW::groups() { return state_->groups; }
+std::span<optim::ParameterGroup> OffloadedOptimizer::groups() { return state_->groups; }
 
-void OffloadedAdamW::State::wait() {
+void OffloadedOptimizer::State::wait() {
   for (const auto& model : models) {
     model->last.wait();
     model->tiers->driver->run([ring = model->ring] { ring->finish(); }, "state to disk");
@@ -359,29 +370,35 @@ void OffloadedAdamW::State::wait() {
   }
 }
 
-void OffloadedAdamW::wait() { state_->wait(); }
+void OffloadedOptimizer::wait() { state_->wait(); }
 
-std::vector<optim::NamedTensor> OffloadedAdamW::State::shown(Tensor& tensor) {
+bool OffloadedOptimizer::updates_in_backward() const {
+  return std::ranges::any_of(state_->models,
+                             [](const auto& each) { return each->tiers->updates_in_backward(); });
+}
+
+std::vector<optim::NamedTensor> OffloadedOptimizer::State::shown(Tensor& tensor) {
   const at::IntArrayRef sizes = tensor.parameter.tensor.sizes();
   const auto show = [&](Shown& part) {
     auto memory = part.memory.lock();
     if (!memory) {
-      memory = std::make_shared<at::Tensor>(at::empty(sizes, at::kFloat));
+      memory = std::make_shared<at::Tensor>(at::empty(sizes, tensor.state_type()));
       part = {.memory = memory};
     }
     // Views of it keep the memory too.
     return at::from_blob(
-        memory->data_ptr(), sizes, [memory](void*) {}, at::kFloat);
+        memory->data_ptr(), sizes, [memory](void*) {}, tensor.state_type());
   };
   const std::string& name = tensor.parameter.name;
-  std::vector<optim::NamedTensor> entries{{name + ".exp_avg", show(tensor.exp_avg)},
-                                          {name + ".exp_avg_sq", show(tensor.exp_avg_sq)}};
+  std::vector<optim::NamedTensor> entries;
+  for (size_t i = 0; i < rule.moments.size(); ++i)
+    entries.push_back({name + "." + rule.moments[i], show(tensor.moments[i])});
   if (tensor.has_master()) entries.push_back({name + ".master", show(tensor.master)});
-  entries.push_back({name + ".step", tensor.step});
+  if (!rule.moments.empty()) entries.push_back({name + ".step", tensor.step});
   return entries;
 }
 
-OffloadedAdamW::State::Tensor& OffloadedAdamW::State::find(const std::string& entry) {
+OffloadedOptimizer::State::Tensor& OffloadedOptimizer::State::find(const std::string& entry) {
   const std::string name = entry.substr(0, entry.rfind('.'));
   const auto found = std::find_if(tensors.begin(), tensors.end(),
                                   [&](const Tensor& each) { return each.parameter.name == name; });
@@ -389,105 +406,56 @@ OffloadedAdamW::State::Tensor& OffloadedAdamW::State::find(const std::string& en
   return *found;
 }
 
-void OffloadedAdamW::refresh(const std::string& name) {
-  State::Tensor& tensor = state_->find(name);
-  const auto fill = [&](const char* what, State::Shown& part) -> float* {
-    const auto memory = name.ends_with(what) ? part.memory.lock() : nullptr;
-    if (!memory) return nullptr;
-    part.fresh = true;
-    return memory->data_ptr<float>();
+template <class Memory>
+optim::UnpackedState OffloadedOptimizer::State::parts_of(Tensor& tensor,
+                                                         const Memory& memory) const {
+  const auto moment = [&](size_t i) -> void* {
+    return i < rule.moments.size() ? memory(tensor.moments[i], rule.moments[i]) : nullptr;
   };
-  float* const exp_avg = fill(".exp_avg", tensor.exp_avg);
-  float* const exp_avg_sq = fill(".exp_avg_sq", tensor.exp_avg_sq);
-  float* const master = fill(".master", tensor.master);
+  return {moment(0), moment(1), memory(tensor.master, "master")};
+}
+
+void OffloadedOptimizer::refresh(const std::string& name) {
+  State::Tensor& tensor = state_->find(name);
+  const auto [exp_avg, exp_avg_sq, master] =
+      state_->parts_of(tensor, [&](State::Shown& part, const std::string& what) -> void* {
+        const auto memory = name.ends_with("." + what) ? part.memory.lock() : nullptr;
+        if (!memory) return nullptr;
+        part.fresh = true;
+        return memory->data_ptr();
+      });
   if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
   state_->wait();
   expose(*tensor.flat, /*to_write=*/false);
   tensor.state->unpack(exp_avg, exp_avg_sq, master);
 }
 
-void OffloadedAdamW::adopt(const std::string& name) {
+void OffloadedOptimizer::adopt(const std::string& name) {
   if (name.ends_with(".step")) return;
   State::Tensor& tensor = state_->find(name);
   // All of them at once, with the first; what nobody has refreshed, nobody has written.
-  const auto take = [](State::Shown& part) {
-    const auto memory = std::exchange(part.fresh, false) ? part.memory.lock() : nullptr;
-    return memory ? memory->data_ptr<float>() : nullptr;
-  };
-  const float* const exp_avg = take(tensor.exp_avg);
-  const float* const exp_avg_sq = take(tensor.exp_avg_sq);
-  const float* const master = take(tensor.master);
+  const auto [exp_avg, exp_avg_sq, master] =
+      state_->parts_of(tensor, [](State::Shown& part, const std::string&) -> void* {
+        const auto memory = std::exchange(part.fresh, false) ? part.memory.lock() : nullptr;
+        return memory ? memory->data_ptr() : nullptr;
+      });
   if (exp_avg == nullptr && exp_avg_sq == nullptr && master == nullptr) return;
   state_->wait();
   expose(*tensor.flat, /*to_write=*/true);
   tensor.state->pack(exp_avg, exp_avg_sq, master);
 }
 
-std::vector<optim::NamedTensor> OffloadedAdamW::state() {
+std::vector<optim::NamedTensor> OffloadedOptimizer::state() {
   std::vector<optim::NamedTensor> all = lazy_state();
   for (const auto& entry : all) refresh(entry.name);
   return all;
 }
 
-void OffloadedAdamW::load_state(std::span<const optim::NamedTensor> entries) {
+void OffloadedOptimizer::load_state(std::span<const optim::NamedTensor> entries) {
   const at::NoGradGuard no_grad;
   const auto own = state();
-  optim::load_named("OffloadedAdamW.load_state", own, entries);
+  optim::load_named(state_->rule.name + ".load_state", own, entries);
   for (const auto& entry : own) adopt(entry.name);
-}
-
-OffloadStats offload_stats(const ShardedModel& model) {
-  OffloadStats stats;
-  const auto& engine = model.shared()->engine;
-  if (!engine || !engine->tiers()) return stats;
-  const OffloadTiers& tiers = *engine->tiers();
-  const auto bytes = [](size_t count) { return static_cast<int64_t>(count); };
-  stats.to_device = tiers.traffic.to_device;
-  stats.to_host = tiers.traffic.to_host;
-  stats.from_disk = tiers.traffic.from_disk;
-  stats.to_disk = tiers.traffic.to_disk;
-  stats.device_bytes = bytes(tiers.device_budget.used());
-  stats.device_peak = bytes(tiers.device_budget.peak());
-  stats.device_limit = bytes(tiers.device_budget.limit());
-  stats.param_bytes = bytes(tiers.param_budget.used());
-  stats.param_peak = bytes(tiers.param_budget.peak());
-  stats.param_budget = bytes(tiers.param_budget.limit());
-  stats.host_bytes = bytes(tiers.host_budget.used());
-  stats.host_peak = bytes(tiers.host_budget.peak());
-  stats.host_budget = bytes(tiers.host_budget.limit());
-  if (tiers.device.is_cpu()) stats.device_resident = bytes(tiers.device_memory.resident());
-  for (const auto& flat : engine->flats()) {
-    const detail::FlatOffload& offload = *flat->plan().offload;
-    (offload.params == Tier::device ? stats.params_on_device : stats.params_on_host) +=
-        bytes(flat->shard.bytes());
-    if (offload.params != Tier::device) {
-      const detail::EncodedShard* const encoded = flat->shard.encoded();
-      stats.params_kept.bytes += bytes(flat->shard.bytes());
-      stats.params_kept.plain +=
-          bytes(encoded != nullptr ? encoded->plain_bytes() : flat->shard.bytes());
-    }
-    if (offload.grads != Tier::device && flat->plan().trained && !tiers.updates_in_backward()) {
-      const int64_t kept = bytes(static_cast<size_t>(flat->shard.values().numel()) *
-                                 c10::elementSize(flat->plan().gradient_dtype));
-      stats.grads_kept.bytes += kept;
-      stats.grads_kept.plain += offload.grad_codec == codec::Codec::bf16 ? 2 * kept : kept;
-    }
-    for (const detail::StatePlan& state : offload.states) {
-      for (const detail::StateSlice& slice : state.slices) {
-        int64_t& sum = slice.tier == Tier::device ? stats.state_on_device
-                       : slice.tier == Tier::host ? stats.state_on_host
-                                                  : stats.state_on_disk;
-        sum += bytes(optim::packed_layout(state.format, slice.count).total);
-      }
-    }
-  }
-  stats.state_on_host += tiers.kept.moved_to_host;
-  stats.state_on_disk -= tiers.kept.moved_to_host;
-  stats.state_kept = {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain};
-  stats.site = tiers.site;
-  stats.activation_peak = tiers.activation_peak;
-  stats.decisions = tiers.decisions;
-  return stats;
 }
 
 }  // namespace lockstep::parallel
