@@ -118,7 +118,11 @@ TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
 
 // Those of SGD, and of float16 and float64, which have another form.
 TEST(OffloadCheckpoint, ResumesOtherRulesAndTypesWithTheSameBits) {
-  OffloadOptions lossless = all_offloaded(UpdateSite::cpu);
+  OffloadOptions wide = all_offloaded(UpdateSite::device);
+  wide.param_budget = 128 * kKiB;
+  wide.device_limit = 640 * kKiB;
+  OffloadOptions lossless = wide;
+  lossless.advanced.update_site = UpdateSite::cpu;
   lossless.codec = layout::parse_state_codecs("exp_avg=lossless");
   struct Case {
     at::ScalarType dtype;
@@ -134,7 +138,7 @@ TEST(OffloadCheckpoint, ResumesOtherRulesAndTypesWithTheSameBits) {
       {at::kHalf, plain, all_offloaded(UpdateSite::device)},
       {at::kFloat, plain, all_offloaded(UpdateSite::cpu)},
       {at::kHalf, std::nullopt, all_offloaded(UpdateSite::device)},
-      {at::kDouble, std::nullopt, all_offloaded(UpdateSite::device)},
+      {at::kDouble, std::nullopt, wide},
   };
   const TempDir folder;
   for (size_t i = 0; i < std::size(cases); ++i) {

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -20,7 +22,7 @@ constexpr DType kAll[] = {DType::float64, DType::float32, DType::float16, DType:
 constexpr SgdKind kKinds[] = {SgdKind::plain, SgdKind::momentum, SgdKind::nesterov};
 constexpr size_t kCount = 5003;
 
-std::vector<float> weights_of(size_t count) {
+std::vector<float> first_weights(size_t count) {
   auto weights = random_values(count, 3);
   for (float& weight : weights) weight *= 0.1f;
   weights[7] = -0.f;
@@ -29,8 +31,8 @@ std::vector<float> weights_of(size_t count) {
 }
 
 // As whole tensors have it: state in arrays of its own.
-struct Whole {
-  Whole(const PackedFormat& format, const std::vector<float>& weights)
+struct WholeTensor {
+  WholeTensor(const PackedFormat& format, const std::vector<float>& weights)
       : format(format),
         param(format.param, weights),
         master(param.values(weights.size())),
@@ -60,8 +62,8 @@ struct Whole {
   std::vector<float> master, first, second;  // room for float64
 };
 
-struct Packed {
-  Packed(const PackedFormat& format, const std::vector<float>& weights)
+struct PackedTensor {
+  PackedTensor(const PackedFormat& format, const std::vector<float>& weights)
       : format(format),
         count(weights.size()),
         param(format.param, weights),
@@ -81,21 +83,28 @@ struct Packed {
   std::vector<double> state;  // zeros
 };
 
-std::string text_of(const PackedFormat& format, SgdKind kind) {
+std::string text_of_format(const PackedFormat& format, SgdKind kind) {
   return std::string(name_of(format.param)) + " " + std::string(name_of(format.grad)) +
          ", moments " + std::to_string(format.moments) + ", kind " +
          std::to_string(static_cast<int>(kind));
 }
 
-void expect_same(const PackedFormat& format, SgdKind kind, const Whole& whole, Packed& packed) {
-  SCOPED_TRACE(text_of(format, kind));
+void expect_same_tensor(const PackedFormat& format, SgdKind kind, const WholeTensor& whole,
+                        PackedTensor& packed) {
+  SCOPED_TRACE(text_of_format(format, kind));
   EXPECT_EQ(std::memcmp(whole.param.data(), packed.param.data(), kCount * size_of(format.param)),
             0);
   std::vector<float> first(2 * kCount), second(2 * kCount), master(kCount);
   unpack(format, packed.slice(), {first.data(), second.data(), master.data()});
-  if (format.moments > 0) EXPECT_EQ(bits_of(first), bits_of(whole.first));
-  if (format.moments > 1) EXPECT_EQ(bits_of(second), bits_of(whole.second));
-  if (size_of(format.param) == 2) EXPECT_EQ(bits_of(master), bits_of(whole.master));
+  if (format.moments > 0) {
+    EXPECT_EQ(bits_of(first), bits_of(whole.first));
+  }
+  if (format.moments > 1) {
+    EXPECT_EQ(bits_of(second), bits_of(whole.second));
+  }
+  if (size_of(format.param) == 2) {
+    EXPECT_EQ(bits_of(master), bits_of(whole.master));
+  }
 }
 
 template <class Body>
@@ -113,15 +122,15 @@ void for_each_format(const Body& body) {
 
 TEST(PackedUpdate, HasTheBitsOfTheKernels) {
   for_each_format([](const PackedFormat& format, SgdKind kind) {
-    Whole whole(format, weights_of(kCount));
-    Packed packed(format, weights_of(kCount));
-    expect_same(format, kind, whole, packed);  // before the first
+    WholeTensor whole(format, first_weights(kCount));
+    PackedTensor packed(format, first_weights(kCount));
+    expect_same_tensor(format, kind, whole, packed);  // before the first
     for (int step = 1; step <= 3; ++step) {
       auto grads = random_values(kCount, step);
       grads[7] = grads[8] = 0;  // zeros keep their signs
       whole.step(grads, step, kind);
       packed.step(grads, step, kind);
-      expect_same(format, kind, whole, packed);
+      expect_same_tensor(format, kind, whole, packed);
     }
   });
 }
@@ -130,8 +139,8 @@ TEST(PackedUpdate, HasTheBitsOfTheKernels) {
 TEST(PackedUpdate, WrittenParametersWin) {
   for_each_format([](const PackedFormat& format, SgdKind kind) {
     if (codec::master_of(format) != codec::Master::whole) return;
-    Whole whole(format, weights_of(kCount));
-    Packed packed(format, weights_of(kCount));
+    WholeTensor whole(format, first_weights(kCount));
+    PackedTensor packed(format, first_weights(kCount));
     for (int step = 1; step <= 2; ++step) {
       const auto grads = random_values(kCount, step);
       whole.step(grads, step, kind);
@@ -148,13 +157,13 @@ TEST(PackedUpdate, WrittenParametersWin) {
       EXPECT_EQ(master[i], i % 3 == 0 ? values[i] : whole.master[i]) << i;
     whole.step(random_values(kCount, 9), 3, kind);
     packed.step(random_values(kCount, 9), 3, kind);
-    expect_same(format, kind, whole, packed);
+    expect_same_tensor(format, kind, whole, packed);
   });
 }
 
 TEST(PackedUpdate, WhatIsPackedIsUnpacked) {
   for_each_format([](const PackedFormat& format, SgdKind kind) {
-    Packed packed(format, weights_of(kCount));
+    PackedTensor packed(format, first_weights(kCount));
     std::vector<double> first(kCount), second(kCount), shown(kCount), other(kCount);
     const auto random = random_values(2 * kCount, 5);
     std::vector<float> master(random.begin(), random.begin() + kCount), seen(kCount);
@@ -163,16 +172,23 @@ TEST(PackedUpdate, WhatIsPackedIsUnpacked) {
       reinterpret_cast<float*>(second.data())[i] = std::fabs(random[i]);
     pack(format, packed.slice(), {first.data(), second.data(), master.data()});
     unpack(format, packed.slice(), {shown.data(), other.data(), seen.data()});
-    SCOPED_TRACE(text_of(format, kind));
+    SCOPED_TRACE(text_of_format(format, kind));
     const size_t bytes = kCount * size_of(moment_dtype(format));
-    if (format.moments > 0) EXPECT_EQ(std::memcmp(first.data(), shown.data(), bytes), 0);
-    if (format.moments > 1) EXPECT_EQ(std::memcmp(second.data(), other.data(), bytes), 0);
+    if (format.moments > 0) {
+      EXPECT_EQ(std::memcmp(first.data(), shown.data(), bytes), 0);
+    }
+    if (format.moments > 1) {
+      EXPECT_EQ(std::memcmp(second.data(), other.data(), bytes), 0);
+    }
     // A whole master that is not the parameter's is another's, and the parameter stays.
     const auto kept = codec::master_of(format);
-    if (kept == codec::Master::remainder) EXPECT_EQ(bits_of(seen), bits_of(master));
-    if (kept == codec::Master::whole)
+    if (kept == codec::Master::remainder) {
+      EXPECT_EQ(bits_of(seen), bits_of(master));
+    }
+    if (kept == codec::Master::whole) {
       EXPECT_EQ(bits_of(packed.param.values(kCount)),
-                bits_of(Array(format.param, weights_of(kCount)).values(kCount)));
+                bits_of(Array(format.param, first_weights(kCount)).values(kCount)));
+    }
   });
 }
 
@@ -180,8 +196,8 @@ TEST(PackedUpdate, CodedMomentumIsNear) {
   for (const Codec codec : kPackedCodecs) {
     for (const DType param : {DType::float32, DType::float16, DType::bfloat16}) {
       const PackedFormat format{.param = param, .grad = param, .exp_avg = codec, .moments = 1};
-      Whole whole({.param = param, .grad = param, .moments = 1}, weights_of(kCount));
-      Packed packed(format, weights_of(kCount));
+      WholeTensor whole({.param = param, .grad = param, .moments = 1}, first_weights(kCount));
+      PackedTensor packed(format, first_weights(kCount));
       for (int step = 1; step <= 5; ++step) {
         auto grads = random_values(kCount, step);
         for (float& grad : grads) grad = std::clamp(grad, -2.f, 2.f);

@@ -39,8 +39,7 @@ std::string text_of(const SGDOptions& sgd, at::ScalarType dtype, UpdateSite site
 // On a device that holds little more than what is being used, because this state is small.
 OffloadOptions tight(at::ScalarType dtype, UpdateSite site, ClipMode clip = ClipMode::exact) {
   OffloadOptions offload = everything(site, clip);
-  offload.device_limit = (dtype == at::kDouble ? 768 : 320) * kKiB;
-  offload.param_budget = 256 * kKiB;
+  offload.device_limit = (dtype == at::kDouble ? 1024 : 512) * kKiB;
   return offload;
 }
 
