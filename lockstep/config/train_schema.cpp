@@ -175,6 +175,10 @@ void add_layout(Schema& schema, TrainConfig& config) {
                     "ranks (hybrid).");
   schema.add("shard_size", parallel.shard_size,
              "Neighbouring ranks that share under hybrid; 0: those of a host.", kFromZero);
+  schema.add_choice("shard_granularity", parallel.shard_granularity,
+                    names_up_to(layout::ShardGranularity::tensors),
+                    "What ranks that share own: rows of each tensor, in nearly equal parts (rows), "
+                    "or whole tensors, dealt out in turn (tensors).");
   schema.add_choice("schedule", parallel.schedule, names_up_to(layout::PipelineSchedule::file),
                     "Order of the pipeline's work (lockstep schedule draws it). auto: 1f1b, or "
                     "interleaved where there are chunks.");

@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
@@ -124,12 +125,51 @@ class Plans {
       : groups_(groups), options_(options) {}
 
   std::vector<FlatPlan> make(torch::nn::Module& model, c10::Device meta_device) {
-    for (const UnitPlan& unit : plan_units(model, options_.units)) add(unit, meta_device);
+    const std::vector<UnitPlan> units = plan_units(model, options_.units);
+    if (options_.advanced.granularity == ShardGranularity::tensors) choose_owners(model, units);
+    for (const UnitPlan& unit : units) add(unit, meta_device);
     if (!small_.empty()) add_flats(kWholeTensors, small_, true, meta_device);
     return std::move(plans_);
   }
 
  private:
+  // Tensors are dealt out in the model's order, so that small units do not all begin with rank 0.
+  void choose_owners(const torch::nn::Module& model, const std::vector<UnitPlan>& units) {
+    std::set<const c10::TensorImpl*> in_units;
+    for (const UnitPlan& unit : units) {
+      for (const auto& parameter : unit.parameters)
+        in_units.insert(parameter.tensor.unsafeGetTensorImpl());
+    }
+    const std::vector<std::string>& first = options_.advanced.first_tensors;
+    std::vector<const c10::TensorImpl*> impls;
+    std::vector<layout::DealtTensor> tensors;
+    for (const auto& item : model.named_parameters()) {
+      const at::Tensor& tensor = item.value();
+      if (!tensor.defined() || in_units.erase(tensor.unsafeGetTensorImpl()) == 0) continue;
+      impls.push_back(tensor.unsafeGetTensorImpl());
+      tensors.push_back({.elements = tensor.numel(), .trained = tensor.requires_grad()});
+      const auto place = std::find(first.begin(), first.end(), item.key());
+      if (place != first.end()) tensors.back().index = place - first.begin();
+    }
+    const auto owners =
+        layout::owners_of_tensors(tensors, {.world = groups_.shard.size(),
+                                            .min_elements = options_.min_num_params,
+                                            .reserved = static_cast<int64_t>(first.size())});
+    for (size_t i = 0; i < impls.size(); ++i) owners_[impls[i]] = owners[i];
+  }
+
+  // In the order in which the parameters lie in the line.
+  void assign_owners(FlatPlan& plan) const {
+    std::vector<int> owners;
+    for (const auto& parameter : plan.parameters)
+      owners.push_back(owners_.at(parameter.tensor.unsafeGetTensorImpl()));
+    const std::vector<optim::NamedParameter> given = std::exchange(plan.parameters, {});
+    for (const size_t i : layout::order_of_tensors(owners.size(), owners)) {
+      plan.parameters.push_back(given[i]);
+      plan.owners.push_back(owners[i]);
+    }
+  }
+
   void add(const UnitPlan& unit, c10::Device meta_device) {
     const bool whole = options_.strategy == Strategy::no_shard;
     std::map<FlatKind, std::vector<optim::NamedParameter>> kinds;
@@ -171,6 +211,7 @@ class Plans {
         plan.shard = groups_.shard;
         plan.reduce = groups_.reduce;
         plan.replicas = groups_.replicas;
+        if (!owners_.empty()) assign_owners(plan);
       }
       choose_types(plan, options_.mixed_precision);
       plan.updates_as_one = !options_.use_orig_params;
@@ -188,6 +229,7 @@ class Plans {
   const ShardGroups& groups_;
   const FullyShardOptions& options_;
   std::map<FlatKind, std::vector<optim::NamedParameter>> small_;
+  std::map<const c10::TensorImpl*, int> owners_;  // where ranks share whole tensors
   std::vector<FlatPlan> plans_;
 };
 
