@@ -4,9 +4,11 @@
 // is a part of the machine's memory, kept apart. The numbers of a run are on stderr.
 //
 // $ build/bin/11_offload
+// 16 tensors, 8396800 elements (mean 524800, median 524800, min 1024, max 1048576), 32 MB
 // 1 ranks: 128 MB of state in all, the device kept its limit of 32 MB, the loss has halved
 //
 // $ lockstep run -n 2 build/bin/11_offload
+// [rank0]: 16 tensors, 8396800 elements (mean 524800, median 524800, min 1024, max 1048576), 32 MB
 // [rank0]: 2 ranks: 128 MB of state in all, the device kept its limit of 32 MB, the loss has halved
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -27,12 +29,14 @@ int main() {
     if (i > 0) model->push_back(torch::nn::Tanh());
     model->push_back(torch::nn::Linear(1024, 1024));
   }
-  auto sharded =
-      parallel::fully_shard(*model, group,
-                            {.units = parallel::ByType{{"Linear"}},
-                             .offload = parallel::OffloadOptions{
-                                 .device_limit = 32 * kMegabyte,
-                                 .advanced = {.strategy = parallel::OffloadStrategy::extreme}}});
+  const parallel::OffloadOptions offload{
+      .device_limit = 32 * kMegabyte, .advanced = {.strategy = parallel::OffloadStrategy::extreme}};
+  if (group.rank() == 0) {
+    std::cout << optim::model_parameters(*model).describe() << "\n";
+    std::clog << offload.describe() << "\n";
+  }
+  auto sharded = parallel::fully_shard(*model, group,
+                                       {.units = parallel::ByType{{"Linear"}}, .offload = offload});
   parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-3});
 
   torch::manual_seed(group.rank());  // each rank has its own data

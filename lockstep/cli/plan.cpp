@@ -51,7 +51,10 @@ std::string describe(const TrainConfig& config, const config::ModelSpec& model, 
   if (config.parallel.order != layout::Order::pp_fastest)
     text += format(" in order {}", layout::name_of(config.parallel.order));
   if (config.parallel.shard != layout::ShardingStrategy::no_shard)
-    text += format(", shard {}", name_of(config.parallel.shard));
+    text += format(", shard {}{}", name_of(config.parallel.shard),
+                   config.parallel.shard_granularity == layout::ShardGranularity::tensors
+                       ? " by whole tensors"
+                       : "");
   if (config::is_pipelined(config.parallel)) {
     text += format(", {}", layout::name_of(config::schedule_options(config, world).kind));
     if (config.parallel.chunks > 1) text += format(" with {} chunks", config.parallel.chunks);
@@ -94,8 +97,13 @@ int plan_memory(const Words& arguments) {
   const auto& [config, model, world] = *request;
   const std::vector<plan::Memory> ranks =
       plan::memory_per_rank(config::planned_run(config, model, world));
-  std::cout << plan::to_table(ranks) << describe(config, model, world) << "\n";
-  if (config.offload.any()) std::cout << plan::offload_line(ranks) << "\n";
+  std::cout
+      << plan::to_table(ranks) << describe(config, model, world) << "\n"
+      << "parameters: "
+      << config::model_parameters(model.tensors(), config::element_bytes_of(config)).describe()
+      << "\n";
+  if (config.offload.any())
+    std::cout << config.offload.describe() << "\n" << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
   const size_t rank = plan::largest_total(ranks);
   const std::string most = format("rank {} takes most, {}", rank, size_text(ranks[rank].total()));
@@ -120,7 +128,7 @@ int plan_inventory(Words arguments) {
     std::cout << config::tensor_list(config, model, world) << config::group_list(config, world);
   std::cout << config::inventory_table(tensors, element) << describe(config, model, world) << "\n";
   if (config.offload.any())
-    std::cout << "rank 0:\n"
+    std::cout << config.offload.describe() << "\nrank 0:\n"
               << plan::to_text(plan::plan_offload(config::planned_run(config, model, world), 0));
   return 0;
 }

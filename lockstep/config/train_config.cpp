@@ -38,6 +38,11 @@ void validate_layout(const TrainConfig& config, int world) {
             format("parallel.shard_size {} must divide the {} data-parallel ranks",
                    parallel.shard_size, config.dp(world)));
   }
+  require(parallel.shard_granularity == layout::ShardGranularity::rows ||
+              parallel.shard != layout::ShardingStrategy::no_shard,
+          format("parallel.shard_granularity is {}, but parallel.shard is none: ranks share "
+                 "nothing, so leave it out or set parallel.shard",
+                 name_of(parallel.shard_granularity)));
 }
 
 void validate_batch(const TrainConfig& config, int world) {

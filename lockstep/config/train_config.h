@@ -74,6 +74,7 @@ struct LayoutConfig {
   bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices
   layout::ShardingStrategy shard = layout::ShardingStrategy::no_shard;
   int shard_size = 0;  // hybrid: ranks that share; 0: those of a host
+  layout::ShardGranularity shard_granularity = layout::ShardGranularity::rows;
   // Not set: 1f1b, or interleaved where there are chunks.
   std::optional<layout::PipelineSchedule> schedule = std::nullopt;
   int chunks = 1;                  // stages of a rank

@@ -207,6 +207,11 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("shard_size", parallel.shard_size,
              "Consecutive ranks in each sharding group of hybrid; 0 uses the ranks of a host.",
              kFromZero);
+  schema.add_choice(
+      "shard_granularity", parallel.shard_granularity,
+      names_up_to(layout::ShardGranularity::tensors),
+      "Unit of sharding. rows: each tensor is split by rows into nearly equal shards. "
+      "tensors: each tensor belongs to one rank, in turn.");
   schema.add_choice("schedule", parallel.schedule, names_up_to(layout::PipelineSchedule::file),
                     "Pipeline schedule; `lockstep schedule` draws it. auto: interleaved with more "
                     "than one chunk, else 1f1b.");

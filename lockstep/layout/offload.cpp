@@ -113,6 +113,24 @@ std::string name_of(const StateCodecs& codecs) {
   return parts.empty() ? "none" : join(parts, ",");
 }
 
+std::string OffloadOptions::describe() const {
+  std::vector<std::string> kinds;
+  if (params) kinds.emplace_back("parameters");
+  if (grads) kinds.emplace_back("gradients");
+  if (optimizer) kinds.emplace_back("optimizer state");
+  if (kinds.empty()) return "offload nothing";
+  const auto bytes = [](int64_t number) { return number == 0 ? "auto" : size_text(number); };
+  const auto on = [](bool is_on) { return is_on ? "on" : "off"; };
+  return format(
+      "offload {}, {}; device parameters {} of limit {}, host {} of limit {}, {}; codec {}; "
+      "prefetch {} parameters{}, overlap {}, pin {}; update site {}, clip mode {}",
+      join(kinds), name_of(advanced.strategy), bytes(param_budget), bytes(device_limit),
+      bytes(host_budget), bytes(advanced.host_limit), disk.empty() ? "no disk" : "disk " + disk,
+      name_of(codec), advanced.prefetch, advanced.async_prefetch ? " asynchronously" : "",
+      on(advanced.overlap), advanced.pin ? on(*advanced.pin) : "auto",
+      name_of(advanced.update_site), name_of(advanced.clip_mode));
+}
+
 StateCodecs parse_state_codecs(Name text) {
   StateCodecs codecs;
   std::array<bool, kStateKinds.size()> seen{};

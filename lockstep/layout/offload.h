@@ -81,6 +81,9 @@ struct OffloadOptions {
   OffloadAdvancedOptions advanced = {};
 
   bool any() const { return params || grads || optimizer; }
+  // "offload parameters and optimizer state, aggressive; device parameters 2 GB of limit 8 GB, host
+  // auto of limit auto, no disk; codec none; ..." in one line. auto: filled in by resolved().
+  std::string describe() const;
   bool operator==(const OffloadOptions&) const = default;
 };
 

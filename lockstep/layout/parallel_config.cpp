@@ -22,6 +22,7 @@ constexpr std::array<Name, 12> kSchedule = {"round-robin", "sequential", "gpipe"
                                             "zb-1p",       "zb-v",       "dualpipe-v", "file"};
 constexpr std::array<Name, 3> kRecompute = {"none", "selective", "full"};
 constexpr std::array<Name, 5> kSharding = {"none", "full", "grad_op", "optimizer", "hybrid"};
+constexpr std::array<Name, 2> kGranularity = {"rows", "tensors"};
 
 constexpr Requirement require_config("parallel_config");
 
@@ -41,6 +42,7 @@ Name name_of(CommStrategy strategy) { return enum_name(kComm, strategy); }
 Name name_of(PipelineSchedule schedule) { return enum_name(kSchedule, schedule); }
 Name name_of(Recompute recompute) { return enum_name(kRecompute, recompute); }
 Name name_of(ShardingStrategy strategy) { return enum_name(kSharding, strategy); }
+Name name_of(ShardGranularity granularity) { return enum_name(kGranularity, granularity); }
 
 MemoryStrategy parse_memory_strategy(Name name) {
   return parse_enum<MemoryStrategy>("memory strategy", kMemory, name);

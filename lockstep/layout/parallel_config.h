@@ -45,18 +45,25 @@ enum class ShardingStrategy {
   hybrid_shard    // full_shard inside each part of the ranks, copies across the parts
 };
 
+// What ranks that share parameters share out.
+enum class ShardGranularity {
+  rows,    // ranges of rows of each unit, nearly equal in elements
+  tensors  // whole tensors: tensor i of the model belongs to rank i % ranks
+};
+
 // Tensors with fewer elements stay whole on every rank, unless FullyShardOptions::min_num_params
 // says otherwise.
 inline constexpr int64_t kMinShardedElements = 1000;
 
 // The names are those of the values with "-" for "_"; one_f_one_b is "1f1b". Sharding strategies
-// are "none", "full", "grad_op", "optimizer" and "hybrid".
+// are "none", "full", "grad_op", "optimizer" and "hybrid"; granularities "rows" and "tensors".
 // Parsing throws ConfigError with the list of names.
 std::string_view name_of(MemoryStrategy strategy);
 std::string_view name_of(CommStrategy strategy);
 std::string_view name_of(PipelineSchedule schedule);
 std::string_view name_of(Recompute recompute);
 std::string_view name_of(ShardingStrategy strategy);
+std::string_view name_of(ShardGranularity granularity);
 MemoryStrategy parse_memory_strategy(std::string_view name);
 CommStrategy parse_comm_strategy(std::string_view name);
 PipelineSchedule parse_pipeline_schedule(std::string_view name);

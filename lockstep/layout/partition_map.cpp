@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/layout/partition_map.h"
-
 #include <cstddef>
 #include <set>
 #include <string>
@@ -8,6 +6,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"
+#include "lockstep/layout/placement.h"
 
 namespace lockstep::layout {
 namespace {

@@ -9,7 +9,6 @@
 #include "lockstep/core/size_text.h"
 #include "lockstep/layout/rank_map.h"
 #include "lockstep/plan/offload_of_shards.h"
-#include "lockstep/plan/state_memory.h"
 
 namespace lockstep::plan {
 namespace {
@@ -33,15 +32,21 @@ class Flats {
     bool embedding = false;
     bool has_state = true;
   };
-  void add(const std::string& name, const std::vector<Shape>& shapes, Kind kind) {
+  // `owners` are those of tensor_owners(); none where ranks share rows.
+  void add(const std::string& name, const std::vector<Shape>& shapes,
+           const std::vector<int>& owners, Kind kind) {
     std::vector<Shape> large;
-    for (const Shape& shape : shapes)
-      (whole_ || layout::numel_of(shape) >= min_sharded_ ? large : small_).push_back(shape);
-    add_flat(name, large, kind, static_cast<int>(of_shards_.size()));
+    std::vector<int> of_large;
+    for (const size_t i : layout::order_of_tensors(shapes.size(), owners)) {
+      const bool is_large = whole_ || layout::numel_of(shapes[i]) >= min_sharded_;
+      (is_large ? large : small_).push_back(shapes[i]);
+      if (is_large && !owners.empty()) of_large.push_back(owners[i]);
+    }
+    add_flat(name, large, of_large, kind, static_cast<int>(of_shards_.size()));
   }
 
   std::vector<std::vector<OffloadFlat>> take() {
-    add_flat("small", small_, {}, 1);
+    add_flat("small", small_, {}, {}, 1);
     if (!small_.empty()) {
       for (auto& flats : of_shards_) flats.back().stays = true;
     }
@@ -49,10 +54,11 @@ class Flats {
   }
 
  private:
-  void add_flat(const std::string& name, const std::vector<Shape>& shapes, Kind kind, int parts) {
+  void add_flat(const std::string& name, const std::vector<Shape>& shapes,
+                const std::vector<int>& owners, Kind kind, int parts) {
     if (shapes.empty()) return;
     const auto element = static_cast<int64_t>(size_of(dtype_));
-    const auto line = layout::lay_out(shapes, parts, layout::kFlatAlignment / element);
+    const auto line = layout::lay_out(shapes, owners, parts, layout::kFlatAlignment / element);
     for (size_t shard = 0; shard < of_shards_.size(); ++shard) {
       const size_t part = parts == 1 ? 0 : shard;
       of_shards_[shard].push_back(
@@ -84,15 +90,20 @@ std::vector<std::vector<OffloadFlat>> flats_of(const Run& run, const Stage& stag
   const auto units_of_layer = [&](size_t layer) -> const std::vector<Unit>& {
     return model.kinds[model.layers[layer].kind].units[static_cast<size_t>(tp)];
   };
+  const std::vector<std::vector<int>> owners = tensor_owners(run, stage, tp);
+  size_t unit_index = 0;
+  const auto next_owners = [&] {
+    return owners.empty() ? std::vector<int>() : owners[unit_index++];
+  };
   Flats flats(run);
   for (size_t i = stage.first; i < stage.end(); ++i) {
     for (const Unit& unit : units_of_layer(i))
-      flats.add(model.layers[i].name + unit.name, unit.shapes,
+      flats.add(model.layers[i].name + unit.name, unit.shapes, next_owners(),
                 {.embedding = unit.embedding, .has_state = unit.trained && !unit.copy});
   }
   // The state of a tied matrix is with the embedding.
   if (has_tied_copy(model, stage))
-    flats.add(model.tied, units_of_layer(0).front().shapes, {.has_state = false});
+    flats.add(model.tied, units_of_layer(0).front().shapes, next_owners(), {.has_state = false});
   return flats.take();
 }
 

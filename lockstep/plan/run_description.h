@@ -10,6 +10,7 @@
 
 #include "lockstep/core/dtype.h"
 #include "lockstep/layout/box.h"
+#include "lockstep/layout/flat_layout.h"
 #include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/layout/rank_map.h"
@@ -43,6 +44,9 @@ struct Unit {
   bool trained = true;     // has gradients and optimizer state
   bool sparse = false;     // its gradients are counted by LayerCost::weights
   bool copy = false;       // of parameters that another stage has, with their optimizer state
+  // Where each shape stands among the parameters of its layer; below 0: that far before the end of
+  // Model::reserved. Empty: in order, after those of the units before it.
+  std::vector<int64_t> places = {};
 
   bool operator==(const Unit&) const = default;
 };
@@ -66,6 +70,7 @@ struct Model {
   // has the one layer and not the other, with a copy. Empty: it does not.
   std::string tied = {};
   int64_t tied_bytes = 0;    // of that table on a rank
+  int64_t reserved = 0;      // layout::Deal::reserved
   int64_t stream_bytes = 0;  // of what one layer hands to the next
 };
 
@@ -75,6 +80,7 @@ struct Run {
   layout::Order order = layout::Order::pp_fastest;
   layout::ShardingStrategy sharding = layout::ShardingStrategy::no_shard;
   int shards = 1;  // data-parallel ranks that share parameters out among them
+  layout::ShardGranularity granularity = layout::ShardGranularity::rows;
   int64_t min_sharded = layout::kMinShardedElements;  // smaller tensors stay whole
   layout::OffloadOptions offload = {.params = false, .grads = false, .optimizer = false};
   std::optional<schedule::ScheduleOptions> pipeline = std::nullopt;
@@ -97,5 +103,12 @@ std::vector<Stage> stages_of(const Run& run);
 std::vector<std::vector<Stage>> chunks_per_rank(const Run& run, const schedule::Pipeline& pipeline);
 // The rank of the pipeline that has each layer.
 std::vector<int> rank_per_layer(const Run& run);
+
+// The stage computes with a copy of a table that the first stage has.
+bool has_tied_copy(const Model& model, const Stage& stage);
+// With ShardGranularity::tensors, of one tensor-parallel rank: the owner of each shape of each unit
+// of the stage's layers, in order, and of the tied copy, if there is one, last. As
+// layout::owners_of_tensors says it. Nothing with other granularities.
+std::vector<std::vector<int>> tensor_owners(const Run& run, const Stage& stage, int tp);
 
 }  // namespace lockstep::plan

@@ -26,6 +26,7 @@ struct UnitRun {
   bool used_in_backward = true;
   int64_t element = 0;  // as of Unit
   bool trained = true, sparse = false;
+  std::vector<int> owners = {};  // of the shapes, where ranks share whole tensors
 
   bool has_dense_gradient() const { return trained && !sparse; }
   bool is_laid_out_as(const UnitRun& other) const {
@@ -33,7 +34,13 @@ struct UnitRun {
   }
 };
 
-std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
+std::vector<UnitRun> units_of(const Run& run, const Stage& stage, int tp) {
+  const Model& model = run.model;
+  const std::vector<std::vector<int>> owners = tensor_owners(run, stage, tp);
+  size_t unit_index = 0;
+  const auto next_owners = [&] {
+    return owners.empty() ? std::vector<int>() : owners[unit_index++];
+  };
   const auto units_of_kind = [&](size_t kind) -> const std::vector<Unit>& {
     return model.kinds[kind].units[static_cast<size_t>(tp)];
   };
@@ -42,7 +49,8 @@ std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
   for (size_t i = stage.first; i < stage.end(); ++i) {
     const size_t kind = model.layers[i].kind;
     const std::vector<Unit>& units = units_of_kind(kind);
-    if (kind == last && units.size() == 1) {
+    // Owners of whole tensors differ from unit to unit.
+    if (kind == last && units.size() == 1 && owners.empty()) {
       ++runs.back().count;
       continue;
     }
@@ -53,11 +61,14 @@ std::vector<UnitRun> units_of(const Model& model, const Stage& stage, int tp) {
                       .used_in_backward = !unit.embedding,
                       .element = unit.element,
                       .trained = unit.trained,
-                      .sparse = unit.sparse});
+                      .sparse = unit.sparse,
+                      .owners = next_owners()});
   }
   if (has_tied_copy(model, stage)) {
     const size_t first = model.layers.front().kind;
-    runs.push_back({.shapes = units_of_kind(first).front().shapes, .is_tied_copy = true});
+    runs.push_back({.shapes = units_of_kind(first).front().shapes,
+                    .is_tied_copy = true,
+                    .owners = next_owners()});
   }
   return runs;
 }
@@ -126,9 +137,12 @@ class Accounts {
     for (const UnitRun& unit : units) {
       UnitRun large = unit;
       large.shapes.clear();
-      for (const Shape& shape : unit.shapes) {
+      large.owners.clear();
+      for (const size_t i : layout::order_of_tensors(unit.shapes.size(), unit.owners)) {
+        const Shape& shape = unit.shapes[i];
         if (layout::numel_of(shape) >= run_.min_sharded) {
           large.shapes.push_back(shape);
+          if (!unit.owners.empty()) large.owners.push_back(unit.owners[i]);
         } else {
           auto& shapes = like(unit, small).shapes;
           shapes.insert(shapes.end(), static_cast<size_t>(unit.count), shape);
@@ -165,7 +179,8 @@ class Accounts {
   }
 
   layout::FlatLayout lay_out(const UnitRun& unit, int parts) const {
-    return layout::lay_out(unit.shapes, parts, layout::kFlatAlignment / element_of(unit));
+    return layout::lay_out(unit.shapes, unit.owners, parts,
+                           layout::kFlatAlignment / element_of(unit));
   }
 
   Line add_shards(const UnitRun& unit) {
@@ -180,7 +195,7 @@ class Accounts {
       int64_t elements = 0;
       for (const layout::RowShard& rows : line.rows[part]) {
         const Shape& shape = unit.shapes[static_cast<size_t>(rows.tensor)];
-        elements += rows.rows.size() * (layout::numel_of(shape) / shape[0]);
+        elements += rows.rows.size() * layout::numel_of(shape) / (shape.empty() ? 1 : shape[0]);
       }
       state.parameters += unit.count * (resident ? bytes.bytes : share);
       if (!unit.trained) continue;
@@ -246,12 +261,8 @@ class Accounts {
 
 }  // namespace
 
-bool has_tied_copy(const Model& model, const Stage& stage) {
-  return !model.tied.empty() && stage.end() == model.layers.size() && stage.first > 0;
-}
-
 std::vector<State> states_of(const Run& run, const Stage& stage, int tp) {
-  const std::vector<UnitRun> units = units_of(run.model, stage, tp);
+  const std::vector<UnitRun> units = units_of(run, stage, tp);
   Accounts accounts(run);
   const bool whole = stage.first == 0 && stage.end() == run.model.layers.size();
   std::vector<State> states = run.shards == 1

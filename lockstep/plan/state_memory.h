@@ -10,9 +10,6 @@
 
 namespace lockstep::plan {
 
-// The stage computes with a copy of a table that the first stage has.
-bool has_tied_copy(const Model& model, const Stage& stage);
-
 // In bytes. Of the sum of these, `made_in_backward` is there only from the first backward of a step
 // to its end: gradients without a bucket, or that wait to be laid into them.
 struct State {

@@ -41,6 +41,7 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config) {
                                       .reproducible = config.train.reproducible};
   if (config.offload.any()) options.offload = config.offload_options();
   options.advanced.hybrid_group_size = config.parallel.shard_size;
+  options.advanced.granularity = config.parallel.shard_granularity;
   return options;
 }
 
@@ -71,9 +72,11 @@ std::string describe_shards(std::span<const parallel::ShardedModel> models) {
     units += model.units().size();
   }
   if (units == 0) return "";
-  return format("shard  {}: {} of {} parameters on this rank, in {} units",
-                layout::name_of(models[0].options().strategy), short_number(mine),
-                short_number(all), units);
+  const parallel::FullyShardOptions& options = models[0].options();
+  const bool by_tensors = options.advanced.granularity == layout::ShardGranularity::tensors;
+  return format("shard  {}{}: {} of {} parameters on this rank, in {} units",
+                layout::name_of(options.strategy), by_tensors ? " by whole tensors" : "",
+                short_number(mine), short_number(all), units);
 }
 
 std::string describe_offload(std::span<const parallel::ShardedModel> models) {

@@ -30,7 +30,8 @@ struct Layout {
   std::optional<ShardingStrategy> shard = std::nullopt;
   int chunks = 1;
   bool sequence_parallel = false;
-  bool flat = false;  // the optimizer has one tensor for each unit, where none is tied
+  bool flat = false;     // the optimizer has one tensor for each unit, where none is tied
+  bool tensors = false;  // ranks share whole tensors
 };
 
 const std::vector<Layout>& layouts() {
@@ -41,6 +42,15 @@ const std::vector<Layout>& layouts() {
       {.name = "full3", .dims = {.dp = 3}, .shard = ShardingStrategy::full_shard, .flat = true},
       {.name = "hybrid4", .dims = {.dp = 4}, .shard = ShardingStrategy::hybrid_shard},
       {.name = "optimizer4", .dims = {.dp = 4}, .shard = ShardingStrategy::optimizer},
+      {.name = "tensors3",
+       .dims = {.dp = 3},
+       .shard = ShardingStrategy::optimizer,
+       .flat = true,
+       .tensors = true},
+      {.name = "tensors2pp2",
+       .dims = {.dp = 2, .pp = 2},
+       .shard = ShardingStrategy::optimizer,
+       .tensors = true},
       {.name = "pp4", .dims = {.pp = 4}},
       {.name = "pp2x2", .dims = {.pp = 2}, .chunks = 2},
       {.name = "tp2", .dims = {.tp = 2}, .sequence_parallel = true},
@@ -89,6 +99,7 @@ PipelineCase make(const Layout& layout, const Kind& kind) {
                                         .min_num_params = 1,
                                         .use_orig_params = !layout.flat || kind.tied,
                                         .reproducible = kind.reproducible};
+  if (layout.tensors) c.shard->advanced.granularity = parallel::ShardGranularity::tensors;
   if (*layout.shard == ShardingStrategy::hybrid_shard) c.shard->advanced.hybrid_group_size = 2;
   return c;
 }
@@ -183,11 +194,25 @@ LayoutRuns& gpt() {
 TEST(CheckpointLayouts, AnyLayoutResumesInAnyOther) {
   LayoutRuns& runs = gpt();
   const PipelineCurve& expected = runs.unbroken("one").curve;
-  const Pairs pairs = {
-      {"one", "dp4"},   {"dp4", "one"},     {"full3", "tp2pp2"},     {"tp2pp2", "full3"},
-      {"pp4", "3d"},    {"3d", "pp4"},      {"one", "3d"},           {"3d", "one"},
-      {"tp4", "full2"}, {"full2", "tp4"},   {"hybrid4", "tp2"},      {"tp2", "hybrid4"},
-      {"tp4", "tp2"},   {"pp2x2", "full3"}, {"optimizer4", "pp2x2"}, {"grad2pp2", "tp2pp2"}};
+  const Pairs pairs = {{"one", "dp4"},
+                       {"dp4", "one"},
+                       {"full3", "tp2pp2"},
+                       {"tp2pp2", "full3"},
+                       {"pp4", "3d"},
+                       {"3d", "pp4"},
+                       {"one", "3d"},
+                       {"3d", "one"},
+                       {"tp4", "full2"},
+                       {"full2", "tp4"},
+                       {"hybrid4", "tp2"},
+                       {"tp2", "hybrid4"},
+                       {"tp4", "tp2"},
+                       {"pp2x2", "full3"},
+                       {"optimizer4", "pp2x2"},
+                       {"grad2pp2", "tp2pp2"},
+                       {"tensors3", "optimizer4"},
+                       {"full2", "tensors3"},
+                       {"tensors3", "tensors2pp2"}};
   for (const auto& [from, to] : pairs) {
     SCOPED_TRACE(from + " to " + to);
     const PipelineCurve found = runs.resumed(from, to);
@@ -210,9 +235,10 @@ TEST(CheckpointLayouts, TheSameLayoutResumesBitForBit) {
 TEST(CheckpointLayouts, ReproducibleRunsResumeBitForBitWhereOnlyDataShardsAndStagesDiffer) {
   LayoutRuns runs({.llama = true, .tied = false, .reproducible = true, .microbatches = 8});
   const PipelineCurve& expected = runs.unbroken("one").curve;
-  const Pairs pairs = {{"one", "dp4"},      {"dp4", "pp4"},       {"pp4", "full2"},
-                       {"full2", "one"},    {"hybrid4", "pp2x2"}, {"pp2x2", "optimizer4"},
-                       {"one", "grad2pp2"}, {"grad2pp2", "dp4"}};
+  const Pairs pairs = {{"one", "dp4"},          {"dp4", "pp4"},       {"pp4", "full2"},
+                       {"full2", "one"},        {"hybrid4", "pp2x2"}, {"pp2x2", "optimizer4"},
+                       {"one", "grad2pp2"},     {"grad2pp2", "dp4"},  {"one", "tensors2pp2"},
+                       {"tensors2pp2", "full2"}};
   for (const auto& [from, to] : pairs) {
     SCOPED_TRACE(from + " to " + to);
     const PipelineCurve found = runs.resumed(from, to);

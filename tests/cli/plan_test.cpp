@@ -32,7 +32,7 @@ TEST(Plan, SaysWhatEachRankTakes) {
                     HasSubstr("\n1, 3 "), HasSubstr("gpt: 4 layers, hidden 64"),
                     HasSubstr("vocab 256"), HasSubstr("dp 2 x tp 1 x pp 2"), HasSubstr("1f1b"),
                     HasSubstr("4 micro-batches of 8 x 32 tokens"), HasSubstr("no limit")));
-  EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 5) << result.out;
+  EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 6) << result.out;
 }
 
 TEST(Plan, TakesAsManyRanksAsTheLayoutNeeds) {
@@ -92,7 +92,28 @@ TEST(Plan, CountsTheModelsTensors) {
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("owners\n"), HasSubstr("\npositions.weight "),
                                 HasSubstr("\nblocks.1.mlp.down.weight "), HasSubstr("\noffload "),
-                                HasSubstr("aggressive: the device has ")));
+                                HasSubstr("aggressive: the device has "),
+                                HasSubstr("\noffload parameters, aggressive; ")));
+}
+
+TEST(Plan, OwnersOfWholeTensors) {
+  const Words options{"-n",
+                      "2",
+                      "--model.layers",
+                      "2",
+                      "--parallel.shard",
+                      "optimizer",
+                      "--parallel.shard_granularity",
+                      "tensors"};
+  Words list{"plan", "inventory", "--list"};
+  list.insert(list.end(), options.begin(), options.end());
+  Result result = lockstep_command(list);
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, testing::ContainsRegex("\nembed.weight [^\n]* 0\n"));
+  EXPECT_THAT(result.out, testing::ContainsRegex("\npositions.weight [^\n]* 1\n"));
+  EXPECT_THAT(result.out, HasSubstr("shard optimizer by whole tensors"));
+  result = plan(options);
+  EXPECT_THAT(result.out, testing::ContainsRegex("\nparameters: [0-9]+ tensors, [0-9]+ elements"));
 }
 
 TEST(Plan, RefusesInOneLine) {

@@ -377,6 +377,10 @@ TEST(TrainConfig, ShardSizeBelongsToHybrid) {
     c.parallel.shard_size = 3;
   };
   expect_refused(4, hybrid, "parallel.shard_size 3 must divide the 4 data-parallel ranks");
+  expect_refused(
+      4, [](auto& c) { c.parallel.shard_granularity = layout::ShardGranularity::tensors; },
+      "parallel.shard_granularity is tensors, but parallel.shard is none: ranks share nothing, so "
+      "leave it out or set parallel.shard");
 }
 
 // Every enum's names stand in the order of its values.
@@ -405,6 +409,10 @@ TEST(TrainConfig, NamesOfChoices) {
   for (const char* name : {"none", "full", "grad_op", "optimizer", "hybrid"}) {
     set("parallel.shard", name);
     EXPECT_EQ(name_of(config.parallel.shard), name);
+  }
+  for (const char* name : {"tensors", "rows"}) {
+    set("parallel.shard_granularity", name);
+    EXPECT_EQ(name_of(config.parallel.shard_granularity), name);
   }
   for (const char* name : {"gpipe", "1f1b", "interleaved", "zb-v", "file"}) {
     set("parallel.schedule", name);

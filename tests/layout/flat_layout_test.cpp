@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <stdexcept>
 
 namespace lockstep::layout {
 namespace {
@@ -112,6 +113,49 @@ TEST(FlatLayout, EveryElementIsOwnedOnce) {
     ASSERT_THAT(used, testing::Each(testing::Le(1)));
     ASSERT_LT(layout.size - expected, static_cast<int64_t>(shapes.size()) * alignment);
   }
+}
+
+TEST(FlatLayout, WholeTensorsLieByOwner) {
+  const std::vector<Shape> shapes{{6}, {2, 5}, {}, {3, 0}, {4}};
+  const std::vector<int> owners{0, 0, 2, 2, 3};
+  const FlatLayout layout = lay_out(shapes, owners, 5, 8);
+  EXPECT_THAT(layout.offsets, ElementsAre(0, 8, 24, 32, 32));
+  EXPECT_THAT(layout.blocks, ElementsAre(Range{0, 24}, Range{24, 24}, Range{24, 32}, Range{32, 40},
+                                         Range{40, 40}));
+  EXPECT_THAT(layout.rows[0], ElementsAre(RowShard{0, {0, 6}}, RowShard{1, {0, 2}}));
+  EXPECT_THAT(layout.rows[1], ElementsAre());
+  EXPECT_THAT(layout.rows[2], ElementsAre(RowShard{2, {0, 1}}));
+  EXPECT_THAT(layout.rows[3], ElementsAre(RowShard{4, {0, 4}}));
+  EXPECT_EQ(layout.size, 40);
+  // Without owners, rows.
+  EXPECT_THAT(lay_out(shapes, {}, 2, 1).counts(), lay_out(shapes, 2, 1).counts());
+  for (const std::vector<int>& wrong : {std::vector<int>{0, 0, 2, 1, 3}, {0, 1}, {0, 0, 0, 0, 5}})
+    EXPECT_THROW(lay_out(shapes, wrong, 5, 8), std::logic_error) << wrong.size();
+}
+
+TEST(FlatLayout, TensorsOfAnOwnerKeepTheirOrder) {
+  const std::vector<int> owners{1, kEveryRank, 0, 1, 0};
+  EXPECT_THAT(order_of_tensors(5, owners), ElementsAre(1, 2, 4, 0, 3));
+  EXPECT_THAT(order_of_tensors(3, {}), ElementsAre(0, 1, 2));
+}
+
+TEST(OwnersOfTensors, AreDealtOutInTurn) {
+  const std::vector<DealtTensor> tensors{{100}, {5}, {100}, {100, false}, {100}, {200, false}};
+  const Deal deal{.world = 3, .min_elements = 10};
+  // The small one takes no turn, and frozen ones are counted by themselves.
+  EXPECT_THAT(owners_of_tensors(tensors, deal), ElementsAre(0, kEveryRank, 1, 0, 2, 1));
+  EXPECT_THAT(owners_of_tensors(tensors, {.world = 1, .min_elements = 10}),
+              ElementsAre(0, kEveryRank, 0, 0, 0, 0));
+  EXPECT_THAT(owners_of_tensors({}, deal), ElementsAre());
+}
+
+// A tied tensor has one owner, wherever it is in a stage, and whether or not the others are there.
+TEST(OwnersOfTensors, ReservedIndicesAreTheSameInEveryStage) {
+  const Deal deal{.world = 4, .min_elements = 10, .reserved = 2};
+  const std::vector<DealtTensor> first{{50, true, 0}, {50}, {50, true, 1}, {50}},
+      last{{50}, {50}, {50}, {50, true, 1}};
+  EXPECT_THAT(owners_of_tensors(first, deal), ElementsAre(0, 2, 1, 3));
+  EXPECT_THAT(owners_of_tensors(last, deal), ElementsAre(2, 3, 0, 1));
 }
 
 }  // namespace

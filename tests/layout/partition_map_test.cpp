@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/layout/partition_map.h"
+#include "lockstep/layout/placement.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

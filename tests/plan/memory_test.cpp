@@ -52,6 +52,45 @@ TEST(MemoryOfLayers, StagesOfAPipelineHaveTheirs) {
   EXPECT_EQ(four[2].parameters, 64 * 4);
 }
 
+// Four tensors of 64 elements and, in the first layer, one of 32 in another unit and in front.
+TEST(MemoryOfLayers, WholeTensorsHaveOneOwner) {
+  auto run = four_layers();
+  run.dims.dp = run.shards = 3;
+  run.sharding = layout::ShardingStrategy::optimizer;
+  run.granularity = layout::ShardGranularity::tensors;
+  run.min_sharded = 16;
+  auto ranks = memory_per_rank(run);  // owners 0, 1, 2, 0
+  EXPECT_EQ(ranks[0].parameters, 4 * 64 * 4);
+  EXPECT_EQ(ranks[0].optimizer, 2 * 64 * 8);
+  EXPECT_EQ(ranks[1].optimizer, 64 * 8);
+  EXPECT_EQ(ranks[2].optimizer, 64 * 8);
+  EXPECT_EQ(ranks[0].gradients, (4 + 2) * 64 * 4);
+  EXPECT_EQ(ranks[1].gradients, (4 + 1) * 64 * 4);
+  run.dims.dp = run.shards = 6;  // ranks without a tensor
+  ranks = memory_per_rank(run);
+  EXPECT_EQ(ranks[3].optimizer, 64 * 8);
+  EXPECT_EQ(ranks[4].optimizer, 0);
+  EXPECT_EQ(ranks[5].gradients, 4 * 64 * 4);
+
+  LayerKind first = run.model.kinds[0];
+  first.units[0][0].places = {1};
+  first.units[0].push_back({.name = "bias", .shapes = {{32}}, .places = {0}});
+  run.model.kinds.push_back(first);
+  run.model.layers[0].kind = 1;
+  run.dims.dp = run.shards = 2;  // bias 0, weights 1, 0, 1, 0
+  ranks = memory_per_rank(run);
+  EXPECT_EQ(ranks[0].optimizer, (32 + 2 * 64) * 8);
+  EXPECT_EQ(ranks[1].optimizer, 2 * 64 * 8);
+  run.model.kinds[1].units[0][1].trained = false;  // counted by itself: weights 0, 1, 0, 1
+  ranks = memory_per_rank(run);
+  EXPECT_EQ(ranks[0].optimizer, 2 * 64 * 8);
+  EXPECT_EQ(ranks[1].optimizer, 2 * 64 * 8);
+  run.sharding = layout::ShardingStrategy::full_shard;
+  ranks = memory_per_rank(run);
+  EXPECT_EQ(ranks[0].parameters, (32 + 2 * 64) * 4);
+  EXPECT_EQ(ranks[1].parameters, 2 * 64 * 4);
+}
+
 TEST(MemoryOfLayers, CountsEachTensorAsItIs) {
   auto run = four_layers();
   run.model.kinds[0].buffers = 40;

@@ -136,6 +136,13 @@ const std::vector<Layout>& layouts() {
          c.parallel.shard = ShardingStrategy::shard_grad_op;
        }},
       {"shard_optimizer", 2, [](auto& c) { c.parallel.shard = ShardingStrategy::optimizer; }},
+      // One tensor more than there are pairs, and far larger than the others.
+      {"shard_optimizer_tensors", 2,
+       [](auto& c) {
+         c.parallel.shard = ShardingStrategy::optimizer;
+         c.parallel.shard_granularity = layout::ShardGranularity::tensors;
+         c.model.vocab = 4096;
+       }},
       {"gpipe", 2, [](auto& c) { pipeline(c, PipelineSchedule::gpipe); }},
       {"1f1b", 2, [](auto& c) { pipeline(c, PipelineSchedule::one_f_one_b); }},
       {"1f1b_llama_full", 2,
@@ -270,6 +277,13 @@ const std::vector<Layout>& layouts() {
        [](auto& c) {
          pipeline(c, PipelineSchedule::one_f_one_b);
          c.parallel.shard = ShardingStrategy::full_shard;
+         c.train.global_batch = 16;
+       }},
+      {"pipeline_of_whole_tensors", 4,
+       [](auto& c) {
+         pipeline(c, PipelineSchedule::interleaved, 2);
+         c.parallel.shard = ShardingStrategy::optimizer;
+         c.parallel.shard_granularity = layout::ShardGranularity::tensors;
          c.train.global_batch = 16;
        }},
       {"pipeline_of_ddp", 4,

@@ -62,6 +62,9 @@ TEST_F(Train, ReproducibleRunsAreTheSameBits) {
   EXPECT_EQ(bits({"-n", "4", "--parallel.shard", "grad_op"}), one);
   EXPECT_EQ(bits({"-n", "2", "--parallel.shard", "optimizer", "--comm.backend", "gloo"}), one);
   EXPECT_EQ(bits({"-n", "4", "--parallel.shard", "hybrid", "--parallel.shard_size", "2"}), one);
+  EXPECT_EQ(
+      bits({"-n", "2", "--parallel.shard", "optimizer", "--parallel.shard_granularity", "tensors"}),
+      one);
 }
 
 TEST_F(Train, ShardedRunsFollowOneProcessAndResumeInOtherLayouts) {

@@ -46,12 +46,16 @@ size_t layer_of(const std::string& unit, const plan::Model& model) {
                                      : model.layers.size() - 1;  // norm, head
 }
 
-// Which of the ranks that share a unit have some of each of its tensors.
-std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes, bool whole,
-                                       int shards, int64_t element_bytes) {
+std::vector<int> all_parts(int shards) {
   std::vector<int> all(static_cast<size_t>(shards));
   std::iota(all.begin(), all.end(), 0);
-  std::vector<std::vector<int>> parts(shapes.size(), all);
+  return all;
+}
+
+// Which of the ranks that share a unit have some of each of its tensors, where they share rows.
+std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes, bool whole,
+                                       int shards, int64_t element_bytes) {
+  std::vector<std::vector<int>> parts(shapes.size(), all_parts(shards));
   std::vector<layout::Shape> large;
   std::vector<size_t> index;
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -65,6 +69,22 @@ std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes,
   for (int part = 0; part < shards; ++part) {
     for (const layout::RowShard& rows : line.rows[static_cast<size_t>(part)])
       parts[index[static_cast<size_t>(rows.tensor)]].push_back(part);
+  }
+  return parts;
+}
+
+// The same for all tensors of the model, in order, where ranks share whole tensors. Layers have
+// their tensors in the order of the model.
+std::vector<std::vector<int>> parts_of_tensors(const plan::Run& run, int tp) {
+  std::vector<std::vector<int>> parts;
+  for (const plan::Stage& stage : plan::stages_of(run)) {
+    auto units = plan::tensor_owners(run, stage, tp);
+    if (plan::has_tied_copy(run.model, stage)) units.pop_back();
+    for (const std::vector<int>& owners : units) {
+      for (const int owner : owners)
+        parts.push_back(owner == layout::kEveryRank ? all_parts(run.shards)
+                                                    : std::vector<int>{owner});
+    }
   }
   return parts;
 }
@@ -87,7 +107,7 @@ std::string table(const std::vector<std::vector<std::string>>& lines, size_t lef
   return text;
 }
 
-std::vector<std::string> line_of(const std::string& name, const Statistics& all) {
+std::vector<std::string> line_of(const std::string& name, const layout::ParameterStatistics& all) {
   return {name,
           format("{}", all.count),
           format("{}", all.elements),
@@ -100,39 +120,29 @@ std::vector<std::string> line_of(const std::string& name, const Statistics& all)
 
 }  // namespace
 
-Statistics statistics_of(std::vector<int64_t> elements, int64_t element_bytes) {
-  if (elements.empty()) return {};
-  std::ranges::sort(elements);
-  Statistics all{.count = static_cast<int64_t>(elements.size()),
-                 .elements = std::accumulate(elements.begin(), elements.end(), int64_t{0}),
-                 .min = elements.front(),
-                 .max = elements.back()};
-  all.mean = static_cast<double>(all.elements) / static_cast<double>(all.count);
-  const size_t middle = elements.size() / 2;
-  all.median = static_cast<double>(elements[middle]);
-  if (elements.size() % 2 == 0)
-    all.median = (static_cast<double>(elements[middle - 1]) + all.median) / 2;
-  all.bytes = all.elements * element_bytes;
+layout::ModelParameters model_parameters(std::span<const TensorSpec> tensors,
+                                         int64_t element_bytes) {
+  layout::ModelParameters all;
+  for (const TensorSpec& tensor : tensors) all.add(tensor.name, tensor.shape, element_bytes);
   return all;
 }
 
 std::vector<InventoryKind> inventory_of(std::span<const TensorSpec> tensors,
                                         int64_t element_bytes) {
   std::vector<std::string> names;
-  std::vector<std::vector<int64_t>> sizes;
+  std::vector<layout::ModelParameters> kinds;
   for (const TensorSpec& tensor : tensors) {
     const std::string kind = kind_of(tensor.name);
     const auto at = static_cast<size_t>(std::ranges::find(names, kind) - names.begin());
     if (at == names.size()) {
       names.push_back(kind);
-      sizes.emplace_back();
+      kinds.emplace_back();
     }
-    sizes[at].push_back(layout::numel_of(tensor.shape));
+    kinds[at].add(tensor.name, tensor.shape, element_bytes);
   }
-  std::vector<InventoryKind> kinds;
-  for (size_t i = 0; i < names.size(); ++i)
-    kinds.push_back({names[i], statistics_of(sizes[i], element_bytes)});
-  return kinds;
+  std::vector<InventoryKind> counted;
+  for (size_t i = 0; i < names.size(); ++i) counted.push_back({names[i], kinds[i].statistics()});
+  return counted;
 }
 
 std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element_bytes) {
@@ -140,9 +150,7 @@ std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element
       {"kind", "tensors", "elements", "mean", "median", "min", "max", "bytes"}};
   for (const auto& [name, statistics] : inventory_of(tensors, element_bytes))
     lines.push_back(line_of(name, statistics));
-  std::vector<int64_t> all;
-  for (const TensorSpec& tensor : tensors) all.push_back(layout::numel_of(tensor.shape));
-  lines.push_back(line_of("all", statistics_of(all, element_bytes)));
+  lines.push_back(line_of("all", model_parameters(tensors, element_bytes).statistics()));
   return table(lines, 1);
 }
 
@@ -157,14 +165,19 @@ std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const Mode
   std::map<std::string, std::vector<size_t>> units;
   for (size_t i = 0; i < tensors.size(); ++i) units[unit_of(tensors[i].name)].push_back(i);
   std::vector<std::vector<size_t>> owners(tensors.size());
+  const bool by_tensors = run.granularity == layout::ShardGranularity::tensors;
+  std::vector<std::vector<std::vector<int>>> parts_of_columns(static_cast<size_t>(tp));
+  for (int column = 0; by_tensors && column < tp; ++column)
+    parts_of_columns[static_cast<size_t>(column)] = parts_of_tensors(run, column);
   for (const auto& [unit, members] : units) {
     const int pp = stage_ranks[layer_of(unit, run.model)];
     for (int column = 0; column < tp; ++column) {
       std::vector<layout::Shape> shapes;
       for (const size_t i : members)
         shapes.push_back(tensor_split(model, tensors[i], tp, column).local_shape());
-      const auto parts = parts_of(shapes, whole, shards, element_bytes_of(config));
+      auto parts = parts_of(shapes, whole || by_tensors, shards, element_bytes_of(config));
       for (size_t k = 0; k < members.size(); ++k) {
+        if (by_tensors) parts[k] = parts_of_columns[static_cast<size_t>(column)].at(members[k]);
         for (const int part : parts[k]) {
           for (int dp = part; dp < run.dims.dp; dp += shards)
             owners[members[k]].push_back(

@@ -10,25 +10,18 @@
 
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
+#include "lockstep/layout/placement.h"
 
 namespace lockstep::config {
 
-// Of the numbers of elements of some tensors. The median of an even number is the mean of the two
-// in the middle.
-struct Statistics {
-  int64_t count = 0, elements = 0;
-  double mean = 0, median = 0;
-  int64_t min = 0, max = 0;
-  int64_t bytes = 0;
-
-  bool operator==(const Statistics&) const = default;
-};
-Statistics statistics_of(std::vector<int64_t> elements, int64_t element_bytes);
+// The tensors of a built-in model, with elements of so many bytes.
+layout::ModelParameters model_parameters(std::span<const TensorSpec> tensors,
+                                         int64_t element_bytes);
 
 // Tensors of a kind: "embed", "blocks.mlp.up", "norms", "biases", ..., in the order of the model.
 struct InventoryKind {
   std::string name;
-  Statistics statistics;
+  layout::ParameterStatistics statistics;
 };
 std::vector<InventoryKind> inventory_of(std::span<const TensorSpec> tensors, int64_t element_bytes);
 
@@ -36,8 +29,9 @@ std::vector<InventoryKind> inventory_of(std::span<const TensorSpec> tensors, int
 std::string inventory_table(std::span<const TensorSpec> tensors, int64_t element_bytes);
 // For each of model.tensors() the ranks, ascending, that keep some of it from step to step and
 // update it. Ranks of a group that shares parameters have rows of it, cut where the parameters of a
-// unit, end to end, are cut; small tensors and models that are not sharded are whole on each rank.
-// The copy of a tied embedding in a pipeline's last stage counts as no owner.
+// unit, end to end, are cut, or whole tensors (parallel.shard_granularity); small tensors and
+// models that are not sharded are whole on each rank. The copy of a tied embedding in a pipeline's
+// last stage counts as no owner.
 std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const ModelSpec& model,
                                            int world);
 // A line for each tensor, with its owners.

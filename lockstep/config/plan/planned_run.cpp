@@ -64,6 +64,7 @@ LayerUnits local_units(const ModelSpec& model, int tp, int rank) {
                                                         : norm;
     unit.shapes.push_back(tensor_split(model, tensor, tp, rank).local_shape());
   }
+  if (model.is_tied()) embed.places = {-1};
   LayerUnits units{.embedding = {std::move(embed)}, .block = {std::move(block)}, .head = {norm}};
   if (!positions.shapes.empty()) units.embedding.push_back(std::move(positions));
   if (!model.is_tied()) units.head.push_back(std::move(head));
@@ -88,6 +89,7 @@ plan::Model planned_model(const ModelSpec& model, const LayerSizes& sizes, int t
   if (model.is_tied()) {
     planned.tied = "head";
     planned.tied_bytes = sizes.vocab * sizes.hidden * sizes.element;
+    planned.reserved = 1;
   }
   return planned;
 }
@@ -121,6 +123,7 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
       .order = config.parallel.order,
       .sharding = config.parallel.shard,
       .shards = shards_of(config, world),
+      .granularity = config.parallel.shard_granularity,
       .offload = config.offload_options(),
       .micro_batches = config.accumulation(world),
       .dtype = config.train.dtype == Precision::bfloat16 ? DType::bfloat16 : DType::float32,

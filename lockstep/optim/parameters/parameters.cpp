@@ -7,17 +7,33 @@
 
 namespace lockstep::optim {
 
-std::vector<NamedParameter> named_parameters(const torch::nn::Module& module) {
+namespace {
+
+// Each once, under its first name.
+std::vector<NamedParameter> all_parameters(const torch::nn::Module& module) {
   std::vector<NamedParameter> found;
   std::unordered_set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();
-    if (!parameter.defined() || !parameter.requires_grad()) continue;
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) {
+    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
       found.push_back({item.key(), parameter});
-    }
   }
   return found;
+}
+
+}  // namespace
+
+std::vector<NamedParameter> named_parameters(const torch::nn::Module& module) {
+  std::vector<NamedParameter> found = all_parameters(module);
+  std::erase_if(found, [](const NamedParameter& each) { return !each.tensor.requires_grad(); });
+  return found;
+}
+
+layout::ModelParameters model_parameters(const torch::nn::Module& module) {
+  layout::ModelParameters all;
+  for (const auto& [name, tensor] : all_parameters(module))
+    all.add(name, tensor.sizes().vec(), static_cast<int64_t>(tensor.element_size()));
+  return all;
 }
 
 std::vector<at::Tensor> tensors_of(std::span<const NamedParameter> parameters) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/layout/placement.h"
 
 namespace lockstep::optim {
 
@@ -28,6 +29,10 @@ struct ParameterGroup {
 
 // The parameters that require a gradient, in the module's order, a shared one once.
 std::vector<NamedParameter> named_parameters(const torch::nn::Module& module);
+
+// All parameters of the module, frozen ones too, in its order, a shared one once under its first
+// name. Of a sharded or deferred model: with their whole shapes.
+layout::ModelParameters model_parameters(const torch::nn::Module& module);
 
 std::vector<at::Tensor> tensors_of(std::span<const NamedParameter> parameters);
 

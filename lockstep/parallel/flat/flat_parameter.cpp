@@ -25,7 +25,7 @@ int64_t alignment(const FlatPlan& plan) {
 layout::FlatLayout lay_out(const FlatPlan& plan) {
   std::vector<layout::Shape> shapes;
   for (const auto& parameter : plan.parameters) shapes.push_back(parameter.tensor.sizes().vec());
-  return layout::lay_out(shapes, plan.shard.size(), alignment(plan));
+  return layout::lay_out(shapes, plan.owners, plan.shard.size(), alignment(plan));
 }
 
 layout::Shape Member::shard_shape() const {

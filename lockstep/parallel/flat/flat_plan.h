@@ -20,6 +20,8 @@ struct FlatPlan {
   std::string unit;
   std::string name;  // of the flat: the unit's, and what tells it from others of the unit
   std::vector<optim::NamedParameter> parameters = {};
+  // The rank of `shard` that has each of them, ascending; empty: ranks share rows.
+  std::vector<int> owners = {};
   bool trained = true;
   bool resident = false;                       // gathered once a step and never dropped
   bool kept_for_backward = false;              // gathered from forward to backward

@@ -21,6 +21,18 @@ bool needs_gradient(const at::Tensor& tensor) { return tensor.defined() && tenso
 
 }  // namespace
 
+std::optional<FullyShardOptions> sharding_of(const PipelineOptions& options) {
+  const auto* given = std::get_if<FullyShardOptions>(&options.data);
+  if (given == nullptr) return std::nullopt;
+  FullyShardOptions shard = *given;
+  if (shard.advanced.granularity != ShardGranularity::tensors) return shard;
+  std::vector<std::string>& first = shard.advanced.first_tensors;
+  for (const std::string& name : options.tied) {
+    if (std::find(first.begin(), first.end(), name) == first.end()) first.push_back(name);
+  }
+  return shard;
+}
+
 // The one recipe. Each step works on what the one before leaves of the layers to this rank:
 //   tensor      ranks of "tp" share matrices, so all that follows is of parts of them;
 //   recompute   what is computed again includes the collectives of "tp";
@@ -37,22 +49,22 @@ Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParal
     tensor.apply(*module);
     return module;
   };
-  const auto* shard = std::get_if<FullyShardOptions>(&options.data);
+  const std::optional<FullyShardOptions> shard = sharding_of(options);
   if (!options.advanced.initializer) {
     module_ = make();
-    if (shard != nullptr) sharded_ = fully_shard(*module_, data, *shard);
+    if (shard) sharded_ = fully_shard(*module_, data, *shard);
   } else {
     auto deferred = parallel::deferred(make);
     MaterializeOptions values = *options.advanced.initializer;
     values.rule = tensor.for_parts(std::move(values.rule));
-    if (shard != nullptr) {
+    if (shard) {
       sharded_ = fully_shard(deferred, data, *shard, values);
       module_ = deferred.model;
     } else {
       module_ = materialize(std::move(deferred), values);
     }
   }
-  if (shard == nullptr) whole_.emplace(*module_, data, std::get<DdpOptions>(options.data));
+  if (!shard) whole_.emplace(*module_, data, std::get<DdpOptions>(options.data));
 }
 
 Tensors Stage::forward(int microbatch, Tensors inputs, const Loss* loss) {

@@ -26,6 +26,10 @@
 
 namespace lockstep::parallel::detail {
 
+// How stages are sharded; none: they are not. Of whole tensors, the tied parameters come first:
+// they have the same owner in every stage that has them.
+std::optional<FullyShardOptions> sharding_of(const PipelineOptions& options);
+
 class StageModule : public torch::nn::Module {
  public:
   std::vector<LayerForward> layers;

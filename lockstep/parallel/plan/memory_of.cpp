@@ -14,6 +14,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/parallelize.h"
+#include "lockstep/parallel/pipeline/stage.h"
 #include "lockstep/parallel/plan/layer_counter.h"
 #include "lockstep/parallel/plan/layer_trace.h"
 #include "lockstep/parallel/plan/trace_cost.h"
@@ -132,12 +133,19 @@ int64_t passed_bytes(const CountedLayer& layer, const std::vector<int64_t>& rows
 }
 
 // The parameters of a layer as units. `owned`: names that an earlier layer of the stage has;
-// `elsewhere`: that one of an earlier stage has.
+// `elsewhere`: that one of an earlier stage has; `first`: FullyShardOptions' first_tensors.
 std::vector<plan::Unit> units_of(const CountedLayer& layer, const std::set<std::string>& owned,
-                                 const std::set<std::string>& elsewhere) {
+                                 const std::set<std::string>& elsewhere,
+                                 const std::vector<std::string>& first) {
+  const auto place_of = [&](const std::string& name) {
+    const auto reserved = std::find(first.begin(), first.end(), name);
+    if (reserved != first.end()) return reserved - first.end();
+    const auto place = std::ranges::find(layer.parameters, name, &NamedTensor::name);
+    return place - layer.parameters.begin();
+  };
   std::vector<plan::Unit> units;
   for (const UnitPlan& unit : layer.units) {
-    const size_t first = units.size();
+    const size_t before = units.size();
     for (const optim::NamedParameter& parameter : unit.parameters) {
       if (owned.contains(parameter.name)) continue;
       const plan::Unit kind{.name = unit.name,
@@ -145,13 +153,15 @@ std::vector<plan::Unit> units_of(const CountedLayer& layer, const std::set<std::
                             .trained = parameter.tensor.requires_grad(),
                             .sparse = layer.sparse.contains(parameter.name),
                             .copy = elsewhere.contains(parameter.name)};
-      auto found = std::find_if(units.begin() + static_cast<std::ptrdiff_t>(first), units.end(),
+      auto found = std::find_if(units.begin() + static_cast<std::ptrdiff_t>(before), units.end(),
                                 [&](plan::Unit each) {
                                   each.shapes.clear();
+                                  each.places.clear();
                                   return each == kind;
                                 });
       if (found == units.end()) found = units.insert(units.end(), kind);
       found->shapes.push_back(parameter.tensor.sizes().vec());
+      found->places.push_back(place_of(parameter.name));
     }
   }
   return units;
@@ -179,6 +189,7 @@ plan::Run described(size_t num_layers, const layout::ParallelDims& dims,
     run.shards = whole                                            ? 1
                  : hybrid && shard.advanced.hybrid_group_size > 0 ? shard.advanced.hybrid_group_size
                                                                   : dims.dp;
+    run.granularity = shard.advanced.granularity;
     run.min_sharded = shard.min_num_params;
     run.reproducible = shard.reproducible;
     if (const auto* offload = std::get_if<layout::OffloadOptions>(&shard.offload))
@@ -219,8 +230,16 @@ bool splits_backward(const plan::Run& run) {
 class Describer {
  public:
   Describer(plan::Run& run, const std::vector<std::vector<CountedLayer>>& ranks,
-            const std::vector<int64_t>& rows, int64_t asked, OnDisk on_disk)
-      : run_(run), ranks_(ranks), rows_(rows), asked_(asked), on_disk_(on_disk) {}
+            const std::vector<int64_t>& rows, int64_t asked, OnDisk on_disk,
+            const std::vector<std::string>& first_tensors)
+      : run_(run),
+        ranks_(ranks),
+        rows_(rows),
+        asked_(asked),
+        on_disk_(on_disk),
+        first_tensors_(first_tensors) {
+    run_.model.reserved = static_cast<int64_t>(first_tensors.size());
+  }
 
   bool describe(ModelMemory& memory) {
     const std::vector<CountedLayer>& first = ranks_[0];
@@ -235,7 +254,8 @@ class Describer {
             .counted_before = kept_before, .held = i == stage.first, .on_disk = on_disk_};
         kept_before = kept_outputs(traces->adding, places);
         plan::LayerKind kind{.cost = cost_of(*traces, places), .buffers = first[i].buffers};
-        for (const auto& rank : ranks_) kind.units.push_back(units_of(rank[i], owned, elsewhere));
+        for (const auto& rank : ranks_)
+          kind.units.push_back(units_of(rank[i], owned, elsewhere, first_tensors_));
         memory.layers.push_back(of_layer(first[i], kind));
         note_tie(i, owned);
         for (const NamedTensor& parameter : first[i].parameters) owned.insert(parameter.name);
@@ -290,6 +310,7 @@ class Describer {
   const std::vector<int64_t>& rows_;
   int64_t asked_;
   OnDisk on_disk_;
+  const std::vector<std::string>& first_tensors_;
 };
 
 std::string how_counted(const std::vector<LayerMemory>& layers, const std::vector<int64_t>& rows,
@@ -332,12 +353,15 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
   const plan::Run empty = detail::described(layers.size(), dims, options, how);
   const detail::CountOptions count{
       .pipeline = options, .how = how, .halves = detail::splits_backward(empty)};
+  const auto shard = detail::sharding_of(options);
+  const auto first_tensors = shard ? shard->advanced.first_tensors : std::vector<std::string>();
   for (const std::vector<int64_t>& rows : {detail::counted_rows(asked), {asked}}) {
     plan::Run run = empty;
     ModelMemory memory;
     const auto ranks = detail::count_on_ranks(layers, example_inputs, rows, dims.tp, count);
     // An operator that takes another way with more rows: all of them, then.
-    if (!detail::Describer(run, ranks, rows, asked, on_disk).describe(memory)) continue;
+    if (!detail::Describer(run, ranks, rows, asked, on_disk, first_tensors).describe(memory))
+      continue;
     memory.ranks = plan::memory_per_rank(run);
     memory.counted = detail::how_counted(memory.layers, rows, asked);
     return memory;

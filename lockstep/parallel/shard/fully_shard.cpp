@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/rank_texts.h"
@@ -124,7 +125,10 @@ class Plans {
  public:
   explicit Plans(const ShardGroups& groups) : groups_(groups) {}
 
-  std::vector<FlatPlan> make(const std::vector<UnitPlan>& units, c10::Device meta_device) {
+  std::vector<FlatPlan> make(const torch::nn::Module& model, const std::vector<UnitPlan>& units,
+                             const FullyShardOptions& outermost, c10::Device meta_device) {
+    if (outermost.advanced.granularity == ShardGranularity::tensors)
+      choose_owners(model, units, outermost);
     for (const UnitPlan& unit : units) add(unit, meta_device);
     for (size_t i = 0; i < small_.size(); ++i) {
       const auto& [options, kinds] = small_[i];
@@ -140,6 +144,51 @@ class Plans {
  private:
   using Kinds = std::map<FlatKind, std::vector<optim::NamedParameter>>;
   using Options = std::shared_ptr<const FullyShardOptions>;
+
+  // Tensors are dealt out in the model's order, so that small units do not all begin with rank 0.
+  // The granularity is that of the whole model; which tensors stay whole is said by their units.
+  void choose_owners(const torch::nn::Module& model, const std::vector<UnitPlan>& units,
+                     const FullyShardOptions& outermost) {
+    std::map<const c10::TensorImpl*, const FullyShardOptions*> options_of;
+    for (const UnitPlan& unit : units) {
+      for (const auto& parameter : unit.parameters)
+        options_of[parameter.tensor.unsafeGetTensorImpl()] = unit.options.get();
+    }
+    const std::vector<std::string>& first = outermost.advanced.first_tensors;
+    std::vector<const c10::TensorImpl*> impls;
+    std::vector<layout::DealtTensor> tensors;
+    for (const auto& item : model.named_parameters()) {
+      const at::Tensor& tensor = item.value();
+      if (!tensor.defined()) continue;
+      const auto unit = options_of.extract(tensor.unsafeGetTensorImpl());
+      if (unit.empty()) continue;
+      const FullyShardOptions& options = *unit.mapped();
+      const bool whole =
+          options.strategy == Strategy::no_shard || tensor.numel() < options.min_num_params;
+      impls.push_back(tensor.unsafeGetTensorImpl());
+      tensors.push_back(
+          {.elements = whole ? 0 : tensor.numel(), .trained = tensor.requires_grad()});
+      const auto place = std::find(first.begin(), first.end(), item.key());
+      if (place != first.end()) tensors.back().index = place - first.begin();
+    }
+    const auto owners =
+        layout::owners_of_tensors(tensors, {.world = groups_.shard.size(),
+                                            .min_elements = 1,
+                                            .reserved = static_cast<int64_t>(first.size())});
+    for (size_t i = 0; i < impls.size(); ++i) owners_[impls[i]] = owners[i];
+  }
+
+  // In the order in which the parameters lie in the line.
+  void assign_owners(FlatPlan& plan) const {
+    std::vector<int> owners;
+    for (const auto& parameter : plan.parameters)
+      owners.push_back(owners_.at(parameter.tensor.unsafeGetTensorImpl()));
+    const std::vector<optim::NamedParameter> given = std::exchange(plan.parameters, {});
+    for (const size_t i : layout::order_of_tensors(owners.size(), owners)) {
+      plan.parameters.push_back(given[i]);
+      plan.owners.push_back(owners[i]);
+    }
+  }
 
   void add(const UnitPlan& unit, c10::Device meta_device) {
     const bool whole = unit.options->strategy == Strategy::no_shard;
@@ -197,6 +246,7 @@ class Plans {
         plan.shard = groups_.shard;
         plan.reduce = groups_.reduce;
         plan.replicas = groups_.replicas;
+        if (!owners_.empty()) assign_owners(plan);
       }
       choose_types(plan, options.mixed_precision);
       plan.kept_for_backward = options.strategy == Strategy::shard_grad_op;
@@ -214,6 +264,7 @@ class Plans {
 
   const ShardGroups& groups_;
   std::vector<std::pair<Options, Kinds>> small_;
+  std::map<const c10::TensorImpl*, int> owners_;  // where ranks share whole tensors
   std::vector<FlatPlan> plans_;
 };
 
@@ -356,7 +407,7 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   engine = std::make_shared<ShardEngine>(groups, options, model);
-  auto plans = Plans(groups).make(units, initializer.device);
+  auto plans = Plans(groups).make(*model, units, options, initializer.device);
   std::shared_ptr<OffloadTiers> tiers;
   if (const auto* offload = std::get_if<layout::OffloadOptions>(&options.offload)) {
     tiers = arrange_offload(

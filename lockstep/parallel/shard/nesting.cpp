@@ -70,6 +70,7 @@ void require_options(const NestedModel& inner, const FullyShardOptions& mine,
   require_same(inner, "prefetch_depth", a.prefetch_depth, b.prefetch_depth, d.prefetch_depth);
   require_same(inner, "limit_all_gathers", a.limit_all_gathers, b.limit_all_gathers,
                d.limit_all_gathers);
+  require_same(inner, "granularity", a.granularity, b.granularity, d.granularity);
   const bool tiers = std::holds_alternative<layout::OffloadOptions>(outer.offload);
   if (std::holds_alternative<layout::OffloadOptions>(mine.offload) ||
       (tiers && std::holds_alternative<HostOffload>(mine.offload))) {

@@ -69,6 +69,19 @@ void validate(const FullyShardOptions& options) {
     throw ConfigError(format("[fully_shard] prefetch_depth is {}, must be at least 0",
                              options.advanced.prefetch_depth));
   }
+  if (options.advanced.granularity == ShardGranularity::tensors &&
+      options.strategy == ShardingStrategy::no_shard) {
+    throw ConfigError(
+        "[fully_shard] advanced.granularity is tensors, but the strategy is none, with which ranks "
+        "share nothing; use optimizer, full, grad_op or hybrid, or the granularity rows");
+  }
+  if (!options.advanced.first_tensors.empty() &&
+      options.advanced.granularity != ShardGranularity::tensors) {
+    throw ConfigError(
+        format("[fully_shard] advanced.first_tensors has {} names, but advanced.granularity is {}; "
+               "they are for tensors",
+               options.advanced.first_tensors.size(), name_of(options.advanced.granularity)));
+  }
   const bool tiers = std::holds_alternative<layout::OffloadOptions>(options.offload);
   if (tiers && (options.strategy == ShardingStrategy::shard_grad_op ||
                 options.strategy == ShardingStrategy::optimizer)) {

@@ -20,6 +20,7 @@ namespace lockstep::parallel {
 
 // hybrid_shard over a mesh of two axes shards along the second and copies along the first.
 using ShardingStrategy = layout::ShardingStrategy;
+using ShardGranularity = layout::ShardGranularity;
 
 // Which modules become units, whose parameters are gathered and reduced together. What is in no
 // unit of its own belongs to the nearest one above, at last to the model. A parameter that several
@@ -75,6 +76,14 @@ struct FullyShardAdvancedOptions {
   bool limit_all_gathers = true;
   // What was gathered is kept in host memory until the next step.
   bool keep_gathered_on_host = false;
+  // tensors: tensor i of those that are sharded, in the order of model.named_parameters(), belongs
+  // wholly to rank i % ranks that share; trained and frozen ones are counted each by themselves.
+  // For optimizers that need whole matrices, with use_orig_params.
+  ShardGranularity granularity = ShardGranularity::rows;
+  // With tensors: names that have the indices 0, 1, ... whether or not the model has them. Models
+  // that have the same parameter (stages of a pipeline: PipelineOptions::tied) get one owner for
+  // it.
+  std::vector<std::string> first_tensors = {};
 };
 
 struct FullyShardOptions {

@@ -15,19 +15,6 @@ std::vector<std::string> names(const std::vector<InventoryKind>& kinds) {
   return names;
 }
 
-TEST(Inventory, Statistics) {
-  EXPECT_EQ(statistics_of({}, 4), Statistics{});
-  EXPECT_EQ(
-      statistics_of({7}, 2),
-      (Statistics{
-          .count = 1, .elements = 7, .mean = 7, .median = 7, .min = 7, .max = 7, .bytes = 14}));
-  EXPECT_EQ(
-      statistics_of({9, 1, 2}, 4),
-      (Statistics{
-          .count = 3, .elements = 12, .mean = 4, .median = 2, .min = 1, .max = 9, .bytes = 48}));
-  EXPECT_EQ(statistics_of({9, 1, 3, 2}, 4).median, 2.5);
-}
-
 TEST(Inventory, KindsOfGpt) {
   const ModelSpec model =
       ModelSpec{.layers = 12, .hidden = 8, .heads = 2, .vocab = 10}.resolved(4, 10);
@@ -69,10 +56,12 @@ TEST(Inventory, Tables) {
 }
 
 TEST(Inventory, ANameWithoutADotIsAKind) {
-  const TensorSpec tensors[] = {{"scale", {4}}, {"bias", {4}},           {"final_norm", {4}},
-                                {"", {4}},      {"blocks.0.scale", {4}}, {"blocks.weight", {4}}};
-  EXPECT_THAT(names(inventory_of(tensors, 4)),
-              ElementsAre("scale", "biases", "norms", "", "blocks"));
+  const TensorSpec tensors[] = {{"scale", {4}},
+                                {"bias", {4}},
+                                {"final_norm", {4}},
+                                {"blocks.0.scale", {4}},
+                                {"blocks.weight", {4}}};
+  EXPECT_THAT(names(inventory_of(tensors, 4)), ElementsAre("scale", "biases", "norms", "blocks"));
 }
 
 TrainConfig config_of(layout::ShardingStrategy shard) {
@@ -127,6 +116,34 @@ TEST(Inventory, OwnersOfStagesAndMatrices) {
   EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1, 2, 3));
   config.parallel.shard = layout::ShardingStrategy::full_shard;
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 1));
+}
+
+// Tensors with at least 1000 elements, in order: embed, positions, and four matrices of each block.
+TEST(Inventory, OwnersOfWholeTensors) {
+  TrainConfig config = config_of(layout::ShardingStrategy::optimizer);
+  config.parallel.shard_granularity = layout::ShardGranularity::tensors;
+  EXPECT_THAT(owners(config, 3, "embed.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 3, "positions.weight"), ElementsAre(1));
+  EXPECT_THAT(owners(config, 3, "blocks.0.attention.qkv.weight"), ElementsAre(2));
+  EXPECT_THAT(owners(config, 3, "blocks.0.mlp.down.weight"), ElementsAre(2));
+  EXPECT_THAT(owners(config, 3, "blocks.1.attention.qkv.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 3, "norm.weight"), ElementsAre(0, 1, 2));  // too small to share
+  config.parallel.shard = layout::ShardingStrategy::hybrid_shard;
+  config.parallel.shard_size = 2;
+  EXPECT_THAT(owners(config, 4, "blocks.0.attention.out.weight"), ElementsAre(1, 3));
+  config = config_of(layout::ShardingStrategy::full_shard);
+  config.parallel.shard_granularity = layout::ShardGranularity::tensors;
+  config.parallel.tp = 2;
+  // Ranks are dp-tp: 0 and 1 are the tensor-parallel ranks of the first data-parallel one.
+  EXPECT_THAT(owners(config, 4, "blocks.0.attention.out.weight"), ElementsAre(2, 3));
+  config.parallel.tp = 1;
+  config.parallel.pp = 2;
+  // Each stage counts by itself, after the tied embedding, which has index 0 in both.
+  EXPECT_THAT(owners(config, 4, "embed.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 4, "positions.weight"), ElementsAre(2));
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(3));
+  config.model.tied = false;
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(1));
 }
 
 TEST(Inventory, ListHasTheOwners) {

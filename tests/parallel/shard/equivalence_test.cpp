@@ -68,12 +68,17 @@ std::vector<Case> strategies() {
   const auto with = [](Strategy strategy, bool orig) {
     return FullyShardOptions{.strategy = strategy, .min_num_params = 100, .use_orig_params = orig};
   };
+  const auto by_tensors = [](FullyShardOptions options) {
+    options.advanced.granularity = parallel::ShardGranularity::tensors;
+    return options;
+  };
   return {{"full", with(Strategy::full_shard, false)},
           {"full_orig", with(Strategy::full_shard, true)},
           {"grad_op", with(Strategy::shard_grad_op, false)},
           {"optimizer", with(Strategy::optimizer, false)},
           {"none", with(Strategy::no_shard, false)},
-          {"hybrid", with(Strategy::hybrid_shard, true)}};
+          {"hybrid", with(Strategy::hybrid_shard, true)},
+          {"optimizer_tensors", by_tensors(with(Strategy::optimizer, true))}};
 }
 
 class Strategies : public ::testing::TestWithParam<int> {};
