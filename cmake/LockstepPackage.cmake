@@ -10,6 +10,18 @@ install(FILES README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE DESTINA
 install(FILES LICENSE DESTINATION ${doc_dir} RENAME copyright)  # where Debian looks for it
 install(DIRECTORY docs examples DESTINATION ${doc_dir} PATTERN __pycache__ EXCLUDE)
 
+# Manual pages and completion scripts, which the command itself prints.
+if(NOT CMAKE_CROSSCOMPILING)
+  set(share ${PROJECT_BINARY_DIR}/generated/share)
+  add_custom_command(OUTPUT ${share}/man/man1/lockstep.1
+    COMMAND ${CMAKE_COMMAND} -DLOCKSTEP=$<TARGET_FILE:lockstep> -DVERSION=${PROJECT_VERSION} -DFOLDER=${share}
+            -P ${CMAKE_CURRENT_LIST_DIR}/manual_pages.cmake
+    DEPENDS lockstep ${CMAKE_CURRENT_LIST_DIR}/manual_pages.cmake VERBATIM)
+  add_custom_target(manual ALL DEPENDS ${share}/man/man1/lockstep.1)
+  add_dependencies(commands manual)
+  install(DIRECTORY ${share}/ DESTINATION ${CMAKE_INSTALL_DATAROOTDIR})
+endif()
+
 # A package can depend on Debian's libtorch, but not on one in a folder of this machine. Without these settings there is no
 # CPackConfig.cmake, and `make package` says so.
 if(LOCKSTEP_TORCH AND NOT Libtorch_LIBRARY_DIR IN_LIST CMAKE_CXX_IMPLICIT_LINK_DIRECTORIES)

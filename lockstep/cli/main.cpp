@@ -5,11 +5,13 @@
 #include <csignal>
 #include <functional>
 #include <iostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "lockstep/cli/bench/bench.h"
 #include "lockstep/cli/checkpoint/checkpoint.h"
+#include "lockstep/cli/completion.h"
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor/doctor.h"
 #include "lockstep/cli/plan.h"
@@ -53,13 +55,40 @@ void print_help(std::ostream& out) {
   out << "lockstep " LOCKSTEP_VERSION
          ": distributed training for C++ programs that use libtorch\n\n"
          "Usage: lockstep COMMAND [OPTIONS]      see lockstep COMMAND --help\n"
-         "       lockstep --version\n\nCommands:\n";
+         "       lockstep --version\n"
+         "       lockstep --completion bash|zsh|fish    print a completion script for a shell\n"
+         "\nCommands:\n";
   for (const Subcommand& subcommand : subcommands()) {
     if (subcommand.help == nullptr) continue;
     const std::string name = subcommand.name;
     out << "  " << name << std::string(12 - std::min<size_t>(name.size(), 11), ' ')
         << subcommand.help << "\n";
   }
+}
+
+// What a command prints with these words.
+std::string printed(const Subcommand& subcommand, const Arguments& words) {
+  const std::ostringstream text;
+  std::streambuf* const before = std::cout.rdbuf(text.rdbuf());
+  try {
+    subcommand.function(words);
+  } catch (...) {
+    std::cout.rdbuf(before);
+    throw;
+  }
+  std::cout.rdbuf(before);
+  return text.str();
+}
+
+std::string completion(const std::string& shell) {
+  std::vector<lockstep::cli::HelpSource> sources;
+  for (const Subcommand& subcommand : subcommands()) {
+    if (subcommand.help == nullptr) continue;
+    sources.push_back({subcommand.name, subcommand.help, [&subcommand](const Arguments& words) {
+                         return printed(subcommand, words);
+                       }});
+  }
+  return lockstep::cli::completion_script(shell, sources);
 }
 
 int dispatch(const Arguments& arguments) {
@@ -74,6 +103,10 @@ int dispatch(const Arguments& arguments) {
   }
   if (name == "--version") {
     std::cout << "lockstep " LOCKSTEP_VERSION "\n";
+    return 0;
+  }
+  if (name == "--completion") {
+    std::cout << completion(arguments.size() == 2 ? arguments[1] : "");
     return 0;
   }
   std::string known;

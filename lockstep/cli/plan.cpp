@@ -9,6 +9,7 @@
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
+#include "lockstep/config/plan/would_fit.h"
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
@@ -30,7 +31,9 @@ constexpr const char* kPlanHelp =
     "       lockstep plan inventory [--list] [-n N] [--config FILE] [--section.key VALUE ...]\n"
     "memory: peak memory of each rank during a step, compared with memory.max_per_device. The exit "
     "status is\n"
-    "0 if it fits or there is no limit, else 1.\n"
+    "0 if it fits or there is no limit, else 1; then a change of the layout that fits is named. No "
+    "GPU is needed to\n"
+    "plan for one: --train.device cuda.\n"
     "inventory: the model's tensors by kind, with statistics, and the tier that offloaded data is "
     "placed in.\n"
     "With --list: every tensor with the ranks that own a shard of it, and the process groups by "
@@ -65,6 +68,14 @@ std::string describe(const TrainConfig& config, const config::ModelSpec& model, 
                        layout::name_of(config.recompute()));
 }
 
+// Memory differs: libraries and kernels of the GPU keep other data than the CPU's.
+std::string device_line(const TrainConfig& config, bool cuda) {
+  if (config.train.device != config::DeviceKind::automatic)
+    return format("device {}", cuda ? "cuda" : "cpu");
+  return format("device {}, as this machine's train.device auto; --train.device {} plans for {}",
+                cuda ? "cuda" : "cpu", cuda ? "cpu" : "cuda", cuda ? "a CPU" : "a GPU");
+}
+
 struct Request {
   TrainConfig config;
   config::ModelSpec model;
@@ -95,13 +106,14 @@ int plan_memory(const Words& arguments) {
   const auto request = read_request(arguments);
   if (!request) return 0;
   const auto& [config, model, world] = *request;
-  const std::vector<plan::Memory> ranks =
-      plan::memory_per_rank(config::planned_run(config, model, world));
+  const plan::Run run = config::planned_run(config, model, world);
+  const std::vector<plan::Memory> ranks = plan::memory_per_rank(run);
   std::cout
       << plan::to_table(ranks) << describe(config, model, world) << "\n"
       << "parameters: "
       << config::model_parameters(model.tensors(), config::element_bytes_of(config)).describe()
-      << "\n";
+      << "\n"
+      << device_line(config, run.cuda) << "\n";
   if (config.offload.any())
     std::cout << config.offload.describe() << "\n" << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
@@ -114,7 +126,14 @@ int plan_memory(const Words& arguments) {
   const bool fits = ranks[rank].total() <= limit;
   std::cout << format("{}: {}, memory.max_per_device is {}\n", fits ? "fits" : "does not fit", most,
                       size_text(limit));
-  return fits ? 0 : 1;
+  if (fits) return 0;
+  if (const auto change = config::would_fit(config, model, world)) {
+    std::cout << format("would fit: {} ({})\n", change->flags, size_text(change->bytes));
+  } else {
+    std::cout << "would fit: no sharding, recomputation, offload or larger number of ranks that "
+                 "was tried; use a smaller model, train.seq_len or train.micro_batch\n";
+  }
+  return 1;
 }
 
 int plan_inventory(Words arguments) {

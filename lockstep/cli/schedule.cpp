@@ -82,7 +82,7 @@ std::string render(const schedule::Schedule& schedule, const schedule::Simulatio
 }
 
 std::string render(const MeasuredStep& measured, const std::string& form) {
-  const auto& [step, schedule, simulation] = measured;
+  const auto& [step, schedule, simulation, runs] = measured;
   if (form == "text") return to_text(measured);
   if (form == "svg") {
     return to_svg(to_chart(schedule, simulation,

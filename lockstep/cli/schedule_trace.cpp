@@ -64,6 +64,28 @@ void read_trace(const fs::path& path, Steps& steps) {
   }
 }
 
+struct Run {
+  std::vector<fs::path> files;
+  fs::file_time_type newest = fs::file_time_type::min();
+};
+
+// The runs in the folder, the newest first. Files whose names do not say their run are one.
+std::vector<Run> runs_in(const std::string& folder) {
+  std::map<std::string, Run> runs;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() != ".json") continue;
+    const std::string name = entry.path().filename().string();
+    Run& run = runs[name.starts_with("run") ? name.substr(0, name.find('-')) : ""];
+    run.files.push_back(entry.path());
+    run.newest = std::max(run.newest, entry.last_write_time());
+  }
+  std::vector<Run> sorted;
+  for (auto& [name, run] : runs) sorted.push_back(std::move(run));
+  std::sort(sorted.begin(), sorted.end(),
+            [](const Run& a, const Run& b) { return a.newest > b.newest; });
+  return sorted;
+}
+
 // The first process of each place.
 Ranks first_of(const std::map<int, Ranks>& processes) {
   Ranks ranks;
@@ -113,8 +135,10 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
     throw ConfigError(format("schedule: --trace {}: is not a folder", folder));
   }
   Steps steps;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    if (entry.path().extension() == ".json") read_trace(entry.path(), steps);
+  const auto runs = runs_in(folder);
+  for (const Run& run : runs) {  // the newest of a pipeline
+    for (const fs::path& path : run.files) read_trace(path, steps);
+    if (!steps.empty()) break;
   }
   if (steps.empty()) {
     throw ConfigError(
@@ -130,7 +154,9 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
   for (auto found = steps.rbegin(); found != steps.rend(); ++found) {
     if (step && found->first != *step) continue;
     try {
-      return measured(found->first, first_of(found->second));
+      MeasuredStep result = measured(found->first, first_of(found->second));
+      result.runs = runs.size();
+      return result;
     } catch (const ConfigError& error) {
       if (why.empty()) why = error.what();
     }
@@ -141,7 +167,7 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
 }
 
 std::string to_text(const MeasuredStep& measured) {
-  const auto& [step, schedule, simulation] = measured;
+  const auto& [step, schedule, simulation, runs] = measured;
   constexpr std::array<const char*, 4> kOps = {"F", "B", "I", "W"};
   struct Sum {
     double time = 0;
@@ -158,7 +184,9 @@ std::string to_text(const MeasuredStep& measured) {
       used[op] = true;
     }
   }
-  std::string text = format("step {} as measured: {}; times in ms\n", step, describe(schedule));
+  std::string text =
+      format("step {} as measured{}: {}; times in ms\n", step,
+             runs > 1 ? format(" in the newest of {} runs", runs) : "", describe(schedule));
   text += "rank";
   for (size_t op = 0; op < kOps.size(); ++op) {
     if (used[op]) text += format("  mean {}", kOps[op]);

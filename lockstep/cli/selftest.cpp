@@ -14,12 +14,16 @@ namespace lockstep::cli {
 
 int selftest(const std::vector<std::string>& arguments) {
   std::optional<int> ranks;
-  std::string backend = "shm";
+  std::string backend = "auto";
   bool large = false;
   CLI::App app;
   app.add_option("-n", ranks, "Number of ranks to start on this machine (2)");
-  app.add_option("--backend", backend, "Communication backend")
-      ->check(one_of(backend_names()))
+  std::vector<std::string> backends = backend_names();
+  backends.insert(backends.begin(), "auto");
+  app.add_option("--backend", backend,
+                 "Communication backend; auto: nccl if every rank has a GPU, else shm on one host, "
+                 "mpi or gloo on several")
+      ->check(one_of(backends))
       ->capture_default_str();
   app.add_flag("--large", large,
                "Also verify operations on more than 2^31 elements (takes about 7 GB for 2 ranks)");

@@ -88,6 +88,18 @@ struct InitOptions {
 Group init(InitOptions options = {});
 Group init(const RankEnv& env, InitOptions options = {});
 
+// The CPU cores of one rank. init() does not set the number of compute threads: pass `threads` to
+// at::set_num_threads in a program that mpirun, srun or torchrun starts, because libtorch counts
+// the cores of the host and not those of the rank.
+struct CoreShare {
+  int threads = 1;   // compute threads for this rank, at least 1
+  double cores = 1;  // of its affinity mask; a core that n ranks of the host may use counts 1 / n
+};
+
+// Collective. `threads` is `cores` rounded down, or the OMP_NUM_THREADS that the user or
+// `lockstep run` has set.
+CoreShare share_of_cores(const Group& group);
+
 // Runs `body` on `size` threads, each with its own rank of one group, and waits for them. The first
 // failure is rethrown. `hosts` has a number for each rank, equal for those that count as being on
 // one host; empty: all are.

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <mutex>
 #include <optional>
+#include <random>
 
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -21,25 +22,15 @@ namespace {
 
 class File {
  public:
-  explicit File(const std::string& folder) {
-    std::error_code failure;
-    std::filesystem::create_directories(folder, failure);
-    const char* rank = std::getenv("RANK");
-    const std::string path = rank != nullptr
-                                 ? format("{}/rank{}-pid{}.json", folder, rank, getpid())
-                                 : format("{}/pid{}.json", folder, getpid());
-    file_ = std::fopen(path.c_str(), "w");
-    if (file_ == nullptr) {
-      log::warn(format("LOCKSTEP_TRACE: cannot write {}; no trace is kept", path));
-      return;
-    }
-    std::fputs("[\n]\n", file_);
-    std::atexit(trace::flush);
-  }
-  bool open() const { return file_ != nullptr; }
+  explicit File(std::string folder) : folder_(std::move(folder)) { std::atexit(trace::flush); }
 
+  void begin(uint64_t run, const std::string& process) {
+    const std::lock_guard lock(mutex_);
+    open(run, process);
+  }
   void add(const std::string& event) {
     const std::lock_guard lock(mutex_);
+    if (failed_) return;
     buffer_ += event;
     if (buffer_.size() > (1u << 20)) write();
   }
@@ -49,9 +40,26 @@ class File {
   }
 
  private:
+  void open(uint64_t run, const std::string& process) {
+    if (file_ != nullptr || failed_) return;
+    std::error_code failure;
+    std::filesystem::create_directories(folder_, failure);
+    const std::string path = format("{}/run{:016x}-{}.json", folder_, run, process);
+    file_ = std::fopen(path.c_str(), "w");
+    if (file_ == nullptr) {
+      failed_ = true;
+      buffer_.clear();
+      log::warn(format("LOCKSTEP_TRACE: cannot write {}; no trace is kept", path));
+      return;
+    }
+    std::fputs("[\n]\n", file_);
+  }
+
   // Each event in the buffer ends in a comma and a line end.
   void write() {
     if (buffer_.empty()) return;
+    open(own_run(), format("pid{}", getpid()));
+    if (failed_) return;
     buffer_.resize(buffer_.size() - 2);
     std::fseek(file_, has_events_ ? -3 : -2, SEEK_END);
     if (has_events_) std::fputs(",\n", file_);
@@ -62,9 +70,17 @@ class File {
     has_events_ = true;
   }
 
+  // Of a process that is in no run of several: no other one has it.
+  static uint64_t own_run() {
+    std::random_device random;
+    return (uint64_t{random()} << 32) | random();
+  }
+
+  const std::string folder_;
   std::mutex mutex_;
   std::string buffer_;
-  std::FILE* file_ = nullptr;
+  std::FILE* file_ = nullptr;  // opened when the run is known, or by the first write
+  bool failed_ = false;        // to open it
   bool has_events_ = false;
 };
 
@@ -73,8 +89,7 @@ File* file() {
   static File* const instance = []() -> File* {
     const char* folder = std::getenv("LOCKSTEP_TRACE");
     if (folder == nullptr || *folder == '\0') return nullptr;
-    auto* created = new File(folder);
-    return created->open() ? created : nullptr;
+    return new File(folder);
   }();
   return instance;
 }
@@ -91,6 +106,10 @@ double microseconds(Clock::duration duration) {
 }  // namespace
 
 bool enabled() { return file() != nullptr; }
+
+void begin_run(uint64_t run, int rank) {
+  if (enabled()) file()->begin(run, format("rank{}", rank));
+}
 
 Row::Row(int rank, std::string_view name) : rank_(rank) {
   static std::atomic<int> next_id{1};

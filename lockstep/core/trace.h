@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chrome-trace spans, on when LOCKSTEP_TRACE names a folder: one file per process, open it in
-// Perfetto.
+// Perfetto. The files of one run begin with the same word, "run" and a number, and so are told from
+// those of other runs in the folder.
 //
 // The trace's process is the rank. Spans of one row must nest, so each thread has a row of its own,
 // and so has each queue of operations. Times are of the monotonic clock, which the processes of one
 // host share.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -16,6 +18,10 @@ namespace lockstep::trace {
 
 // False unless LOCKSTEP_TRACE is set; then nothing below costs more than a load.
 bool enabled();
+
+// Names this process's file: all ranks of a run pass the same number, from comm::init. Only the
+// first call counts. A process that has not called it when it first writes is a run of its own.
+void begin_run(uint64_t run, int rank);
 
 class Row {
  public:

@@ -4,13 +4,35 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <map>
 
+#include "lockstep/core/format.h"
 #include "lockstep/launch/processes/affinity.h"
 
 namespace lockstep::launch {
 
-bool user_set_threads() { return std::getenv("OMP_NUM_THREADS") != nullptr; }
+namespace {
+
+constexpr const char* kThreads = "OMP_NUM_THREADS";
+
+// A process's environment in /proc is the one that it was started with: torchrun's own has the
+// variable only if the user has set it.
+bool torchrun_set_threads() {
+  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr ||
+      std::getenv("LOCKSTEP_RENDEZVOUS") != nullptr)
+    return false;
+  std::ifstream parent(format("/proc/{}/environ", getppid()));
+  if (parent.peek() == std::ifstream::traits_type::eof()) return false;  // not ours to read
+  for (std::string entry; std::getline(parent, entry, '\0');) {
+    if (entry.starts_with(format("{}=", kThreads))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool user_set_threads() { return std::getenv(kThreads) != nullptr && !torchrun_set_threads(); }
 
 std::vector<std::string> rank_variables(const LaunchOptions& options, const JobFacts& facts,
                                         int local_rank, int generation) {

@@ -24,7 +24,8 @@ struct JobFacts {
 std::vector<std::string> rank_variables(const LaunchOptions& options, const JobFacts& facts,
                                         int local_rank, int generation);
 
-// Threads and cores are the user's business once OMP_NUM_THREADS is set.
+// Whether the user has chosen the number of threads by OMP_NUM_THREADS. torchrun sets it to 1 where
+// the user has not, which does not count.
 bool user_set_threads();
 
 }  // namespace lockstep::launch

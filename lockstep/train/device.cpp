@@ -3,10 +3,29 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/nn/kernels/can_multiply.h"
 #include "lockstep/parallel/data/ddp.h"
 
 namespace lockstep::train {
+
+namespace {
+
+// Large enough that starting a product takes little of its time, and quick on the slowest CPU.
+void warn_if_slow(c10::Device device) {
+  constexpr double kSeconds = 0.05;
+  const int64_t n = device.is_cuda() ? 2048 : 256;
+  const std::string slow =
+      nn::slower_than_float32(nn::multiply_rate(n, at::kBFloat16, device, kSeconds),
+                              nn::multiply_rate(n, at::kFloat, device, kSeconds));
+  if (slow.empty()) return;
+  log::warn(
+      format("train.dtype is bfloat16, whose matrix products take {} on {}; "
+             "train.dtype float32 trains faster here",
+             slow, device.str()));
+}
+
+}  // namespace
 
 c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group) {
   const auto wanted = config.train.device;
@@ -25,6 +44,7 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "use train.dtype float32",
         found.str()));
   }
+  if (config.train.dtype == config::Precision::bfloat16 && group.rank() == 0) warn_if_slow(found);
   return found;
 }
 

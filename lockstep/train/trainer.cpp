@@ -19,6 +19,7 @@
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/core/version.h"
 #include "lockstep/data/batch_reader.h"
@@ -45,19 +46,35 @@ using config::TrainConfig;
 
 constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
 
-// The same number on every rank: what a sum over threads depends on.
-int set_threads(const TrainConfig& config, const comm::Group& group) {
-  const int threads = config.threads(at::get_num_threads());
+// Returns the number of compute threads in words. A sum over threads depends on it, so a
+// reproducible run must have the same on every rank.
+std::string set_threads(const TrainConfig& config, const comm::Group& group) {
+  const comm::CoreShare share = comm::share_of_cores(group);
+  const int threads = config.threads(share.threads);
   at::set_num_threads(threads);
-  const at::Tensor all = at::empty({group.size()}, at::kInt);
-  comm::all_gather(all, at::full({1}, threads, at::kInt), group, {.tag = "threads"}).wait();
-  if (config.train.reproducible && !all.eq(threads).all().item<bool>()) {
+  const at::Tensor mine = at::tensor({static_cast<double>(threads), share.cores}, at::kDouble);
+  const at::Tensor all = at::empty({group.size(), 2}, at::kDouble);
+  comm::all_gather(all, mine.unsqueeze(0), group, {.tag = "threads"}).wait();
+  const at::Tensor of_ranks = all.select(1, 0), cores = all.select(1, 1);
+  const int least = of_ranks.min().item<int>(), most = of_ranks.max().item<int>();
+  if (config.train.reproducible && least != most) {
     throw ConfigError(
         format("train.reproducible needs the same number of threads on every rank; "
                "they have from {} to {}: set train.threads",
-               all.min().item<int>(), all.max().item<int>()));
+               least, most));
   }
-  return threads;
+  const at::Tensor crowded = of_ranks.gt(cores + 1e-6).nonzero();
+  if (group.rank() == 0 && crowded.numel() > 0) {
+    const auto rank = crowded[0].item<int64_t>();
+    log::warn(
+        format("{} of {} ranks have more compute threads than cores, which makes steps slow (rank "
+               "{}: {} for {:.3g} cores); start fewer ranks, or set train.threads or "
+               "OMP_NUM_THREADS lower",
+               crowded.numel(), group.size(), rank, of_ranks[rank].item<int>(),
+               cores[rank].item<double>()));
+  }
+  if (least != most) return format("{} to {} threads each", least, most);
+  return format("{} thread{} each", threads, threads > 1 ? "s" : "");
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
@@ -122,7 +139,7 @@ struct Trainer::State {
   const config::Data data;
   const TrainConfig config;
   const config::DataIdentities identities;
-  const int threads;
+  const std::string threads;
   const c10::Device device;
   const int64_t accumulation, global_batch;
   TrainedModel model;
@@ -245,9 +262,8 @@ void Trainer::State::say_what_is_trained() {
   if (world.rank() != 0) return;
   const auto dims = config.dims(world.size());
   progress->line(format(
-      "lockstep {}: {} rank{} ({}), {} thread{} each, {} on {}", LOCKSTEP_VERSION, world.size(),
+      "lockstep {}: {} rank{} ({}), {}, {} on {}", LOCKSTEP_VERSION, world.size(),
       world.size() > 1 ? "s" : "", world.size() > 1 ? world.backend() : "alone", threads,
-      threads > 1 ? "s" : "",
       config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));

@@ -113,6 +113,11 @@ TEST(Commands, SelftestSaysWhatRanAndWhatHolds) {
   // Under a launcher the ranks are its own.
   expect(lockstep_command({"run", "-n", "2", LOCKSTEP_COMMAND, "selftest", "--backend", "shm"}),
          "shm");
+  // The hosts decide about the backend.
+  expect(lockstep_command({"run", "-n", "2", "sh", "-c",
+                           "LOCKSTEP_HOST=$RANK exec " LOCKSTEP_COMMAND " selftest"},
+                          {"CUDA_VISIBLE_DEVICES="}),
+         "gloo");
   const Result twice =
       lockstep_command({"run", "-n", "2", LOCKSTEP_COMMAND, "selftest", "-n", "2"});
   EXPECT_EQ(twice.code, 2);

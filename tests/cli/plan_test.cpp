@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <iterator>
+#include <sstream>
 
 #include "tests/support/subprocess.h"
 
@@ -27,11 +29,11 @@ TEST(Plan, SaysWhatEachRankTakes) {
              "[model]\nlayers = 4\nhidden = 64\n[parallel]\npp = 2\n[train]\nglobal_batch = 64\n");
   const Result result = plan({"--config", file, "-n", "4", "--train.seq_len", "32"});
   EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.out,
-              AllOf(HasSubstr("ranks  parameters  gradients"), HasSubstr("\n0, 2 "),
-                    HasSubstr("\n1, 3 "), HasSubstr("gpt: 4 layers, hidden 64"),
-                    HasSubstr("vocab 256"), HasSubstr("dp 2 x tp 1 x pp 2"), HasSubstr("1f1b"),
-                    HasSubstr("4 micro-batches of 8 x 32 tokens"), HasSubstr("no limit")));
+  EXPECT_THAT(result.out, AllOf(HasSubstr("ranks  parameters  gradients"), HasSubstr("\n0, 2 "),
+                                HasSubstr("\n1, 3 "), HasSubstr("gpt: 4 layers, hidden 64"),
+                                HasSubstr("vocab 256"), HasSubstr("dp 2 x tp 1 x pp 2"),
+                                HasSubstr("1f1b"), HasSubstr("4 micro-batches of 8 x 32 tokens"),
+                                HasSubstr("\ndevice c"), HasSubstr("no limit")));
   EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 6) << result.out;
 }
 
@@ -53,6 +55,56 @@ TEST(Plan, SaysWhetherItFits) {
   result = plan(options);
   EXPECT_EQ(result.code, 0);
   EXPECT_THAT(result.out, AllOf(HasSubstr("\nfits: rank 0 takes most"), Not(HasSubstr("not fit"))));
+}
+
+// A login node has no GPU.
+TEST(Plan, PlansForTheDeviceThatIsNamed) {
+  const Result cpu = plan({"--train.device", "cpu"}), cuda = plan({"--train.device", "cuda"});
+  EXPECT_EQ(cuda.code, 0) << cuda.err;
+  EXPECT_THAT(cpu.out, HasSubstr("\ndevice cpu\n"));
+  EXPECT_THAT(cuda.out, HasSubstr("\ndevice cuda\n"));
+  EXPECT_NE(cpu.out.substr(0, cpu.out.find("gpt")), cuda.out.substr(0, cuda.out.find("gpt")));
+  EXPECT_THAT(plan({}).out, HasSubstr("as this machine's train.device auto"));
+}
+
+// The words after "would fit: ", as a user would paste them.
+Words change_in(const std::string& out) {
+  const std::string mark = "would fit: ";
+  const size_t start = out.find(mark) + mark.size();
+  std::istringstream text(out.substr(start, out.find(" (", start) - start));
+  return {std::istream_iterator<std::string>(text), {}};
+}
+
+TEST(Plan, NamesAChangeThatFits) {
+  const Words large{"--model.hidden", "512", "--model.layers", "8", "--train.device", "cpu"};
+  const struct {
+    Words options;
+    const char* change;
+  } cases[] = {
+      // Activations are most of it.
+      {{"--memory.max_per_device", "820MB"}, "--train.recompute selective ("},
+      {{"-n", "4", "--train.micro_batch", "1", "--memory.max_per_device", "400MB"},
+       "--parallel.shard optimizer ("},
+      {{"-n", "4", "--train.micro_batch", "1", "--memory.max_per_device", "180MB"}, "--parallel."},
+      {{"--train.micro_batch", "1", "--memory.max_per_device", "300MB"},
+       "--offload.optimizer true"},
+      {{"--parallel.dp", "1", "--optim.name", "sgd", "--memory.max_per_device", "200MB"}, "-n "},
+  };
+  for (const auto& [more, change] : cases) {
+    Words options = large;
+    options.insert(options.end(), more.begin(), more.end());
+    const Result result = plan(options);
+    EXPECT_EQ(result.code, 1) << result.out << result.err;
+    EXPECT_THAT(result.out, HasSubstr("\nwould fit: ")) << result.out;
+    EXPECT_THAT(result.out, HasSubstr(change));
+    const Words named = change_in(result.out);
+    options.insert(options.end(), named.begin(), named.end());
+    const Result again = plan(options);
+    EXPECT_EQ(again.code, 0) << again.out << again.err;
+  }
+  Words options = large;
+  options.insert(options.end(), {"--memory.max_per_device", "1MB"});
+  EXPECT_THAT(plan(options).out, HasSubstr("\nwould fit: no "));
 }
 
 TEST(Plan, SaysWhatIsOffloaded) {

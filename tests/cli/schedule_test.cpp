@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -195,6 +197,32 @@ TEST_F(ScheduleTrace, RanksOfOtherAxesAreNotMixedIn) {
   step(1, 0, 2, 0);
   step(1, 100, 4, 0, 2000);  // the same places again, of the same replica
   EXPECT_THAT(show().out, HasSubstr("makespan 9.000\n"));
+}
+
+// A folder that was used before.
+TEST_F(ScheduleTrace, RunsAreNotMixed) {
+  const auto write = [&](const std::string& run) {
+    for (const auto& [pid, text] : text_)
+      write_file(dir_.path() + "/" + run + "-rank" + std::to_string(pid) + ".json", "[\n" + text);
+    text_.clear();
+  };
+  step(1, 0, 0, 0, 3000);
+  step(2, 1e9, 0, 0, 3000);
+  write("runfeed");
+  step(1, 2e9);
+  write("run0123");
+  const auto path = [&](const char* name) { return std::filesystem::path(dir_.path()) / name; };
+  const auto now = std::filesystem::last_write_time(path("run0123-rank0.json"));
+  const auto set_age = [&](const char* run, int hours) {
+    for (const char* rank : {"-rank0.json", "-rank1.json"})
+      std::filesystem::last_write_time(path((std::string(run) + rank).c_str()),
+                                       now - std::chrono::hours(hours));
+  };
+  set_age("runfeed", 2);
+  EXPECT_THAT(show().out, AllOf(HasSubstr("step 1 as measured in the newest of 2 runs"),
+                                HasSubstr("makespan 9.000\n")));
+  set_age("run0123", 3);
+  EXPECT_THAT(show().out, AllOf(HasSubstr("step 2 as measured"), HasSubstr("makespan 27.000\n")));
 }
 
 TEST_F(ScheduleTrace, StagesInAV) {

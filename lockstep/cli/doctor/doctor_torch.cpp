@@ -17,9 +17,9 @@
 #include "lockstep/cli/doctor/report.h"
 #include "lockstep/comm/backends/nccl/api.h"
 #include "lockstep/comm/backends/nccl/nccl.h"
-#include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/kernels/can_multiply.h"
 
 namespace lockstep::cli {
 namespace {
@@ -36,25 +36,8 @@ std::string first_line(const std::exception& failure) {
   return text.substr(0, text.find('\n'));
 }
 
-// 1e9 operations a second in products of two n x n matrices of ones. Throws what libtorch throws,
-// and Error for a wrong result.
 double gigaflops(int64_t n, at::Device device, at::ScalarType dtype) {
-  const at::Tensor a = at::ones({n, n}, at::device(device).dtype(dtype));
-  at::Tensor product = at::empty_like(a);
-  at::mm_out(product, a, a);  // loads libraries and starts threads
-  const auto start = Clock::now();
-  int runs = 0;
-  double corner = 0;
-  do {
-    at::mm_out(product, a, a);
-    corner = product[0][0].item<double>();  // waits for a GPU
-    ++runs;
-  } while (seconds_since(start) < kSecondsEach);
-  const double seconds = seconds_since(start);
-  if (corner != static_cast<double>(n))
-    throw Error(format("a product of ones is {}, must be {}", corner, n));
-  const auto size = static_cast<double>(n);
-  return 2 * size * size * size * runs / seconds / 1e9;
+  return nn::multiply_rate(n, dtype, device, kSecondsEach);
 }
 
 // The libraries with matrix products that this process has loaded, all links followed.
@@ -120,11 +103,16 @@ bool report_speed() {
   }
 }
 
-// Small matrices take another path and prove nothing.
 void report_bfloat16() {
+  constexpr int64_t kSide = 256;  // slow ones would take seconds for larger matrices
   try {
-    const double rate = gigaflops(64, at::kCPU, at::kBFloat16);
-    report(Verdict::ok, "bfloat16", format("usable, {:.1f} GFLOP/s for 64 x 64", rate));
+    const double half = gigaflops(kSide, at::kCPU, at::kBFloat16),
+                 single = gigaflops(kSide, at::kCPU, at::kFloat);
+    const std::string slow = nn::slower_than_float32(half, single);
+    report(slow.empty() ? Verdict::ok : Verdict::note, "bfloat16",
+           format("{}{:.1f} GFLOP/s for {} x {}", slow.empty() ? "usable, " : "slow, ", half, kSide,
+                  kSide) +
+               (slow.empty() ? "" : format(": {}; train with float32", slow)));
   } catch (const std::exception& failure) {
     report(Verdict::note, "bfloat16",
            format("not usable on this CPU ({}): train.dtype must be float32", first_line(failure)));
@@ -148,12 +136,14 @@ void report_gpu(int index) {
     const c10::DeviceGuard guard(device);
     const double single = gigaflops(4096, device, at::kFloat),
                  half = gigaflops(4096, device, at::kBFloat16);
+    const std::string slow = nn::slower_than_float32(half, single);
     std::string text;
     if (const auto memory = gpu_memory())
       text = format("{}, {} free; ", gigabytes(static_cast<double>(memory->second)),
                     gigabytes(static_cast<double>(memory->first)));
-    report(Verdict::ok, what,
-           text + format("{:.1f} TFLOP/s float32, {:.1f} bfloat16", single / 1e3, half / 1e3));
+    report(slow.empty() ? Verdict::ok : Verdict::note, what,
+           text + format("{:.1f} TFLOP/s float32, {:.1f} bfloat16", single / 1e3, half / 1e3) +
+               (slow.empty() ? "" : format(" (slow: {}); train with float32", slow)));
   } catch (const std::exception& failure) {
     report(Verdict::warning, what,
            format("does not compute: {}; choose others with CUDA_VISIBLE_DEVICES",

@@ -196,6 +196,7 @@ void complete(World& world, const RankEnv& env, const Client& store, const std::
     world.incarnation = roster.incarnation;
     world.hosts = std::move(roster.hosts);
     world.address = std::move(roster.address);
+    trace::begin_run(world.incarnation, env.rank);
   } catch (const Error&) {
     if (world.server) detail::let_others_hear(*store);
     throw;

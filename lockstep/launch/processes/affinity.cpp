@@ -6,13 +6,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <memory>
 
 #include "lockstep/core/error.h"
 
 namespace lockstep::launch {
 
-std::vector<int> allowed_cores() {
+std::vector<int> affinity_mask() {
   // The kernel's mask may be longer than a cpu_set_t on very large machines; ask for more until it
   // fits.
   for (int count = CPU_SETSIZE; count <= (1 << 20); count *= 2) {
@@ -24,11 +25,13 @@ std::vector<int> allowed_cores() {
       if (CPU_ISSET_S(static_cast<size_t>(core), size, set)) cores.push_back(core);
     }
     CPU_FREE(set);
-    if (failure == 0) return in_machine_order(cores);
+    if (failure == 0) return cores;
     if (failure != EINVAL) throw SystemError("sched_getaffinity", failure);
   }
   throw SystemError("sched_getaffinity", EINVAL);
 }
+
+std::vector<int> allowed_cores() { return in_machine_order(affinity_mask()); }
 
 std::vector<int> in_machine_order(const std::vector<int>& cores) {
   hwloc_topology_t made = nullptr;
@@ -52,6 +55,16 @@ std::vector<int> in_machine_order(const std::vector<int>& cores) {
 }
 
 int threads_per_rank(int cores, int ranks) { return std::max(1, cores / std::max(1, ranks)); }
+
+double cores_per_mask(const std::vector<std::vector<int>>& masks, size_t index) {
+  std::map<int, int> users;  // of each core
+  for (const auto& mask : masks) {
+    for (const int core : mask) ++users[core];
+  }
+  double cores = 0;
+  for (const int core : masks[index]) cores += 1.0 / users[core];
+  return cores;
+}
 
 std::vector<int> core_share(const std::vector<int>& cores, int rank, int ranks) {
   const auto count = static_cast<long>(cores.size());

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 namespace lockstep::launch {
@@ -37,6 +38,25 @@ TEST(Affinity, OnlyCoresThatMayBeUsedAndAllOfThem) {
   const Machine two_sockets("numa:2 core:2 pu:1(indexes=0,2,1,3)");
   EXPECT_EQ(in_machine_order({1, 2, 3}), (Cores{2, 1, 3}));
   EXPECT_EQ(in_machine_order({9, 0}), (Cores{0, 9}));  // hwloc has not heard of 9
+}
+
+TEST(Affinity, RanksOfOneMaskDivideItAndBoundOnesHaveTheirOwn) {
+  EXPECT_DOUBLE_EQ(cores_per_mask({{0, 1, 2, 3}}, 0), 4);
+  EXPECT_DOUBLE_EQ(cores_per_mask({{0, 1, 2, 3}, {0, 1, 2, 3}}, 1), 2);
+  EXPECT_DOUBLE_EQ(cores_per_mask({{0, 1}, {2, 3, 4}}, 0), 2);
+  EXPECT_DOUBLE_EQ(cores_per_mask({{0, 1}, {2, 3, 4}}, 1), 3);
+  EXPECT_DOUBLE_EQ(cores_per_mask({{0}, {0}, {0}}, 2), 1.0 / 3);
+  // Two of one socket, one that may run anywhere.
+  const std::vector<Cores> masks{{0, 1}, {0, 1}, {0, 1, 2, 3}};
+  EXPECT_DOUBLE_EQ(cores_per_mask(masks, 0), 2.0 / 3);
+  EXPECT_DOUBLE_EQ(cores_per_mask(masks, 2), 2 + 2.0 / 3);
+}
+
+TEST(Affinity, TheMaskIsWhatTheKernelSays) {
+  Cores mask = affinity_mask(), ordered = allowed_cores();
+  EXPECT_FALSE(mask.empty());
+  std::sort(ordered.begin(), ordered.end());
+  EXPECT_EQ(mask, ordered);
 }
 
 }  // namespace
