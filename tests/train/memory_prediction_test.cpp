@@ -332,7 +332,8 @@ int64_t held_outside_torch(const TrainedModel& model, bool offloads) {
 
 std::unique_ptr<optim::Optimizer> optimizer_of(const TrainedModel& model, bool offloads) {
   auto groups = optim::decay_groups(model.parameters(), 0.1);
-  if (offloads) return model.offloaded_adamw(std::move(groups), {});
+  if (offloads)
+    return std::make_unique<parallel::OffloadedAdamW>(model.sharded(), std::move(groups));
   return std::make_unique<optim::AdamW>(std::move(groups));
 }
 
