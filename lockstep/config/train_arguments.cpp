@@ -101,8 +101,7 @@ std::string train_help() {
   return format(
       "Options:\n"
       "  -n N                            Number of ranks to start on this machine\n"
-      "  --config FILE                   Configuration file, TOML or JSON, with the keys below; "
-      "flags override it\n"
+      "  --config FILE                   Configuration file, TOML or JSON; flags override it\n"
       "  --print-config                  Print the configuration with the origin of each value, "
       "then exit\n"
       "  -h, --help                      Print this help, then exit\n"

@@ -2,6 +2,7 @@
 #include "lockstep/memory/budget.h"
 
 #include <algorithm>
+#include <condition_variable>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -20,6 +21,7 @@ struct Budget::Books {
   const std::string name;
   const size_t limit;
   mutable std::mutex mutex;
+  std::condition_variable returned;
   size_t used = 0, peak = 0;
 };
 
@@ -43,6 +45,11 @@ bool Budget::fits(size_t bytes) const {
   return bytes <= books_->room();
 }
 
+bool Budget::wait_until_fits(size_t bytes, std::chrono::milliseconds longest) const {
+  std::unique_lock lock(books_->mutex);
+  return books_->returned.wait_for(lock, longest, [&] { return bytes <= books_->room(); });
+}
+
 size_t Budget::used() const {
   const std::lock_guard lock(books_->mutex);
   return books_->used;
@@ -63,8 +70,11 @@ double Budget::pressure() const {
 
 Budget::Share::~Share() {
   if (books_ == nullptr) return;
-  const std::lock_guard lock(books_->mutex);
-  books_->used -= bytes_;
+  {
+    const std::lock_guard lock(books_->mutex);
+    books_->used -= bytes_;
+  }
+  books_->returned.notify_all();
 }
 
 Budget::Share::Share(Share&& other) noexcept

@@ -2,6 +2,7 @@
 // Bytes that may be held, and no more.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -24,6 +25,8 @@ class Budget {
   // 31.8 GB of 32.0 GB are taken".
   [[nodiscard]] Share take(size_t bytes, std::string_view what) const;
   bool fits(size_t bytes) const;
+  // Waits until so many bytes fit, because others give theirs back; at most this long.
+  bool wait_until_fits(size_t bytes, std::chrono::milliseconds longest) const;
 
   const std::string& name() const;
   size_t used() const;

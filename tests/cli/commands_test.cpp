@@ -129,7 +129,7 @@ TEST(Commands, WrongOptionsAreOneLine) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
       {{"selftest", "-n", "0"}, "selftest: -n is 0, must be at least 1"},
       {{"selftest", "--backend", "pigeon"},
-       "--backend: 'pigeon' is unknown, must be one of thread, shm, mpi, gloo, nccl"},
+       "--backend: 'pigeon' is unknown, must be one of auto, thread, shm, mpi, gloo, nccl"},
       {{"bench", "collectives", "--ops", "juggle"},
        "--ops: 'juggle' is unknown, must be one of all_reduce,"},
       {{"bench", "collectives", "--bytes", "-4"}, "--bytes: -4 must be a whole number from 1 to"},

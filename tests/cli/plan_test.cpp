@@ -34,7 +34,7 @@ TEST(Plan, SaysWhatEachRankTakes) {
                                 HasSubstr("vocab 256"), HasSubstr("dp 2 x tp 1 x pp 2"),
                                 HasSubstr("1f1b"), HasSubstr("4 micro-batches of 8 x 32 tokens"),
                                 HasSubstr("\ndevice c"), HasSubstr("no limit")));
-  EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 6) << result.out;
+  EXPECT_EQ(std::count(result.out.begin(), result.out.end(), '\n'), 7) << result.out;
 }
 
 TEST(Plan, TakesAsManyRanksAsTheLayoutNeeds) {
@@ -88,7 +88,8 @@ TEST(Plan, NamesAChangeThatFits) {
       {{"-n", "4", "--train.micro_batch", "1", "--memory.max_per_device", "180MB"}, "--parallel."},
       {{"--train.micro_batch", "1", "--memory.max_per_device", "300MB"},
        "--offload.optimizer true"},
-      {{"--parallel.dp", "1", "--optim.name", "sgd", "--memory.max_per_device", "200MB"}, "-n "},
+      {{"--parallel.dp", "1", "--optim.name", "sgd", "--memory.max_per_device", "200MB"},
+       "--train.recompute full ("},
   };
   for (const auto& [more, change] : cases) {
     Words options = large;

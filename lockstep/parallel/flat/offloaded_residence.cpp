@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <chrono>
 #include <utility>
 
 #include "lockstep/optim/kernels/packed_update.h"
@@ -14,6 +15,12 @@ using layout::Tier;
 
 at::Tensor OffloadedResidence::line_memory(at::ScalarType dtype, c10::Device device) {
   if (device != plan_.device) return GatheredResidence::line_memory(dtype, device);
+  if (is_collective()) {
+    // A gather that is complete may still have its line for a moment, in the backend's thread.
+    constexpr std::chrono::milliseconds kMoment{2000};
+    tiers().param_budget.wait_until_fits(line_bytes(), kMoment);
+    tiers().device_budget.wait_until_fits(line_bytes(), kMoment);
+  }
   return tiers().parameters_on_device(parameter_.layout().size, dtype, plan_.name,
                                       memory::Stay::short_time);
 }

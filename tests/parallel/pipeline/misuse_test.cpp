@@ -132,15 +132,20 @@ TEST(PipelineMisuse, TiedNames) {
                  "[pipeline] tied has 'blocks.9.linear.weight', which no stage has");
   auto layers = blocks(4);
   layers[3] = layer("blocks.0", [] { return Block(6, 7); });
-  expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
-                 "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
-                 "stage and 42 in another; number, shape and type must be the same, and where "
-                 "stages are sharded it must be a unit of its own");
+  const auto found = [&] {
+    return messages(2, [&](const comm::Group& group) {
+      const Pipeline pipeline(
+          layers, group, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}});
+    });
+  };
+  // The first of the two, in an order that all ranks have.
+  EXPECT_THAT(found(), testing::Each(testing::AnyOf(
+                           testing::AllOf(HasSubstr("'blocks.0.linear.weight'"),
+                                          HasSubstr("36 elements"), HasSubstr("42 in another")),
+                           testing::AllOf(HasSubstr("'blocks.0.linear.bias'"),
+                                          HasSubstr("6 elements"), HasSubstr("7 in another")))));
   layers[3] = layer("blocks.0", [] { return Block(9, 4); });
-  expect_refused(layers, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}},
-                 "[pipeline] tied parameter 'blocks.0.linear.weight' has 36 elements in its first "
-                 "stage and 36 in another; number, shape and type must be the same, and where "
-                 "stages are sharded it must be a unit of its own");
+  EXPECT_THAT(found(), testing::Each(HasSubstr("shape and type must be the same")));
 }
 
 TEST(PipelineMisuse, APlanNamesModulesOfSomeStage) {
