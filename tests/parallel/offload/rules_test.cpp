@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "lockstep/core/error.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
@@ -175,8 +177,13 @@ TEST(OffloadRules, StateHasTheBytesOfItsRule) {
 
 TEST(OffloadRules, CodecsOfMomentumTrainNearlyAsWellOnBothSites) {
   for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-    const OffloadRun run{.steps = 10, .dtype = dtype, .sgd = kDamped};
+    const OffloadRun run{.steps = 10, .dtype = dtype, .sgd = kDamped, .clip = 0};
     const OffloadCurve plain = train_offloaded({}, run, {});
+    OffloadRun other = run;
+    other.sgd = kPlain;
+    // What momentum does to the loss, of which codecs lose little.
+    const double effect =
+        std::abs(train_offloaded({}, other, {}).losses.back() - plain.losses.back());
     for (const char* codecs :
          {"bf16", "int8", "exp_avg=quantization", "fp16,params=bf16,grads=bf16", "params=int8"}) {
       const OffloadCurve coded = train_offloaded({}, run, kept_as(codecs, UpdateSite::cpu));
@@ -184,7 +191,9 @@ TEST(OffloadRules, CodecsOfMomentumTrainNearlyAsWellOnBothSites) {
       for (size_t step = 0; step < plain.losses.size(); ++step)
         EXPECT_NEAR(coded.losses[step], plain.losses[step], 0.02 * plain.losses[step]) << codecs;
       EXPECT_TRUE(coded == train_offloaded({}, run, kept_as(codecs, UpdateSite::device))) << codecs;
-      if (std::string(codecs).find("params=int8") == std::string::npos && dtype == at::kFloat) {
+      if (std::string(codecs).find("params") != std::string::npos) continue;
+      EXPECT_LT(std::abs(coded.losses.back() - plain.losses.back()), 0.2 * effect) << codecs;
+      if (dtype == at::kFloat) {
         EXPECT_LT(coded.stats.state_kept.ratio(), 0.55) << codecs;
       }
     }
