@@ -252,8 +252,8 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
                    "host_limit has, if that is less.");
   schema.add_bytes("device_limit", offload.device_limit,
                    "What pressure on the device is measured against: parameters, gradients, "
-                   "optimizer state and what is on its way. 0: 8GB, or what the device has, if "
-                   "that is less.");
+                   "optimizer state, what is on its way and, after the first step, activations. "
+                   "0: 8GB, or what the device has, if that is less.");
   schema.add_bytes("host_limit", offload.advanced.host_limit,
                    "The same for host memory. 0: 64GB, or what the host has, if that is less.");
   schema.add("prefetch", offload.advanced.prefetch,
