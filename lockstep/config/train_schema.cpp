@@ -293,8 +293,8 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
                    "32GB, the host's memory and offload.host_limit.");
   schema.add_bytes("device_limit", offload.device_limit,
                    "Device memory that the thresholds of offload.strategy refer to: parameters, "
-                   "gradients, optimizer state and transfers in flight. 0 uses the smaller of 8GB "
-                   "and the device's memory.");
+                   "gradients, optimizer state, transfers in flight and, after the first step, "
+                   "activations. 0 uses the smaller of 8GB and the device's memory.");
   schema.add_bytes(
       "host_limit", offload.advanced.host_limit,
       "The same limit for host memory. 0 uses the smaller of 64GB and the host's memory.");

@@ -145,7 +145,7 @@ TEST(Plan, CountsTheModelsTensors) {
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("owners\n"), HasSubstr("\npositions.weight "),
                                 HasSubstr("\nblocks.1.mlp.down.weight "), HasSubstr("\noffload "),
-                                HasSubstr("aggressive: the device has "),
+                                HasSubstr("aggressive, before the first step: the device has "),
                                 HasSubstr("\noffload parameters, aggressive; ")));
 }
 
