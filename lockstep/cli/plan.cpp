@@ -76,6 +76,11 @@ std::string device_line(const TrainConfig& config, bool cuda) {
                 cuda ? "cuda" : "cpu", cuda ? "cpu" : "cuda", cuda ? "a CPU" : "a GPU");
 }
 
+// With the budgets that the plan assumes.
+std::string describe(const layout::OffloadOptions& offload) {
+  return layout::resolved(offload, 0, 0).describe();
+}
+
 struct Request {
   TrainConfig config;
   config::ModelSpec model;
@@ -115,7 +120,7 @@ int plan_memory(const Words& arguments) {
       << "\n"
       << device_line(config, run.cuda) << "\n";
   if (config.offload.any())
-    std::cout << config.offload.describe() << "\n" << plan::offload_line(ranks) << "\n";
+    std::cout << describe(config.offload) << "\n" << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;
   const size_t rank = plan::largest_total(ranks);
   const std::string most = format("rank {} takes most, {}", rank, size_text(ranks[rank].total()));
@@ -147,7 +152,7 @@ int plan_inventory(Words arguments) {
     std::cout << config::tensor_list(config, model, world) << config::group_list(config, world);
   std::cout << config::inventory_table(tensors, element) << describe(config, model, world) << "\n";
   if (config.offload.any())
-    std::cout << config.offload.describe() << "\nrank 0:\n"
+    std::cout << describe(config.offload) << "\nrank 0:\n"
               << plan::to_text(plan::plan_offload(config::planned_run(config, model, world), 0));
   return 0;
 }

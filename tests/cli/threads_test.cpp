@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <algorithm>
+
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {

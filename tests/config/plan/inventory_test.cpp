@@ -122,6 +122,7 @@ TEST(Inventory, OwnersOfStagesAndMatrices) {
 TEST(Inventory, OwnersOfWholeTensors) {
   TrainConfig config = config_of(layout::ShardingStrategy::optimizer);
   config.parallel.shard_granularity = layout::ShardGranularity::tensors;
+  config.train.global_batch = 96;  // a multiple for 3 and for 4 ranks
   EXPECT_THAT(owners(config, 3, "embed.weight"), ElementsAre(0));
   EXPECT_THAT(owners(config, 3, "positions.weight"), ElementsAre(1));
   EXPECT_THAT(owners(config, 3, "blocks.0.attention.qkv.weight"), ElementsAre(2));
