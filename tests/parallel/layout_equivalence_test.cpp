@@ -45,10 +45,10 @@ constexpr std::array<layout::ParallelDims, 12> kDims = {{{1, 2, 1},
                                                          {2, 1, 4}}};
 
 struct Model {
-  bool llama, tied;
+  bool llama, tied, qwen = false;
 };
 constexpr std::array<Model, 4> kModels = {
-    {{false, true}, {true, false}, {false, false}, {true, true}}};
+    {{false, true}, {true, false}, {false, false}, {true, true, true}}};
 
 struct Order {
   PipelineSchedule schedule;
@@ -82,6 +82,7 @@ PipelineCase make_case(const layout::ParallelDims& dims, const Model& model, con
                  .microbatches = std::max(4, 2 * dims.pp),
                  .llama = model.llama,
                  .tied = model.tied,
+                 .qwen = model.qwen,
                  .recompute = layout::ParallelConfig{.memory = memory}.recompute(),
                  .disk = memory == MemoryStrategy::extreme ? testing::TempDir() : ""};
   if (!shard || dims.dp == 1) return c;

@@ -13,7 +13,7 @@ namespace lockstep::data {
 namespace {
 
 constexpr uint32_t kMask = (1u << 21) - 1;
-constexpr size_t kRun = 4096;  // characters that are normalized together, about
+constexpr size_t kPieceChars = 4096;  // characters that are normalized together, about
 
 // Hangul syllables: leading and trailing consonants (L, T) and vowels (V) by number.
 constexpr uint32_t kSyllables = 0xac00, kL = 0x1100, kV = 0x1161, kT = 0x11a7;
@@ -136,7 +136,7 @@ std::string to_nfc(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     if (const auto c = utf8_at(text, at)) {
       // Nothing before an ASCII character combines with it: a long text goes in pieces.
-      if (c->code_point < 0x80 && run.size() >= kRun) finish();
+      if (c->code_point < 0x80 && run.size() >= kPieceChars) finish();
       decompose(c->code_point, run);
       at += c->size;
     } else {

@@ -146,6 +146,7 @@ TEST_F(TokenizerFile, CanonicalComposition) {
   EXPECT_EQ(nfc("\xe2\x84\xab"), "\xc3\x85");                              // the sign for angstrom
   EXPECT_EQ(nfc("\xe0\xa5\x98"), "\xe0\xa4\x95\xe0\xa4\xbc");              // stays apart
   EXPECT_EQ(nfc("e\xff\xcc\x81"), "e\xff\xcc\x81");                        // what is not UTF-8
+  EXPECT_EQ(nfc("a\xcc\x8d\xcc\x81"), "a\xcc\x8d\xcc\x81");  // the first mark is between
   std::string text, expected;
   for (int i = 0; i < 5000; ++i) {  // in several pieces
     text += "ae\xcc\x81";
