@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain statement of GPT-2, Llama, Mistral, Qwen2 and Qwen3 in PyTorch, written from their definitions, for comparison.
 
-    reference.py KIND FOLDER
+    reference.py FOLDER
 
-makes random weights, writes them as a Hugging Face folder (config.json, model.safetensors), and
+makes random weights of each family, writes them as a Hugging Face folder FOLDER/NAME (config.json, model.safetensors), and
 puts tokens and the logits that this statement computes beside them (expected.safetensors).
 """
 import json
 import math
+import os
 import struct
 import sys
 
@@ -171,14 +172,14 @@ def llama_shapes(config):
     return shapes
 
 
-def main(kind, folder):
+def write_folder(config, folder):
     torch.manual_seed(0)
-    config = CONFIGS[kind]
-    model, shapes = (gpt2, gpt2_shapes) if kind == "gpt2" else (llama, llama_shapes)
+    model, shapes = (gpt2, gpt2_shapes) if config["model_type"] == "gpt2" else (llama, llama_shapes)
     # Large enough that every part of the model shows in the logits.
     weights = {name: torch.randn(shape) * 0.3 for name, shape in shapes(config).items()}
     tokens = torch.randint(config["vocab_size"], (2, 37))
     logits = model(config, tokens, weights)
+    os.makedirs(folder)
     with open(f"{folder}/config.json", "w") as file:
         json.dump(config, file)
     write_safetensors(f"{folder}/model.safetensors", weights)
@@ -186,4 +187,5 @@ def main(kind, folder):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    for name, config in CONFIGS.items():
+        write_folder(config, f"{sys.argv[1]}/{name}")
