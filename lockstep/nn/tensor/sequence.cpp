@@ -9,6 +9,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/nn/autograd/capsule.h"
 #include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/autograd/product.h"
 
 namespace lockstep::nn {
 namespace {
@@ -27,10 +28,14 @@ at::Tensor as_parts(const at::Tensor& whole, const comm::Group& group) {
 }
 
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
+  // Recomputation may keep `partial`, a product, whose memory becomes the sum: the second call must
+  // not add up the sums.
   static at::Tensor forward(AutogradContext*, const at::Tensor& partial, const comm::Group& group) {
-    const at::Tensor sum = partial.detach();
-    comm::all_reduce(sum, group, {.tag = "tensor-parallel sum"}).wait();
-    return sum;
+    return kept_product([&] {
+      at::Tensor sum = partial.detach();
+      comm::all_reduce(sum, group, {.tag = "tensor-parallel sum"}).wait();
+      return sum;
+    });
   }
   static variable_list backward(AutogradContext*, const variable_list& gradients) {
     return {gradients[0], at::Tensor()};
