@@ -32,7 +32,7 @@ struct BlocksImpl : torch::nn::Module {
           "blocks" + std::to_string(i),
           model::Block(parts, i, layout::Recompute::none, parallel::RecomputeOptions{})));
     }
-    const std::vector<double> frequencies(static_cast<size_t>(spec.head_dim() / 2), 0.1);
+    const std::vector<double> frequencies(static_cast<size_t>(spec.head_size() / 2), 0.1);
     rotation = nn::rotary_table(frequencies, length);
     for (const auto& item : named_parameters()) {
       if (item.value().dim() > 1) nn::init::normal_(item.value(), {1, item.key()}, {.std = 0.02});

@@ -25,6 +25,7 @@ layout::TensorPlan tensor_plan(const ModelSpec& model) {
   } else {
     plan.push_back({"blocks.*.mlp.gate_up", TensorStyle::column, {ffn, ffn}});
   }
+  if (model.qk_norm) plan.push_back({"blocks.*.attention.?_norm", TensorStyle::partial});
   if (!model.is_tied()) plan.push_back({"head", TensorStyle::vocab});
   return plan;
 }

@@ -74,10 +74,14 @@ void add_model(Schema& schema, TrainConfig& config) {
                     "positions, RMS norm and SwiGLU.");
   schema.add("layers", model.layers, "Number of transformer blocks.", kFromOne);
   schema.add("hidden", model.hidden, "Width of the residual stream, in elements.", kFromOne);
-  schema.add("heads", model.heads, "Number of attention heads; must divide model.hidden.",
+  schema.add("heads", model.heads,
+             "Number of attention heads; must divide model.hidden unless model.head_dim is set.",
              kFromOne);
   schema.add("kv_heads", model.kv_heads,
              "Number of key and value heads (llama only); 0 uses model.heads.", kFromZero);
+  schema.add("head_dim", model.head_dim,
+             "Width of each attention head (llama only); 0 uses model.hidden / model.heads.",
+             kFromZero);
   schema.add("ffn", model.ffn,
              "Width of the MLP's hidden layer; 0 uses 4 x model.hidden (gpt), or 8/3 x "
              "model.hidden rounded up to a multiple of 64 (llama).",
@@ -93,11 +97,19 @@ void add_model(Schema& schema, TrainConfig& config) {
   schema.add("rope_theta", model.rope_theta, "Base of the rotary frequencies (llama only).",
              kAboveZero);
   schema.add_option("rope_scaling", rope_scaling_option(model.rope_scaling));
+  schema.add("qkv_bias", model.qkv_bias,
+             "Add a bias to queries, keys and values, as Qwen2 does (llama only).");
+  schema.add("qk_norm", model.qk_norm,
+             "Normalize each query and key head before the rotation, as Qwen3 does (llama only).");
+  schema.add("window", model.window,
+             "Tokens that each token attends to, itself and those before it, as Mistral's sliding "
+             "window (llama only); 0 attends to all tokens before it.",
+             kFromZero);
   schema.add("norm_epsilon", model.norm_epsilon, "Epsilon of the norms, added to the variance.",
              kAboveZero);
   schema.add("path", config.model_path,
-             "Hugging Face folder (gpt2 or llama) to load the initial weights from. Its sizes "
-             "replace all options above except model.dropout.");
+             "Hugging Face folder (gpt2, llama, mistral, qwen2 or qwen3) to load the initial "
+             "weights from. Its sizes replace all options above except model.dropout.");
 }
 
 void add_data(Schema& schema, DataConfig& data) {

@@ -74,7 +74,8 @@ TensorSplit split_of(const TensorRule& rule, std::string_view module, std::strin
     throw ConfigError(format("[tensor] '{}' has parts {}, which are for styles column and row",
                              module, join(rule.parts)));
   }
-  if (rule.style == TensorStyle::sequence || (rule.style == TensorStyle::row && !is_weight))
+  if (rule.style == TensorStyle::sequence || rule.style == TensorStyle::partial ||
+      (rule.style == TensorStyle::row && !is_weight))
     return split;
   split.dim = rule.style == TensorStyle::row ? 1 : 0;
   if (shape.size() <= static_cast<size_t>(split.dim)) {

@@ -18,6 +18,7 @@ enum class TensorStyle {
   row,       // one whose inputs are: weight by columns; the bias stays whole, the sum is over ranks
   vocab,     // an embedding, or a linear map to as many outputs: by rows, nearly equal shares
   sequence,  // nothing is shared out; with sequence parallelism it sees a part of the sequence
+  partial,   // nothing is shared out, but it sees this rank's outputs of a column: a norm of heads
 };
 
 struct TensorRule {

@@ -52,14 +52,22 @@ Norm Parts::norm(torch::nn::Module& parent, const std::string& prefix, const std
 AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
     : heads_(parts.spec().heads),
       kv_heads_(parts.spec().num_kv_heads()),
+      window_(parts.spec().window),
       qkv_(parts.linear(*this, prefix, "qkv")),
-      out_(parts.linear(*this, prefix, "out")) {}
+      out_(parts.linear(*this, prefix, "out")) {
+  if (!parts.spec().qk_norm) return;
+  q_norm_ = parts.norm(*this, prefix, "q_norm");
+  k_norm_ = parts.norm(*this, prefix, "k_norm");
+}
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
   const int64_t ranks = qkv_->ranks();
-  const auto [q, k, v] = nn::split_heads(
-      qkv_(x), {.heads = heads_ / ranks, .kv_heads = kv_heads_ / ranks, .rotation = rotation});
-  const at::Tensor mixed = nn::causal_attention(q, k, v).transpose(1, 2);  // (B, T, H, D)
+  const auto [q, k, v] = nn::split_heads(qkv_(x), {.heads = heads_ / ranks,
+                                                   .kv_heads = kv_heads_ / ranks,
+                                                   .rotation = rotation,
+                                                   .q_norm = q_norm_,
+                                                   .k_norm = k_norm_});
+  const at::Tensor mixed = nn::causal_attention(q, k, v, window_).transpose(1, 2);  // (B, T, H, D)
   return out_(mixed.flatten(2));
 }
 

@@ -52,8 +52,9 @@ class AttentionImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
 
  private:
-  int64_t heads_, kv_heads_;
+  int64_t heads_, kv_heads_, window_;
   nn::Linear qkv_, out_;
+  Norm q_norm_, k_norm_;  // none without qk_norm
 };
 TORCH_MODULE(Attention);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPT-2 and Llama, as config::ModelSpec describes them: the model, its weights, and text from it.
+// GPT-2, Llama, Mistral, Qwen2 and Qwen3, as config::ModelSpec describes them: the model, its
+// weights, and text from it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -27,7 +27,7 @@ constexpr const char* kEmbedding = "embed";
 // stretched by the factor, short ones are left, and those between are blended.
 std::vector<double> rotary_frequencies(const config::ModelSpec& spec) {
   std::vector<double> frequencies;
-  const int64_t width = spec.head_dim();
+  const int64_t width = spec.head_size();
   for (int64_t i = 0; i < width; i += 2) {
     double frequency =
         std::pow(spec.rope_theta, -static_cast<double>(i) / static_cast<double>(width));

@@ -12,6 +12,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/layout/box.h"
 #include "lockstep/nn/autograd/one_derivative.h"
 #include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/kernels/activation_kernels.h"
@@ -68,14 +69,16 @@ void for_score_rows(const at::Tensor& tensor, Body body) {
 
 // The heads of q that share a head of k lie one below the other, so that one product serves them.
 struct Blocks {
-  int64_t batch, sharing, length, width, block;  // B * K, H / K, T, D
+  int64_t batch, sharing, length, width;  // B * K, H / K, T, D
+  int64_t block, window;                  // window: at most T
 
-  Blocks(const at::Tensor& q, const at::Tensor& k, int64_t block)
+  Blocks(const at::Tensor& q, const at::Tensor& k, int64_t block, int64_t window)
       : batch(k.size(0) * k.size(1)),
         sharing(q.size(1) / k.size(1)),
         length(q.size(2)),
         width(q.size(3)),
-        block(block) {}
+        block(block),
+        window(window > 0 ? std::min(window, length) : length) {}
 
   at::Tensor of_queries(const at::Tensor& q) const {
     return q.reshape({batch, sharing, length, width});
@@ -84,23 +87,36 @@ struct Blocks {
   at::Tensor rows(const at::Tensor& queries, int64_t begin, int64_t count) const {
     return queries.narrow(2, begin, count).reshape({batch, sharing * count, width});
   }
-  // (B * K, H / K * count, end): probabilities of positions [begin, begin + count).
+  // The keys and values that positions [begin, begin + count) see, all together.
+  layout::Range seen(int64_t begin, int64_t count) const {
+    return {std::max<int64_t>(begin - window + 1, 0), begin + count};
+  }
+  static at::Tensor narrowed(const at::Tensor& keys, layout::Range range) {
+    return keys.narrow(1, range.begin, range.size());
+  }
+  // (B * K, H / K * count, keys seen): probabilities of positions [begin, begin + count).
   at::Tensor probabilities(const at::Tensor& rows, const at::Tensor& keys, int64_t begin,
                            int64_t count) const {
-    const int64_t end = begin + count;
-    const at::Tensor scores = product(rows, keys.narrow(1, 0, end).transpose(1, 2));
+    const layout::Range range = seen(begin, count);
+    const at::Tensor scores = product(rows, narrowed(keys, range).transpose(1, 2));
     if (scores.is_cpu() && scores.scalar_type() == at::kFloat) {
       for_score_rows(scores, [&](int64_t row, float* values) {
-        activation_kernels().softmax(values, begin + row % count + 1, end,
+        const int64_t position = begin + row % count;
+        const int64_t first = std::max<int64_t>(position - window + 1, 0);
+        float* const visible = std::fill_n(values, first - range.begin, 0.0F);
+        activation_kernels().softmax(visible, position + 1 - first, range.end - first,
                                      static_cast<float>(scale()));
       });
       return scores;
     }
     const at::Tensor hidden =
-        at::full({count, count}, -std::numeric_limits<double>::infinity(), scores.options())
-            .triu_(1);
+        at::full({count, count}, -std::numeric_limits<double>::infinity(), scores.options());
     scores.mul_(scale());
-    scores.view({batch, sharing, count, end}).narrow(3, begin, count).add_(hidden);
+    const at::Tensor by_position = scores.view({batch, sharing, count, range.size()});
+    by_position.narrow(3, range.size() - count, count).add_(hidden.triu(1));
+    if (range.end > window) {  // some of these positions do not see the first keys of the range
+      by_position.narrow(3, 0, count).add_(hidden.tril(begin - window - range.begin));
+    }
     return at::softmax(scores, -1);
   }
   // May be in the memory of grad_p.
@@ -128,8 +144,8 @@ struct Blocks {
 
 struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, int64_t block) {
-    const Blocks blocks(q, k, block);
+                            const at::Tensor& v, int64_t block, int64_t window) {
+    const Blocks blocks(q, k, block, window);
     const at::Tensor queries = blocks.of_queries(q), keys = blocks.of_keys(k),
                      values = blocks.of_keys(v);
     const at::Tensor out = kept_product([&] {
@@ -137,7 +153,7 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
       blocks.for_each([&](int64_t begin, int64_t count) {
         const at::Tensor p =
             blocks.probabilities(blocks.rows(queries, begin, count), keys, begin, count);
-        const at::Tensor part = product(p, values.narrow(1, 0, begin + count));
+        const at::Tensor part = product(p, Blocks::narrowed(values, blocks.seen(begin, count)));
         mixed.narrow(2, begin, count)
             .copy_(part.view({blocks.batch, blocks.sharing, count, blocks.width}));
       });
@@ -145,6 +161,7 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
     });
     context->save_for_backward({q, k, v});
     context->saved_data["block"] = block;
+    context->saved_data["window"] = window;
     return out.view(q.sizes());
   }
 
@@ -152,43 +169,49 @@ struct BlockwiseAttention : torch::autograd::Function<BlockwiseAttention> {
     require_one_derivative("causal_attention");
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
-    const Blocks blocks(q, k, context->saved_data["block"].toInt());
+    const Blocks blocks(q, k, context->saved_data["block"].toInt(),
+                        context->saved_data["window"].toInt());
     const at::Tensor queries = blocks.of_queries(q), keys = blocks.of_keys(k),
                      values = blocks.of_keys(v), grad = blocks.of_queries(gradients[0]);
     at::Tensor grad_q = at::empty_like(queries, at::MemoryFormat::Contiguous),
                grad_k = at::zeros_like(keys, at::MemoryFormat::Contiguous),
                grad_v = at::zeros_like(values, at::MemoryFormat::Contiguous);
     blocks.for_each([&](int64_t begin, int64_t count) {
-      const int64_t end = begin + count;
+      const layout::Range range = blocks.seen(begin, count);
       const at::Tensor rows = blocks.rows(queries, begin, count),
                        grad_rows = blocks.rows(grad, begin, count);
       const at::Tensor p = blocks.probabilities(rows, keys, begin, count);
-      add_product(grad_v.narrow(1, 0, end), p.transpose(1, 2), grad_rows);
-      const at::Tensor grad_p = product(grad_rows, values.narrow(1, 0, end).transpose(1, 2));
+      add_product(Blocks::narrowed(grad_v, range), p.transpose(1, 2), grad_rows);
+      const at::Tensor grad_p = product(grad_rows, Blocks::narrowed(values, range).transpose(1, 2));
       const at::Tensor grad_scores = blocks.grad_scores(p, grad_p);
-      add_product(grad_k.narrow(1, 0, end), grad_scores.transpose(1, 2), rows);
+      add_product(Blocks::narrowed(grad_k, range), grad_scores.transpose(1, 2), rows);
       grad_q.narrow(2, begin, count)
-          .copy_(product(grad_scores, keys.narrow(1, 0, end))
+          .copy_(product(grad_scores, Blocks::narrowed(keys, range))
                      .view({blocks.batch, blocks.sharing, count, blocks.width}));
     });
-    return {grad_q.view(q.sizes()), grad_k.view(k.sizes()), grad_v.view(v.sizes()), at::Tensor()};
+    return {grad_q.view(q.sizes()), grad_k.view(k.sizes()), grad_v.view(v.sizes()), at::Tensor(),
+            at::Tensor()};
   }
 };
 
 }  // namespace
 
 at::Tensor blockwise_causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      int64_t block) {
+                                      int64_t block, int64_t window) {
   check_shapes(q, k, v);
-  if (block < 1) {
-    throw ConfigError(format("[causal_attention] block is {}, must be at least 1", block));
+  if (block < 1 || window < 0) {
+    throw ConfigError(format(
+        "[causal_attention] block is {} and window {}, must be at least 1 and 0", block, window));
   }
-  return BlockwiseAttention::apply(q, k, v, block);
+  return BlockwiseAttention::apply(q, k, v, block, window);
 }
 
-at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            int64_t window) {
 #if TORCH_VERSION_MAJOR >= 2
   check_shapes(q, k, v);
+  if (window != 0 && window < q.size(2))
+    return blockwise_causal_attention(q, k, v, kAttentionBlock, window);
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 5
   return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt,
                                           /*enable_gqa=*/q.size(1) != k.size(1));
@@ -199,7 +222,7 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
   return at::scaled_dot_product_attention(q, shared(k), shared(v), {}, 0.0, /*is_causal=*/true);
 #endif
 #else
-  return blockwise_causal_attention(q, k, v);
+  return blockwise_causal_attention(q, k, v, kAttentionBlock, window);
 #endif
 }
 

@@ -9,13 +9,16 @@
 namespace lockstep::nn {
 
 // softmax(q k^T / sqrt(D)) v, where position t sees positions 0 to t. q is (B, H, T, D), k and v
-// (B, K, T, D) with K dividing H: H / K heads of q share one of k. Gives (B, H, T, D). libtorch's
-// fused one where there is one (2.x); else block by block, and backward computes the scores again,
-// so that they are never all in memory. Differentiable once.
-at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// (B, K, T, D) with K dividing H: H / K heads of q share one of k. Gives (B, H, T, D). With a
+// `window` above 0 position t sees at most that many: t - window + 1 to t. libtorch's fused one
+// where there is one (2.x) and no window smaller than T; else block by block, and backward computes
+// the scores again, so that they are never all in memory. Differentiable once.
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            int64_t window = 0);
 
+inline constexpr int64_t kAttentionBlock = 128;
 // The second of the two, on any libtorch. `block` positions of q at a time.
 at::Tensor blockwise_causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      int64_t block = 128);
+                                      int64_t block = kAttentionBlock, int64_t window = 0);
 
 }  // namespace lockstep::nn

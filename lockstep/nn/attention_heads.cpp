@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <vector>
+
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/autograd/one_derivative.h"
@@ -21,6 +23,9 @@ void check_shapes(const at::Tensor& qkv, const HeadOptions& options) {
     throw ConfigError(format("[split_heads] qkv is ({}), must be (B, T, ({} + 2 x {}) x D)",
                              join(qkv.sizes()), options.heads, options.kv_heads));
   }
+  if (!options.q_norm != !options.k_norm) {
+    throw ConfigError("[split_heads] q_norm and k_norm must both be given or both be empty");
+  }
   if (!options.rotation.defined()) return;
   const int64_t width = qkv.size(2) / heads;
   const auto sizes = options.rotation.sizes();
@@ -30,9 +35,29 @@ void check_shapes(const at::Tensor& qkv, const HeadOptions& options) {
   }
 }
 
+// (B, T, n * D) -> (B, T, n, D)
+at::Tensor by_head(const at::Tensor& part, int64_t width) {
+  return part.view({part.size(0), part.size(1), -1, width});
+}
 // (B, T, n * D) -> (B, n, T, D)
 at::Tensor as_heads(const at::Tensor& part, int64_t width) {
-  return part.view({part.size(0), part.size(1), -1, width}).transpose(1, 2);
+  return by_head(part, width).transpose(1, 2);
+}
+
+// q, k and v side by side, as (B, T, n * D).
+std::vector<at::Tensor> parts_of(const at::Tensor& qkv, const HeadOptions& options) {
+  const int64_t width = qkv.size(2) / (options.heads + 2 * options.kv_heads);
+  return qkv.split_with_sizes(
+      {options.heads * width, options.kv_heads * width, options.kv_heads * width}, 2);
+}
+
+// The same qkv with the norms applied.
+at::Tensor normalized(const at::Tensor& qkv, const HeadOptions& options) {
+  const int64_t width = qkv.size(2) / (options.heads + 2 * options.kv_heads);
+  const auto parts = parts_of(qkv, options);
+  return at::cat({options.q_norm(by_head(parts[0], width)).flatten(2),
+                  options.k_norm(by_head(parts[1], width)).flatten(2), parts[2]},
+                 2);
 }
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& rotation) {
@@ -45,9 +70,12 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& rotation) {
 
 Heads split_by_operators(const at::Tensor& qkv, const HeadOptions& options) {
   const int64_t width = qkv.size(2) / (options.heads + 2 * options.kv_heads);
-  const auto parts = qkv.split_with_sizes(
-      {options.heads * width, options.kv_heads * width, options.kv_heads * width}, 2);
+  const auto parts = parts_of(qkv, options);
   Heads heads{as_heads(parts[0], width), as_heads(parts[1], width), as_heads(parts[2], width)};
+  if (options.q_norm) {
+    heads.q = options.q_norm(by_head(parts[0], width)).transpose(1, 2);
+    heads.k = options.k_norm(by_head(parts[1], width)).transpose(1, 2);
+  }
   if (options.rotation.defined()) {
     heads.q = rotate(heads.q, options.rotation);
     heads.k = rotate(heads.k, options.rotation);
@@ -82,7 +110,8 @@ Heads split_heads(const at::Tensor& qkv, const HeadOptions& options) {
   if (!options.rotation.defined() || !cuda::has_fused_kernels(qkv)) {
     return split_by_operators(qkv, options);
   }
-  const auto heads = RotateAndSplit::apply(qkv, options.rotation, options.heads, options.kv_heads);
+  const auto heads = RotateAndSplit::apply(options.q_norm ? normalized(qkv, options) : qkv,
+                                           options.rotation, options.heads, options.kv_heads);
   return {heads[0], heads[1], heads[2]};
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <span>
 
 namespace lockstep::nn {
@@ -18,6 +19,8 @@ struct HeadOptions {
   int64_t heads = 1, kv_heads = 1;
   // From rotary_table(), for at least T positions; undefined: no rotation.
   at::Tensor rotation = {};
+  // Applied to (B, T, n, D) of q and of k, before the rotation: norms of each head. Both or none.
+  std::function<at::Tensor(const at::Tensor&)> q_norm = {}, k_norm = {};
 };
 
 // qkv is (B, T, (H + 2 K) * D): the heads of q, then of k, then of v. With a rotation, the two

@@ -31,7 +31,8 @@ at::Tensor LinearImpl::forward(const at::Tensor& input) {
 }
 
 bool LinearImpl::supports(layout::TensorStyle style) const {
-  return style != layout::TensorStyle::sequence;
+  return style == layout::TensorStyle::column || style == layout::TensorStyle::row ||
+         style == layout::TensorStyle::vocab;
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -28,16 +28,24 @@ ModelSpec small(ModelKind kind) {
   return spec.resolved(/*seq_len=*/16, /*tokenizer_vocab=*/50);
 }
 
-constexpr ModelKind kKinds[] = {ModelKind::gpt, ModelKind::llama};
+// gpt, llama, and llama with the options of the other families.
+std::vector<ModelSpec> every() {
+  std::vector<ModelSpec> all{small(ModelKind::gpt), small(ModelKind::llama)};
+  all.insert(all.end(), 3, all.back());
+  all[2].window = 5;
+  all[3].qkv_bias = true;
+  all[4].qk_norm = true;
+  all[4].head_dim = 12;
+  return all;
+}
 
 at::Tensor some_tokens(int64_t rows = 3, int64_t length = 16) {
   return at::arange(rows * length).remainder(47).view({rows, length});
 }
 
 TEST(LanguageModel, HasTheTensorsOfItsSpec) {
-  for (const ModelKind kind : kKinds) {
+  for (ModelSpec spec : every()) {
     for (const bool tied : {false, true}) {
-      ModelSpec spec = small(kind);
       spec.tied = tied;
       LanguageModel model(spec);
       std::set<std::string> names, expected;
@@ -70,8 +78,8 @@ TEST(LanguageModel, InitialValuesAreFunctionsOfSeedAndName) {
 
 // No position sees a later one.
 TEST(LanguageModel, IsCausal) {
-  for (const ModelKind kind : kKinds) {
-    LanguageModel model(small(kind));
+  for (const ModelSpec& spec : every()) {
+    LanguageModel model(spec);
     initialize(*model, 1);
     model->eval();
     const at::Tensor tokens = some_tokens(1);
@@ -83,8 +91,21 @@ TEST(LanguageModel, IsCausal) {
   }
 }
 
-std::vector<at::Tensor> gradients(ModelKind kind, LanguageModelOptions options) {
-  LanguageModel model(small(kind), std::move(options));
+// Two layers with a window of 5 see 8 positions back, and no further.
+TEST(LanguageModel, AWindowEnds) {
+  LanguageModel model(every()[2]);
+  initialize(*model, 1);
+  model->eval();
+  const at::Tensor tokens = some_tokens(1);
+  at::Tensor changed = tokens.clone();
+  changed[0][2] = 48;
+  const at::Tensor before = model->forward(tokens), after = model->forward(changed);
+  EXPECT_TRUE(at::equal(before.narrow(1, 11, 5), after.narrow(1, 11, 5)));
+  EXPECT_FALSE(at::equal(before.narrow(1, 10, 1), after.narrow(1, 10, 1)));
+}
+
+std::vector<at::Tensor> gradients(const ModelSpec& spec, LanguageModelOptions options) {
+  LanguageModel model(spec, std::move(options));
   initialize(*model, 1);
   model->random() = {.seed = 5, .position = {.step = 2, .micro_batch = 1}};
   const at::Tensor tokens = some_tokens();
@@ -102,15 +123,15 @@ TEST(LanguageModel, RecomputationDoesNotChangeABit) {
   const bool before = at::globalContext().userEnabledMkldnn();
   at::globalContext().setUserEnabledMkldnn(false);
   const test::TempDir folder;
-  for (const ModelKind kind : kKinds) {
+  for (const ModelSpec& spec : every()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-      const auto expected = gradients(kind, {.tensors = dtype});
+      const auto expected = gradients(spec, {.tensors = dtype});
       for (const Recompute recompute : {Recompute::selective, Recompute::full}) {
         for (const bool on_disk : {false, true}) {
           const auto store =
               on_disk ? std::make_shared<parallel::ActivationStore>(folder.path()) : nullptr;
           const auto found =
-              gradients(kind, {.tensors = dtype, .recompute = recompute, .store = store});
+              gradients(spec, {.tensors = dtype, .recompute = recompute, .store = store});
           ASSERT_EQ(found.size(), expected.size());
           for (size_t i = 0; i < found.size(); ++i)
             EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
@@ -151,15 +172,16 @@ TEST(LanguageModel, TooLongASequenceIsRefused) {
 
 // Logits of another implementation, from weights in a Hugging Face folder.
 TEST(LanguageModel, AgreesWithAPlainStatementInPyTorch) {
-  for (const char* kind : {"gpt2", "llama", "llama3"}) {
-    const test::TempDir folder;
-    test::Subprocess python({LOCKSTEP_PYTHON_WITH_TORCH,
-                             LOCKSTEP_SOURCE_DIR "/tests/model/reference.py", kind, folder.path()});
-    const auto made = python.wait(milliseconds{120'000});
-    ASSERT_EQ(made.code, 0) << made.err;
-    test::Subprocess compare({LOCKSTEP_TEST_BIN "/model_logits", folder.path(), "1e-5"});
+  const test::TempDir folder;
+  test::Subprocess python(
+      {LOCKSTEP_PYTHON_WITH_TORCH, LOCKSTEP_SOURCE_DIR "/tests/model/reference.py", folder.path()});
+  const auto made = python.wait(milliseconds{120'000});
+  ASSERT_EQ(made.code, 0) << made.err;
+  for (const std::string family : {"gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3"}) {
+    test::Subprocess compare(
+        {LOCKSTEP_TEST_BIN "/model_logits", folder.path() + "/" + family, "1e-5"});
     const auto result = compare.wait(milliseconds{60'000});
-    EXPECT_EQ(result.code, 0) << kind << ": " << result.out << result.err;
+    EXPECT_EQ(result.code, 0) << family << ": " << result.out << result.err;
   }
 }
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain statement of GPT-2 and Llama in PyTorch, written from their definitions, for comparison.
+"""A plain statement of GPT-2, Llama, Mistral, Qwen2 and Qwen3 in PyTorch, written from their definitions, for comparison.
 
-    reference.py KIND FOLDER
+    reference.py FOLDER
 
-makes random weights, writes them as a Hugging Face folder (config.json, model.safetensors), and
+makes random weights of each family, writes them as a Hugging Face folder FOLDER/NAME (config.json, model.safetensors), and
 puts tokens and the logits that this statement computes beside them (expected.safetensors).
 """
 import json
 import math
+import os
 import struct
 import sys
 
@@ -24,6 +25,16 @@ CONFIGS = {
                    rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
                    rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                      original_max_position_embeddings=32)),
+    "mistral": dict(model_type="mistral", vocab_size=53, hidden_size=48, intermediate_size=72, num_hidden_layers=3,
+                    num_attention_heads=4, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=64,
+                    rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, sliding_window=7),
+    "qwen2": dict(model_type="qwen2", vocab_size=53, hidden_size=48, intermediate_size=72, num_hidden_layers=3,
+                  num_attention_heads=6, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=64,
+                  rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True, use_sliding_window=False,
+                  sliding_window=8, max_window_layers=3),
+    "qwen3": dict(model_type="qwen3", vocab_size=53, hidden_size=44, intermediate_size=72, num_hidden_layers=3,
+                  num_attention_heads=6, num_key_value_heads=2, head_dim=16, hidden_act="silu", max_position_embeddings=64,
+                  rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False, attention_bias=False),
 }
 
 
@@ -40,12 +51,13 @@ def write_safetensors(path, tensors):
         file.write(struct.pack("<Q", len(text)) + text + data)
 
 
-def attend(q, k, v):
-    """(B, T, H, D) each; position t sees 0 to t."""
+def attend(q, k, v, window=None):
+    """(B, T, H, D) each; position t sees 0 to t, or the last `window` of these."""
     length, width = q.shape[1], q.shape[3]
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(width)
-    later = torch.ones(length, length).triu(1).bool()
-    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(later, -math.inf).softmax(-1), v)
+    t, s = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    hidden = (s > t) | (t - s >= (window or length))
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
 def layer_norm(x, weight, bias, epsilon):
@@ -115,6 +127,7 @@ def rotate(x, config):
 
 def llama(config, tokens, weights):
     heads, kv_heads, epsilon = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+    window = config["sliding_window"] if config["model_type"] == "mistral" else None
     x = weights["model.embed_tokens.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
@@ -122,11 +135,17 @@ def llama(config, tokens, weights):
         y = rms_norm(x, w["input_layernorm.weight"], epsilon)
 
         def project(name, count):
-            return (y @ w[f"self_attn.{name}_proj.weight"].T).reshape(*x.shape[:2], count, -1)
+            out = y @ w[f"self_attn.{name}_proj.weight"].T
+            if config["model_type"] == "qwen2":
+                out = out + w[f"self_attn.{name}_proj.bias"]
+            out = out.reshape(*x.shape[:2], count, -1)
+            if config["model_type"] == "qwen3" and name != "v":
+                out = rms_norm(out, w[f"self_attn.{name}_norm.weight"], epsilon)
+            return out
 
         q, k, v = rotate(project("q", heads), config), rotate(project("k", kv_heads), config), project("v", kv_heads)
         k, v = (part.repeat_interleave(heads // kv_heads, 2) for part in (k, v))
-        x = x + attend(q, k, v).reshape(x.shape) @ w["self_attn.o_proj.weight"].T
+        x = x + attend(q, k, v, window).flatten(2) @ w["self_attn.o_proj.weight"].T
         y = rms_norm(x, w["post_attention_layernorm.weight"], epsilon)
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
@@ -136,26 +155,31 @@ def llama(config, tokens, weights):
 
 def llama_shapes(config):
     width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    head = config.get("head_dim", width // config["num_attention_heads"])
+    q, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
     shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, width)
     for i in range(config["num_hidden_layers"]):
-        layer = {"input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_proj": (width, width),
-                 "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, width),
+        layer = {"input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_proj": (q, width),
+                 "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, q),
                  "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+        if config["model_type"] == "qwen3":
+            layer.update({"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)})
         shapes.update({f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()})
+        if config["model_type"] == "qwen2":
+            shapes.update({f"model.layers.{i}.self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv))})
     return shapes
 
 
-def main(kind, folder):
+def write_folder(config, folder):
     torch.manual_seed(0)
-    config = CONFIGS[kind]
-    model, shapes = (gpt2, gpt2_shapes) if kind == "gpt2" else (llama, llama_shapes)
+    model, shapes = (gpt2, gpt2_shapes) if config["model_type"] == "gpt2" else (llama, llama_shapes)
     # Large enough that every part of the model shows in the logits.
     weights = {name: torch.randn(shape) * 0.3 for name, shape in shapes(config).items()}
     tokens = torch.randint(config["vocab_size"], (2, 37))
     logits = model(config, tokens, weights)
+    os.makedirs(folder)
     with open(f"{folder}/config.json", "w") as file:
         json.dump(config, file)
     write_safetensors(f"{folder}/model.safetensors", weights)
@@ -163,4 +187,5 @@ def main(kind, folder):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    for name, config in CONFIGS.items():
+        write_folder(config, f"{sys.argv[1]}/{name}")

@@ -26,14 +26,16 @@ Inputs make_inputs(int64_t heads, int64_t kv_heads, int64_t length, at::ScalarTy
 }
 
 // By the definition, with all scores in memory.
-at::Tensor plain(const Inputs& in) {
+at::Tensor plain(const Inputs& in, int64_t window) {
   const int64_t sharing = in.q.size(1) / in.k.size(1), length = in.q.size(2);
   const at::Tensor k = in.k.repeat_interleave(sharing, 1), v = in.v.repeat_interleave(sharing, 1);
   const at::Tensor scores = at::matmul(in.q, k.transpose(2, 3)) / std::sqrt(8.0);
-  const at::Tensor later = at::ones({length, length}, at::kBool).triu(1);
-  return at::matmul(scores.masked_fill(later, -std::numeric_limits<double>::infinity()).softmax(-1),
-                    v);
+  const at::Tensor ones = at::ones({length, length}, at::kBool);
+  const at::Tensor hidden = ones.triu(1).logical_or(ones.tril(-window));
+  return at::matmul(
+      scores.masked_fill(hidden, -std::numeric_limits<double>::infinity()).softmax(-1), v);
 }
+at::Tensor plain(const Inputs& in) { return plain(in, in.q.size(2)); }
 
 struct Results {
   at::Tensor out, q, k, v;
@@ -62,7 +64,7 @@ TEST(Attention, BlocksGiveTheDefinition) {
         SCOPED_TRACE(testing::Message()
                      << kv_heads << " of 4 heads, length " << length << ", block " << block);
         const Inputs in = make_inputs(4, kv_heads, length, at::kDouble);
-        const Results expected = run(in, plain);
+        const Results expected = run(in, [](const Inputs& i) { return plain(i); });
         expect_close(
             run(in,
                 [&](const Inputs& i) { return blockwise_causal_attention(i.q, i.k, i.v, block); }),
@@ -76,8 +78,32 @@ TEST(Attention, TheDefaultGivesTheDefinition) {
   for (const int64_t kv_heads : {1, 4}) {
     const Inputs in = make_inputs(4, kv_heads, 300, at::kFloat);
     expect_close(run(in, [](const Inputs& i) { return causal_attention(i.q, i.k, i.v); }),
-                 run(in, plain), 1e-4);
+                 run(in, [](const Inputs& i) { return plain(i); }), 1e-4);
   }
+}
+
+// Position t sees t - window + 1 to t: blocks end and begin inside of windows, and the other way.
+TEST(Attention, WindowsHideWhatIsFurtherBack) {
+  for (const int64_t window : {1, 2, 5, 8, 20, 21, 300}) {
+    for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
+      const Inputs in = make_inputs(4, 2, 21, type);
+      const Results expected = run(in, [&](const Inputs& i) { return plain(i, window); });
+      const double tolerance = type == at::kDouble ? 1e-12 : 1e-5;
+      for (const int64_t block : {1, 4, 8, 64}) {
+        SCOPED_TRACE(testing::Message() << "window " << window << ", block " << block);
+        expect_close(run(in,
+                         [&](const Inputs& i) {
+                           return blockwise_causal_attention(i.q, i.k, i.v, block, window);
+                         }),
+                     expected, tolerance);
+      }
+      expect_close(
+          run(in, [&](const Inputs& i) { return causal_attention(i.q, i.k, i.v, window); }),
+          expected, tolerance);
+    }
+  }
+  const Inputs in = make_inputs(4, 2, 3, at::kFloat);
+  EXPECT_THROW(causal_attention(in.q, in.k, in.v, -1), ConfigError);
 }
 
 TEST(Attention, TakesTransposedHeads) {

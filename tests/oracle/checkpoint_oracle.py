@@ -15,6 +15,7 @@ import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from families import random_models
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -23,6 +24,9 @@ MODELS = {
     "gpt, not tied": ["--model.kind", "gpt", "--model.tied", "false"],
     "llama": ["--model.kind", "llama", "--model.kv_heads", "2"],
     "llama, tied": ["--model.kind", "llama", "--model.kv_heads", "2", "--model.tied", "true"],
+    "mistral": ["--model.kind", "llama", "--model.kv_heads", "2", "--model.window", "9"],
+    "qwen2": ["--model.kind", "llama", "--model.kv_heads", "2", "--model.qkv_bias", "true"],
+    "qwen3": ["--model.kind", "llama", "--model.kv_heads", "2", "--model.qk_norm", "true", "--model.head_dim", "24"],
 }
 LAYOUTS = {
     "1 rank": ["-n", "1"],
@@ -113,36 +117,21 @@ def export_of_a_training(lockstep, work, name, layout, text):
     print(f"export of {name}, {layout}: {TOKENS} tokens are the same; {said}", flush=True)
 
 
-def random_models():
-    torch.manual_seed(0)
-    gpt2 = dict(vocab_size=311, n_positions=96, n_embd=64, n_layer=4, n_head=4)
-    llama = dict(vocab_size=307, hidden_size=96, intermediate_size=208, num_hidden_layers=4, num_attention_heads=6,
-                 num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-6)
-    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
-    yield "gpt2", transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2))
-    yield "gpt2, not tied", transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2, tie_word_embeddings=False))
-    yield "llama", transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama))
-    yield "llama, tied", transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama, tie_word_embeddings=True))
-    try:  # transformers 5
-        config = transformers.LlamaConfig(**llama, rope_parameters=dict(rope_theta=500000.0, **scaling))
-    except TypeError:
-        config = transformers.LlamaConfig(**llama, rope_theta=500000.0, rope_scaling=scaling)
-    yield "llama 3 rope", transformers.LlamaForCausalLM(config)
-
-
-def import_of_random_weights(lockstep, work, name, model):
+def import_of_random_weights(lockstep, work, name, model, model_type):
     """save_pretrained in several files, to a checkpoint and back, in float32 and bfloat16: the same bits."""
-    model.eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than at the start, so that tokens differ
-            parameter.copy_(torch.randn_like(parameter) * (0.1 if parameter.dim() > 1 else 0.3) + (parameter.dim() == 1))
     expected = most_likely(model)
     model.save_pretrained(work / "f32", max_shard_size="200KB")
     lockstep.run("checkpoint", "import", work / "f32", work / "run")
     assert lockstep.sample(work / "run") == expected, "tokens differ"
     lockstep.run("checkpoint", "export", work / "run", work / "f32_back", "--max-shard-size", "150KB")
     require_equal(tensors_in(work / "f32_back"), tensors_in(work / "f32"), name)
-    require_equal(load(work / "f32_back").state_dict(), model.state_dict(), name)
+    back = load(work / "f32_back")
+    assert back.config.model_type == model_type, (name, back.config.model_type)
+    require_equal(back.state_dict(), model.state_dict(), name)
+    tokens = torch.randint(300, (2, 77))
+    with torch.no_grad():
+        close = torch.allclose(back(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert close, f"{name}: the exported config.json is of another model"
 
     half = model.to(torch.bfloat16)
     half.save_pretrained(work / "bf16")
@@ -207,8 +196,8 @@ def main():
         for name in MODELS:
             for layout in ("1 rank", "tp 2, shard full"):
                 in_folder(export_of_a_training, lockstep, name, layout, text)
-        for name, model in random_models():
-            in_folder(import_of_random_weights, lockstep, name, model)
+        for name, model, model_type in random_models():
+            in_folder(import_of_random_weights, lockstep, name, model, model_type)
         for name in ("gpt", "llama"):
             for layout in ("tp 2, shard full", "pp 2"):
                 in_folder(sharded_save_read_by_dcp, lockstep, name, layout, text)

@@ -69,6 +69,12 @@ void llama(TrainConfig& config) {
   config.model.kv_heads = 2;
 }
 
+void qwen3(TrainConfig& config) {
+  llama(config);
+  config.model.qk_norm = true;
+  config.model.head_dim = 48;
+}
+
 // With sequence parallelism.
 void tensor(TrainConfig& config) {
   config.parallel.tp = 2;
@@ -121,6 +127,18 @@ const std::vector<Layout>& layouts() {
        [](auto& c) {
          llama(c);
          c.train.recompute = Recompute::full;
+       }},
+      {"qwen2_window", 1,
+       [](auto& c) {
+         llama(c);
+         c.model.qkv_bias = true;
+         c.model.window = 50;
+       }},
+      {"qwen3", 1, [](auto& c) { qwen3(c); }},
+      {"qwen3_selective", 1,
+       [](auto& c) {
+         qwen3(c);
+         c.train.recompute = Recompute::selective;
        }},
       {"ddp", 2, [](auto&) {}},
       {"ddp_micro_batches", 2, [](auto& c) { c.train.global_batch = 16; }},

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/model/hf_model.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -20,6 +22,7 @@ class Keys {
   Keys(const Json& object, std::string where) : object_(object), where_(std::move(where)) {}
 
   bool has(const char* key) const { return object_.contains(key) && !object_[key].is_null(); }
+  bool is_null(const char* key) const { return object_.contains(key) && object_[key].is_null(); }
 
   int64_t integer(const char* key, std::optional<int64_t> fallback = std::nullopt) const {
     return read<int64_t>(key, fallback, "a whole number", [](const Json& value) {
@@ -39,20 +42,28 @@ class Keys {
     return read<std::string>(key, fallback, "a string",
                              [](const Json& v) { return v.is_string(); });
   }
+  std::vector<std::string> texts(const char* key) const {
+    return read<std::vector<std::string>>(
+        key, std::nullopt, "a list of strings", [](const Json& v) {
+          return v.is_array() &&
+                 std::ranges::all_of(v, [](const Json& i) { return i.is_string(); });
+        });
+  }
   std::optional<Keys> object(const char* key) const {
     if (!has(key)) return std::nullopt;
     if (!object_[key].is_object()) fail(key, "an object");
     return Keys(object_[key], format("{}: {}", where_, key));
   }
 
-  // Throws unless the key is missing or the value one that our models compute with.
+  // Throws, with the key's value and what it must be, unless it holds.
   void require(const char* key, bool holds, const std::string& supported) const {
     if (!holds) fail(key, supported);
   }
 
  private:
   [[noreturn]] void fail(const char* key, const std::string& rule) const {
-    throw ConfigError(format("{}: {} is {}, must be {}", where_, key, object_[key].dump(), rule));
+    const std::string value = object_.contains(key) ? object_[key].dump() : "missing";
+    throw ConfigError(format("{}: {} is {}, must be {}", where_, key, value, rule));
   }
   template <class T, class Test>
   T read(const char* key, const std::optional<T>& fallback, const char* rule, Test test) const {
@@ -102,28 +113,85 @@ std::optional<RopeScaling> rope_scaling_of(const Keys& keys) {
                      keys.integer("original_max_position_embeddings")};
 }
 
-ModelSpec from_llama(const Keys& keys) {
+// The families that are llama with an option, by their model_type, and what they take for keys that
+// a config.json leaves out.
+struct Family {
+  const char *type, *architecture;
+  int64_t kv_heads, head_dim, positions;  // kv_heads 0: all; head_dim 0: hidden / heads
+};
+constexpr Family kLlama{"llama", "LlamaForCausalLM", 0, 0, 2048};
+constexpr Family kMistral{"mistral", "MistralForCausalLM", 8, 0, 131072};
+constexpr Family kQwen2{"qwen2", "Qwen2ForCausalLM", 32, 0, 32768};
+constexpr Family kQwen3{"qwen3", "Qwen3ForCausalLM", 32, 128, 32768};
+constexpr const Family* kFamilies[] = {&kLlama, &kMistral, &kQwen2, &kQwen3};
+constexpr int64_t kDefaultWindow = 4096, kDefaultFullLayers = 28;
+
+// The family that has just these options. A Mistral without a window is a Llama.
+const Family& family_of(const ModelSpec& spec) {
+  if (spec.qk_norm) return kQwen3;
+  if (spec.qkv_bias) return kQwen2;
+  return spec.window > 0 ? kMistral : kLlama;
+}
+
+bool is_qwen(const Family& family) { return &family == &kQwen2 || &family == &kQwen3; }
+
+// Layers of one model may differ in Qwen's files; ours may not, unless no sequence is long enough
+// to show it.
+int64_t window_of_qwen(const Keys& keys, const ModelSpec& spec) {
+  if (!keys.boolean("use_sliding_window", false) || keys.is_null("sliding_window")) return 0;
+  const int64_t window = keys.integer("sliding_window", kDefaultWindow);
+  int64_t sliding = 0, layers = spec.layers;
+  const char* key = "layer_types";
+  if (keys.has(key)) {
+    const std::vector<std::string> types = keys.texts(key);
+    layers = static_cast<int64_t>(types.size());
+    sliding = std::ranges::count(types, "sliding_attention");
+  } else {
+    key = "max_window_layers";
+    sliding = std::max<int64_t>(spec.layers - keys.integer(key, kDefaultFullLayers), 0);
+  }
+  if (sliding == 0 || window >= spec.positions) return 0;
+  keys.require(key, sliding >= layers,
+               format("one kind of attention in all {} layers: with sliding_window {} it has {} "
+                      "layers with the window and {} without",
+                      layers, window, sliding, layers - sliding));
+  return window;
+}
+
+int64_t window_of(const Keys& keys, const Family& family, const ModelSpec& spec) {
+  if (is_qwen(family)) return window_of_qwen(keys, spec);
+  if (&family != &kMistral || keys.is_null("sliding_window")) return 0;
+  const int64_t window = keys.integer("sliding_window", kDefaultWindow);
+  keys.require("sliding_window", window > 0, "above 0, or null for none");
+  return window;
+}
+
+ModelSpec from_llama(const Keys& keys, const Family& family) {
   const std::string activation = keys.text("hidden_act", "silu");
   keys.require("hidden_act", activation == "silu" || activation == "swish", "silu");
-  for (const char* key : {"attention_bias", "mlp_bias"})
-    keys.require(key, !keys.boolean(key, false), "false: our llama has no biases");
+  for (const char* key : {"attention_bias", "mlp_bias"}) {
+    if (&family == &kQwen2) break;  // its biases are not a choice
+    keys.require(key, !keys.boolean(key, false),
+                 format("false: our {} has no biases", family.type));
+  }
   ModelSpec spec;
   spec.kind = ModelKind::llama;
   spec.layers = keys.integer("num_hidden_layers");
   spec.hidden = keys.integer("hidden_size");
   spec.heads = keys.integer("num_attention_heads");
-  spec.kv_heads = keys.integer("num_key_value_heads", spec.heads);
+  spec.kv_heads =
+      keys.integer("num_key_value_heads", family.kv_heads > 0 ? family.kv_heads : spec.heads);
+  spec.head_dim = keys.integer("head_dim", family.head_dim);
+  if (spec.head_dim * spec.heads == spec.hidden) spec.head_dim = 0;
   spec.ffn = keys.integer("intermediate_size");
   spec.vocab = keys.integer("vocab_size");
-  spec.positions = keys.integer("max_position_embeddings", 2048);
+  spec.positions = keys.integer("max_position_embeddings", family.positions);
   spec.tied = keys.boolean("tie_word_embeddings", false);
   spec.norm_epsilon = keys.number("rms_norm_eps", 1e-6);
   spec.rope_theta = keys.number("rope_theta", 10000);
-  if (keys.has("head_dim")) {
-    const int64_t head_dim = keys.integer("head_dim");
-    keys.require("head_dim", spec.heads > 0 && head_dim * spec.heads == spec.hidden,
-                 format("hidden_size {} / num_attention_heads {}", spec.hidden, spec.heads));
-  }
+  spec.qkv_bias = &family == &kQwen2;
+  spec.qk_norm = &family == &kQwen3;
+  spec.window = window_of(keys, family, spec);
   if (const auto parameters = keys.object("rope_parameters")) {
     spec.rope_theta = parameters->number("rope_theta", spec.rope_theta);
     spec.rope_scaling = rope_scaling_of(*parameters);
@@ -176,11 +244,19 @@ void add_gpt2_block(PartList& list, const ModelSpec& spec, int64_t index) {
 
 void add_llama_block(PartList& list, const ModelSpec& spec, int64_t index) {
   const std::string ours = format("blocks.{}.", index), theirs = format("model.layers.{}.", index);
-  const int64_t hidden = spec.hidden, q = spec.heads * spec.head_dim(),
-                kv = spec.num_kv_heads() * spec.head_dim(), ffn = spec.ffn_size();
+  const int64_t hidden = spec.hidden, q = spec.heads * spec.head_size(),
+                kv = spec.num_kv_heads() * spec.head_size(), ffn = spec.ffn_size();
   list.add(ours + "norm1.weight", theirs, {{"input_layernorm.weight", hidden}});
   list.add(ours + "attention.qkv.weight", theirs + "self_attn.",
            {{"q_proj.weight", q}, {"k_proj.weight", kv}, {"v_proj.weight", kv}});
+  if (spec.qkv_bias) {
+    list.add(ours + "attention.qkv.bias", theirs + "self_attn.",
+             {{"q_proj.bias", q}, {"k_proj.bias", kv}, {"v_proj.bias", kv}});
+  }
+  if (spec.qk_norm) {
+    for (const char* name : {"q_norm.weight", "k_norm.weight"})
+      list.add(ours + "attention." + name, theirs + "self_attn.", {{name, spec.head_size()}});
+  }
   list.add(ours + "attention.out.weight", theirs, {{"self_attn.o_proj.weight", hidden}});
   list.add(ours + "norm2.weight", theirs, {{"post_attention_layernorm.weight", hidden}});
   list.add(ours + "mlp.gate_up.weight", theirs + "mlp.",
@@ -216,23 +292,34 @@ Json llama_json(const ModelSpec& spec) {
     rope["high_freq_factor"] = spec.rope_scaling->high_freq_factor;
     rope["original_max_position_embeddings"] = spec.rope_scaling->original_positions;
   }
-  Json json = {{"model_type", "llama"},
-               {"architectures", {"LlamaForCausalLM"}},
+  const Family& family = family_of(spec);
+  Json json = {{"model_type", family.type},
+               {"architectures", {family.architecture}},
                {"vocab_size", spec.vocab},
                {"hidden_size", spec.hidden},
                {"intermediate_size", spec.ffn_size()},
                {"num_hidden_layers", spec.layers},
                {"num_attention_heads", spec.heads},
                {"num_key_value_heads", spec.num_kv_heads()},
-               {"head_dim", spec.head_dim()},
+               {"head_dim", spec.head_size()},
                {"hidden_act", "silu"},
                {"max_position_embeddings", spec.positions},
                {"initializer_range", 0.02},
                {"rms_norm_eps", spec.norm_epsilon},
                {"tie_word_embeddings", spec.is_tied()},
-               {"attention_bias", false},
-               {"mlp_bias", false},
                {"rope_theta", spec.rope_theta}};  // here and below: transformers 4 and 5
+  if (&family == &kLlama || &family == &kQwen3) json["attention_bias"] = false;
+  if (&family == &kLlama) json["mlp_bias"] = false;
+  if (&family != &kLlama) {
+    json["sliding_window"] = spec.window > 0 ? Json(spec.window) : Json(nullptr);
+  }
+  if (is_qwen(family)) {
+    const bool slides = spec.window > 0;
+    json["use_sliding_window"] = slides;
+    json["max_window_layers"] = slides ? 0 : spec.layers;
+    json["layer_types"] = std::vector<std::string>(static_cast<size_t>(spec.layers),
+                                                   slides ? "sliding_attention" : "full_attention");
+  }
   json["rope_scaling"] = spec.rope_scaling ? rope : Json(nullptr);
   rope["rope_theta"] = spec.rope_theta;
   json["rope_parameters"] = rope;
@@ -246,10 +333,13 @@ ModelSpec model_spec_from_hf(const std::string& config_json, const std::string& 
   if (!json.is_object()) throw ConfigError(format("{}: must be a JSON object", path));
   const Keys keys(json, path);
   const std::string type = keys.text("model_type");
-  keys.require("model_type", type == "gpt2" || type == "llama", "gpt2 or llama");
+  const auto family =
+      std::ranges::find_if(kFamilies, [&](const Family* known) { return type == known->type; });
+  const bool known = family != std::end(kFamilies);
+  keys.require("model_type", type == "gpt2" || known, "gpt2, llama, mistral, qwen2 or qwen3");
   keys.require("quantization_config", !keys.has("quantization_config"),
                "absent: quantized weights cannot be read");
-  const ModelSpec spec = type == "gpt2" ? from_gpt2(keys) : from_llama(keys);
+  const ModelSpec spec = known ? from_llama(keys, **family) : from_gpt2(keys);
   try {
     spec.validate();
   } catch (const ConfigError& failure) {

@@ -39,7 +39,7 @@ class Inventory {
   }
   void linear(const std::string& name, int64_t rows, int64_t columns, double std = kStd) {
     matrix(name + ".weight", rows, columns, std);
-    bias(name, rows);
+    if (biased_) bias(name, rows);
   }
   // Its output is added to the residual stream: narrower, so that the stream does not grow with the
   // number of layers.
@@ -48,17 +48,16 @@ class Inventory {
   }
   void norm(const std::string& name, int64_t size) {
     tensors_.push_back({name + ".weight", {size}, InitKind::ones, 0});
-    bias(name, size);
+    if (biased_) bias(name, size);
+  }
+  void bias(const std::string& name, int64_t size) {
+    tensors_.push_back({name + ".bias", {size}, InitKind::zeros, 0});
   }
 
   std::vector<TensorSpec> tensors_;
 
  private:
-  void bias(const std::string& name, int64_t size) {
-    if (biased_) tensors_.push_back({name + ".bias", {size}, InitKind::zeros, 0});
-  }
-
-  bool biased_;
+  bool biased_;  // all linear maps and norms are
   double residual_std_;
 };
 
@@ -78,10 +77,14 @@ void ModelSpec::validate() const {
   require_size("hidden", hidden, 1, kMostHidden);
   require_size("heads", heads, 1, hidden);
   require_size("kv_heads", kv_heads, 0, heads);
+  require_size("head_dim", head_dim, 0, kMostHidden);
   require_size("ffn", ffn, 0, kMostFfn);
   require_size("vocab", vocab, 0, kMostIds);
   require_size("positions", positions, 0, kMostIds);
-  require_spec(hidden % heads == 0, "hidden", hidden, format("divisible by {} heads", heads));
+  require_spec(head_dim > 0 || hidden % heads == 0, "hidden", hidden,
+               format("divisible by {} heads", heads));
+  require_size("heads x head_dim", heads * head_size(), 1, kMostFfn);
+  require_size("window", window, 0, kMostIds);
   require_spec(heads % num_kv_heads() == 0, "heads", heads,
                format("divisible by {} kv_heads", num_kv_heads()));
   require_spec(dropout >= 0 && dropout < 1, "dropout", dropout, "at least 0 and below 1");
@@ -92,10 +95,17 @@ void ModelSpec::validate() const {
                  format("{}, the number of heads: gpt has as many of both", heads));
     if (rope_scaling)
       throw ConfigError("[model] rope_scaling is set, but gpt has no rotary positions");
+    require_spec(heads * head_size() == hidden, "head_dim", head_dim,
+                 format("hidden / heads for gpt (hidden {}, {} heads)", hidden, heads));
+    require_spec(!qkv_bias, "qkv_bias", qkv_bias, "false for gpt, which has all biases");
+    require_spec(!qk_norm, "qk_norm", qk_norm, "false for gpt");
+    require_spec(window == 0, "window", window, "0 for gpt, which attends to all before it");
     return;
   }
-  require_spec(head_dim() % 2 == 0, "hidden / heads", head_dim(),
+  require_spec(head_size() % 2 == 0, head_dim > 0 ? "head_dim" : "hidden / heads", head_size(),
                format("even for rotary positions (hidden {}, {} heads)", hidden, heads));
+  require_spec(!qkv_bias || !qk_norm, "qkv_bias", qkv_bias,
+               "false with qk_norm: Qwen2 has the one, Qwen3 the other, and no family has both");
   if (!rope_scaling) return;
   require_positive("rope_scaling factor", rope_scaling->factor);
   require_positive("rope_scaling low_freq_factor", rope_scaling->low_freq_factor);
@@ -110,6 +120,7 @@ ModelSpec ModelSpec::resolved(int64_t seq_len, int64_t tokenizer_vocab) const {
   validate();
   ModelSpec spec = *this;
   spec.kv_heads = num_kv_heads();
+  if (head_dim * heads == hidden) spec.head_dim = 0;
   spec.ffn = ffn_size();
   spec.tied = is_tied();
   if (vocab == 0) spec.vocab = tokenizer_vocab;
@@ -133,7 +144,12 @@ std::vector<TensorSpec> ModelSpec::tensors() const {
     const std::string block = format("blocks.{}.", i);
     all.norm(block + "norm1", hidden);
     all.linear(block + "attention.qkv", qkv_rows(), hidden);
-    all.residual_linear(block + "attention.out", hidden, heads * head_dim());
+    if (qkv_bias) all.bias(block + "attention.qkv", qkv_rows());
+    if (qk_norm) {
+      all.norm(block + "attention.q_norm", head_size());
+      all.norm(block + "attention.k_norm", head_size());
+    }
+    all.residual_linear(block + "attention.out", hidden, heads * head_size());
     all.norm(block + "norm2", hidden);
     if (gpt) {
       all.linear(block + "mlp.up", ffn_rows, hidden);
@@ -157,6 +173,10 @@ std::string ModelSpec::describe() const {
   std::string text =
       format("{}: {} layers, hidden {}, {} heads", name_of(kind), layers, hidden, heads);
   if (num_kv_heads() != heads) text += format(" ({} for keys and values)", num_kv_heads());
+  if (heads * head_size() != hidden) text += format(" of {}", head_size());
+  if (qkv_bias) text += ", qkv bias";
+  if (qk_norm) text += ", qk norm";
+  if (window > 0) text += format(", window {}", window);
   text += format(", ffn {}", ffn_size());
   if (vocab > 0) text += format(", vocab {}", vocab);
   if (positions > 0) text += format(", {} positions", positions);

@@ -16,35 +16,47 @@ Buffer dropout(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   return tape.take(sizes.stream());
 }
 
-// Saves x (B, T, C) and statistics (B, T).
-Buffer fused_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
-  const int64_t rows = sizes.tokens() / sizes.stream_shares;
-  const int64_t statistics = (sizes.llama ? 1 : 2) * rows * kFloat;
+// What a norm sees on this rank: rows, each of them `width` elements.
+struct Rows {
+  int64_t count, width;
+
+  int64_t bytes(const LayerSizes& sizes) const { return count * width * sizes.element; }
+};
+
+// Saves x and statistics of each row.
+Buffer fused_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Rows& rows) {
+  const int64_t statistics = (sizes.llama ? 1 : 2) * rows.count * kFloat;
   tape.record({.saved = {x, tape.take(statistics)},
-               .gradient = sizes.stream(),
-               .weights = (sizes.llama ? 1 : 2) * sizes.hidden * sizes.element});
-  return tape.take(sizes.stream());
+               .gradient = rows.bytes(sizes),
+               .weights = (sizes.llama ? 1 : 2) * rows.width * sizes.element});
+  return tape.take(rows.bytes(sizes));
 }
 
-// x / rms(x) * weight by operators. Saves x, the scale (B, T, 1) and the scaled x; before libtorch
-// 2 also the squares.
-Buffer rms_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
-  const int64_t stream = sizes.stream();
-  Buffer squares = tape.take(stream);
+// x / rms(x) * weight by operators. Saves x, the scale of each row and the scaled x; before
+// libtorch 2 also the squares.
+Buffer rms_norm(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Rows& rows) {
+  const int64_t bytes = rows.bytes(sizes);
+  Buffer squares = tape.take(bytes);
   if (!sizes.kernels.mean_saves) squares.reset();
-  const Buffer scale = tape.take(sizes.tokens() / sizes.stream_shares * kFloat);
+  const Buffer scale = tape.take(rows.count * kFloat);
   // Of x / rms: by way of the scale, of the mean, of the square with two more on its way.
-  tape.record({.saved = {x, scale, squares}, .gradient = stream, .extra = 4 * stream});
-  const Buffer scaled = tape.take(stream);
+  tape.record({.saved = {x, scale, squares}, .gradient = bytes, .extra = 4 * bytes});
+  const Buffer scaled = tape.take(bytes);
   tape.record({.saved = {scaled},
-               .gradient = stream,
-               .extra = stream,  // products, before they are summed to the weight's
-               .weights = sizes.hidden * sizes.element});
-  return tape.take(stream);
+               .gradient = bytes,
+               .extra = bytes,  // products, before they are summed to the weight's
+               .weights = rows.width * sizes.element});
+  return tape.take(bytes);
 }
 
+Buffer norm(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Rows& rows) {
+  return sizes.llama && !sizes.kernels.cuda ? rms_norm(tape, sizes, x, rows)
+                                            : fused_norm(tape, sizes, x, rows);
+}
+
+// Of the residual stream.
 Buffer norm(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
-  return sizes.llama && !sizes.kernels.cuda ? rms_norm(tape, sizes, x) : fused_norm(tape, sizes, x);
+  return norm(tape, sizes, x, {sizes.tokens() / sizes.stream_shares, sizes.hidden});
 }
 
 struct Linear {
@@ -52,13 +64,14 @@ struct Linear {
   // Ranks that share the sequence of its input, which is gathered for the product; of its output,
   // which is summed and scattered.
   int64_t sharing_in = 1, sharing_out = 1;
+  bool bias = false;
 };
 
 // Saves its input (B, T, in).
 Buffer linear(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Linear& shape) {
   const int64_t in = sizes.tokens() * shape.in * sizes.element;
   const int64_t out = sizes.tokens() * shape.out * sizes.element;
-  const int64_t bias = sizes.llama ? 0 : shape.out;
+  const int64_t bias = shape.bias ? shape.out : 0;
   Node node{.saved = {x},
             .gradient = in / shape.sharing_in,
             .weights = (shape.in * shape.out + bias) * sizes.element};
@@ -75,12 +88,34 @@ struct Heads {
   bool contiguous = false;  // q and k: (B, H, T, D) as it lies in memory
 };
 
-// Saves nothing. Views of qkv; with rotary positions copies of q and k, on CUDA of all three.
+// Norms of the heads of q and of k, which are views of qkv. While the gradients of one are
+// computed, those of all three wait.
+struct NormedHeads {
+  Buffer q, k;
+};
+NormedHeads norm_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
+  const auto norm_of = [&](int64_t heads) {
+    tape.fork();
+    Buffer out = norm(tape, sizes, qkv, {sizes.tokens() * heads, sizes.width});
+    tape.join();
+    return out;
+  };
+  Buffer q = norm_of(sizes.heads);
+  return {std::move(q), norm_of(sizes.kv_heads)};
+}
+
+// Views of qkv; with rotary positions copies of q and k, on CUDA of all three. Saves only what
+// norms of the heads do.
 Heads split_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
   // Backward copies each gradient to the order of qkv, and puts the three side by side.
   tape.record({.gradient = sizes.qkv()});
   if (!sizes.llama) return {qkv, qkv, qkv};
+  NormedHeads normed;
+  if (sizes.qk_norm) normed = norm_heads(tape, sizes, qkv);
   if (sizes.kernels.cuda) {
+    Buffer joined = tape.take(sizes.qk_norm ? sizes.qkv() : 0);  // of the normed q and k, and v
+    normed = {};
+    if (sizes.qk_norm) tape.record({.gradient = sizes.qkv()});
     const Buffer turned = tape.take(sizes.qkv());
     return {turned, turned, turned};
   }
@@ -110,10 +145,12 @@ Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& hea
   const int64_t queries_and_keys = copies && !heads.contiguous ? sizes.queries() + sizes.keys() : 0;
   const int64_t gradient = copies ? sizes.queries() : 0;
   const int64_t block = std::min(kAttentionBlock, sizes.length);
+  const int64_t window = sizes.windowed() ? sizes.window : sizes.length;
   int64_t most = 0;  // scores of a block and a head
   for (int64_t begin = 0; begin < sizes.length; begin += block) {
     const int64_t end = std::min(begin + block, sizes.length);
-    most = std::max(most, (end - begin) * end);
+    const int64_t first = std::max<int64_t>(begin - window + 1, 0);
+    most = std::max(most, (end - begin) * (end - first));
   }
   const int64_t rows = sizes.batch * sizes.heads * block;
   const int64_t part = rows * sizes.width * sizes.element;
@@ -131,12 +168,15 @@ Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& hea
 Buffer attention(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t inner = sizes.heads * sizes.width;
   const int64_t outer = (sizes.heads + 2 * sizes.kv_heads) * sizes.width;
-  const Heads heads =
-      split_heads(tape, sizes,
-                  linear(tape, sizes, x,
-                         {.in = sizes.hidden, .out = outer, .sharing_in = sizes.stream_shares}));
-  const Linear out{.in = inner, .out = sizes.hidden, .sharing_out = sizes.stream_shares};
-  if (sizes.kernels.fused_attention)
+  const Heads heads = split_heads(tape, sizes,
+                                  linear(tape, sizes, x,
+                                         {.in = sizes.hidden,
+                                          .out = outer,
+                                          .sharing_in = sizes.stream_shares,
+                                          .bias = sizes.qkv_bias}));
+  const Linear out{
+      .in = inner, .out = sizes.hidden, .sharing_out = sizes.stream_shares, .bias = !sizes.llama};
+  if (sizes.kernels.fused_attention && !sizes.windowed())
     return linear(tape, sizes, fused_attention(tape, sizes, heads), out);
   const Buffer mixed = blockwise_attention(tape, sizes, heads);
   return linear(tape, sizes, tape.take(sizes.queries()), out);  // (B, H, T, D) -> (B, T, H * D)
@@ -145,11 +185,15 @@ Buffer attention(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
 // Saves the activation's input (B, T, F), or with a gate (B, T, 2 F), and its output (B, T, F).
 Buffer mlp(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t width = (sizes.llama ? 2 : 1) * sizes.ffn;
-  const Buffer inner =
-      linear(tape, sizes, x, {.in = sizes.hidden, .out = width, .sharing_in = sizes.stream_shares});
+  const Buffer inner = linear(
+      tape, sizes, x,
+      {.in = sizes.hidden, .out = width, .sharing_in = sizes.stream_shares, .bias = !sizes.llama});
   tape.record({.saved = {inner}, .gradient = sizes.tokens() * width * sizes.element});
   return linear(tape, sizes, tape.take(sizes.tokens() * sizes.ffn * sizes.element),
-                {.in = sizes.ffn, .out = sizes.hidden, .sharing_out = sizes.stream_shares});
+                {.in = sizes.ffn,
+                 .out = sizes.hidden,
+                 .sharing_out = sizes.stream_shares,
+                 .bias = !sizes.llama});
 }
 
 Buffer attention_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {

@@ -25,12 +25,14 @@ struct LayerSizes {
   int64_t ffn, vocab, positions;   // F, V, P
   int64_t element;                 // bytes
   int64_t stream_shares;           // ranks that share the sequence between matrices
-  bool llama, tensor_parallel;
+  int64_t window;                  // of attention; 0: none
+  bool llama, qkv_bias, qk_norm, tensor_parallel;
   double dropout;
   layout::Recompute recompute;
   bool on_disk;  // what layers keep for backward: inputs of recomputed blocks, or all that is saved
   Kernels kernels;
 
+  bool windowed() const { return window > 0 && window < length; }
   bool stores_all() const { return on_disk && recompute == layout::Recompute::none; }
   int64_t tokens() const { return batch * length; }
   int64_t stream() const { return tokens() / stream_shares * hidden * element; }  // (B, T, C)

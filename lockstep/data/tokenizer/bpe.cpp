@@ -10,6 +10,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/data/tokenizer/utf8.h"
 
 namespace lockstep::data {
 namespace {
@@ -70,6 +71,7 @@ void WordCache::store(Slot& slot, std::string_view word, const int32_t* tokens, 
 
 Bpe::Bpe(Model model)
     : byte_tokens_(model.byte_tokens),
+      character_tokens_(std::move(model.character_tokens)),
       merges_(model.merges),
       whole_words_(std::move(model.whole_words)) {}
 
@@ -99,6 +101,30 @@ void Bpe::push_pair(int32_t position, Workspace& workspace) const {
   std::push_heap(workspace.queue.begin(), workspace.queue.end(), comes_later);
 }
 
+void Bpe::cut(std::string_view word, std::vector<Workspace::Symbol>& symbols) const {
+  const auto add = [&](int32_t token) {
+    const auto index = static_cast<int32_t>(symbols.size());
+    symbols.push_back({token, index - 1, index + 1});
+  };
+  for (size_t i = 0; i < word.size();) {
+    size_t size = 1;
+    if (!character_tokens_.empty()) {
+      const auto character = utf8_at(word, i);
+      if (character) {
+        size = character->size;
+        const auto found = character_tokens_.find(character->code_point);
+        if (found != character_tokens_.end()) {
+          add(found->second);
+          i += size;
+          continue;
+        }
+      }
+    }
+    for (const size_t end = i + size; i < end; ++i)
+      add(byte_tokens_[static_cast<unsigned char>(word[i])]);
+  }
+}
+
 // Symbols are a linked list in an array, so that positions in the queue stay valid. A merge puts
 // the new pairs into the queue and leaves the old ones there: an entry whose pair no longer merges
 // to what it says is skipped.
@@ -111,11 +137,9 @@ void Bpe::merge(std::string_view word, Workspace& workspace, std::vector<int32_t
     throw ConfigError(
         format("tokenizer: a word of {} bytes, at most {} can be encoded", word.size(), INT32_MAX));
   }
-  const auto size = static_cast<int32_t>(word.size());
-  for (int32_t i = 0; i < size; ++i) {
-    const int32_t token = byte_tokens_[static_cast<unsigned char>(word[i])];
-    symbols.push_back({token, i - 1, i + 1 < size ? i + 1 : -1});
-  }
+  cut(word, symbols);
+  const auto size = static_cast<int32_t>(symbols.size());
+  symbols.back().next = -1;
   for (int32_t i = 0; i + 1 < size; ++i) push_pair(i, workspace);
 
   while (!queue.empty()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Byte-pair encoding of one word: single bytes, then the pair with the lowest rank is merged, the
-// leftmost of equals, until no pair is left that has a rank.
+// Byte-pair encoding of one word: single bytes or characters, then the pair with the lowest rank is
+// merged, the leftmost of equals, until no pair is left that has a rank.
 #pragma once
 
 #include <array>
@@ -76,6 +76,8 @@ class Bpe {
 
   struct Model {
     std::array<int32_t, 256> byte_tokens{};
+    // Characters that a word begins as, with the bytes of those that are not here; empty: bytes.
+    std::unordered_map<uint32_t, int32_t> character_tokens;
     std::vector<Merge> merges;
     // Words that are one token whatever the merges say (ignore_merges).
     std::unordered_map<std::string, int32_t> whole_words;
@@ -88,8 +90,11 @@ class Bpe {
  private:
   void merge(std::string_view word, Workspace& workspace, std::vector<int32_t>& tokens) const;
   void push_pair(int32_t position, Workspace& workspace) const;
+  // The symbols that the word begins as.
+  void cut(std::string_view word, std::vector<Workspace::Symbol>& symbols) const;
 
   std::array<int32_t, 256> byte_tokens_;
+  std::unordered_map<uint32_t, int32_t> character_tokens_;
   MergeTable merges_;
   std::unordered_map<std::string, int32_t> whole_words_;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/tokenizer/pre_tokenizer.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/data/tokenizer/unicode_table.h"
+#include "lockstep/data/tokenizer/utf8.h"
 
 namespace lockstep::data {
 namespace {
@@ -34,24 +36,10 @@ struct Char {
   size_t size;
 };
 
-// The one of several bytes that begins at `at`. UTF-8 is as Unicode has it: no longer form of a
-// shorter one, no surrogates, nothing above 0x10ffff.
+// Of several bytes, or one that is no character.
 Char long_char_at(std::string_view text, size_t at) {
-  constexpr Char kInvalid{CharClass::other, 1};
-  const auto lead = static_cast<unsigned char>(text[at]);
-  const size_t size = lead < 0xc2 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 1;
-  if (size == 1 || text.size() - at < size) return kInvalid;
-  uint32_t code_point = lead & (0x7fu >> size);
-  for (size_t i = 1; i < size; ++i) {
-    const auto byte = static_cast<unsigned char>(text[at + i]);
-    if ((byte & 0xc0) != 0x80) return kInvalid;
-    code_point = code_point << 6 | (byte & 0x3f);
-  }
-  if (size == 3 && (code_point < 0x800 || (code_point >= 0xd800 && code_point < 0xe000))) {
-    return kInvalid;
-  }
-  if (size == 4 && (code_point < 0x10000 || code_point > 0x10ffff)) return kInvalid;
-  return {char_class(code_point), size};
+  const auto c = utf8_at(text, at);
+  return c ? Char{char_class(c->code_point), c->size} : Char{CharClass::other, 1};
 }
 
 Char char_at(std::string_view text, size_t at) {
@@ -139,6 +127,13 @@ size_t llama3_word(std::string_view text, int max_digits) {
   return line_end == std::string_view::npos ? spaces(text) : line_end + 1;
 }
 
+size_t meta_word(std::string_view text, bool keeps_runs) {
+  size_t begin = 0;
+  if (text.starts_with(kMetaSpace)) begin = kMetaSpace.size();
+  while (keeps_runs && text.substr(begin).starts_with(kMetaSpace)) begin += kMetaSpace.size();
+  return std::min(text.find(kMetaSpace, begin), text.size());
+}
+
 }  // namespace
 
 std::optional<WordPattern> word_pattern(std::string_view regex) {
@@ -166,6 +161,10 @@ size_t first_word(std::string_view text, WordPattern pattern) {
       return llama3_word(text, 3);
     case WordPattern::qwen2:
       return llama3_word(text, 1);
+    case WordPattern::meta_words:
+      return meta_word(text, /*keeps_runs=*/false);
+    case WordPattern::meta_runs:
+      return meta_word(text, /*keeps_runs=*/true);
   }
   check(false, "every word pattern has a scanner");
   return 0;

@@ -15,7 +15,13 @@ enum class WordPattern {
   gpt2,    // contractions, letters, numbers, symbols and spaces
   llama3,  // contractions in any case, at most 3 digits, line ends apart
   qwen2,   // llama3 with single digits
+  // SentencePiece's, where U+2581 stands for a space:
+  meta_words,  // cut before each U+2581
+  meta_runs,   // cut before each U+2581 that does not follow another
 };
+
+// U+2581, which SentencePiece writes for a space.
+inline constexpr std::string_view kMetaSpace = "\xe2\x96\x81";
 
 // The pattern that is spelled so in a tokenizer.json, where there is one.
 std::optional<WordPattern> word_pattern(std::string_view regex);

@@ -54,8 +54,10 @@ struct Tokenizer::Tables {
   Tables() = default;
   explicit Tables(TokenizerJson json)
       : bpe(std::move(json.model)),
+        normalizer(std::move(json.normalizer)),
         pattern(json.pattern),
-        add_prefix_space(json.add_prefix_space),
+        prefix_space(json.prefix_space),
+        meta_space(json.meta_space),
         bytes_of(std::move(json.bytes_of)) {
     for (const char* const content : {"<|endoftext|>", "<|end_of_text|>", "</s>"}) {
       for (const auto* list : {&json.added_tokens, &json.normalized_added_tokens}) {
@@ -68,14 +70,23 @@ struct Tokenizer::Tables {
     normalized_added = AddedTokens(std::move(json.normalized_added_tokens));
   }
 
-  void encode_piece(std::string_view piece, Workspace& workspace,
+  void encode_piece(std::string_view piece, bool is_first, Workspace& workspace,
                     std::vector<int32_t>& tokens) const {
-    std::string with_space;
-    if (add_prefix_space && piece[0] != ' ') {
-      with_space.reserve(piece.size() + 1);
-      with_space = ' ';
+    std::string changed;
+    if (meta_space) {
+      changed = normalize(piece, {{NormalizerStep::Kind::replace, " ", std::string(kMetaSpace)}});
+      piece = changed;
+    }
+    const std::string_view space = meta_space ? kMetaSpace : " ";
+    const bool adds =
+        prefix_space == PrefixSpace::always || (prefix_space == PrefixSpace::first && is_first);
+    if (adds && !piece.starts_with(space)) {
+      std::string with_space;
+      with_space.reserve(piece.size() + space.size());
+      with_space = space;
       with_space += piece;
-      piece = with_space;
+      changed = std::move(with_space);
+      piece = changed;
     }
     while (!piece.empty()) {
       const size_t size = first_word(piece, pattern);
@@ -86,8 +97,10 @@ struct Tokenizer::Tables {
 
   std::string name;
   std::optional<Bpe> bpe;  // none: a token is a byte
+  std::vector<NormalizerStep> normalizer;
   WordPattern pattern = WordPattern::whole;
-  bool add_prefix_space = false;
+  PrefixSpace prefix_space = PrefixSpace::never;
+  bool meta_space = false;
   AddedTokens added, normalized_added;
   std::vector<std::string> bytes_of;
   std::optional<int32_t> end_of_text;
@@ -131,8 +144,16 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text) const {
   auto workspace = tables_->pool.take();
   const auto on_token = [&](int32_t id) { tokens.push_back(id); };
   split_at(tables_->added, text, on_token, [&](std::string_view part) {
-    split_at(tables_->normalized_added, part, on_token,
-             [&](std::string_view piece) { tables_->encode_piece(piece, *workspace, tokens); });
+    const bool begins = part.data() == text.data();
+    std::string normalized;
+    if (!tables_->normalizer.empty()) {
+      normalized = normalize(part, tables_->normalizer);
+      part = normalized;
+    }
+    split_at(tables_->normalized_added, part, on_token, [&](std::string_view piece) {
+      const bool is_first = begins && piece.data() == part.data();
+      tables_->encode_piece(piece, is_first, *workspace, tokens);
+    });
   });
   tables_->pool.give_back(std::move(workspace));
   return tokens;

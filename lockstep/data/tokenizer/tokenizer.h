@@ -18,8 +18,9 @@ class Tokenizer {
  public:
   // A token is a byte; 256 of them.
   static Tokenizer bytes();
-  // A Hugging Face tokenizer.json with byte-level BPE, as GPT-2 and Llama 3 have. Throws
-  // ConfigError with the file, the key and what is supported where it is of another kind.
+  // A Hugging Face tokenizer.json with byte-level BPE, as GPT-2, Llama 3, Qwen2 and Qwen3 have, or
+  // with SentencePiece's BPE of characters, as Llama 2 and Mistral have. Throws ConfigError with
+  // the file, the key and what is supported where it is of another kind.
   static Tokenizer from_file(const std::string& tokenizer_json);
   // "bytes", the path of a tokenizer.json, or that of a folder with one.
   static Tokenizer open(const std::string& name);
@@ -28,8 +29,8 @@ class Tokenizer {
   // that stand in the text, like <|endoftext|>, are found, others are not added. Any bytes can be
   // encoded; what is not UTF-8 counts as symbols of one byte.
   std::vector<int32_t> encode(std::string_view text) const;
-  // The bytes that were encoded (with the spaces that add_prefix_space put before words). Throws
-  // ConfigError where no token has the id.
+  // The bytes that were encoded, as the normalizer left them, and with the spaces that were put
+  // before words. Throws ConfigError where no token has the id.
   std::string decode(std::span<const int32_t> tokens) const;
 
   // The largest id, plus 1.

@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
+#include "lockstep/data/tokenizer/utf8.h"
 #include "lockstep/io/json.h"
 
 namespace lockstep::data {
@@ -57,6 +58,19 @@ std::optional<std::string> bytes_of_alphabet(const std::string& text) {
   return bytes;
 }
 
+// The tokens that SentencePiece has for bytes: <0x00> to <0xFF>.
+std::string fallback_of_byte(int byte) {
+  constexpr const char* kDigits = "0123456789ABCDEF";
+  return format("<0x{}{}>", kDigits[byte >> 4], kDigits[byte & 15]);
+}
+std::optional<int> byte_of_fallback(const std::string& token) {
+  if (token.size() != 6 || !token.starts_with("<0x")) return std::nullopt;
+  for (int byte = 0; byte < 256; ++byte) {
+    if (token == fallback_of_byte(byte)) return byte;
+  }
+  return std::nullopt;
+}
+
 // For messages: short, one line, ASCII.
 std::string shown(const io::Json& value) {
   auto text = value.dump(-1, ' ', true);
@@ -77,8 +91,13 @@ class Reader {
     }
     if (!root.is_object()) refuse("the file", root, "an object");
     read_normalizer(get(root, "normalizer"));
-    read_pre_tokenizer(get(root, "pre_tokenizer"));
-    read_model(get(root, "model"));
+    const io::Json& pre_tokenizer = get(root, "pre_tokenizer");
+    read_pre_tokenizer(pre_tokenizer);
+    const io::Json& model = get(root, "model");
+    if (!byte_level_ && !read_bool(model, "model", "byte_fallback", false)) {
+      refuse("pre_tokenizer", pre_tokenizer, kPreTokenizers);
+    }
+    read_model(model);
     read_added_tokens(get(root, "added_tokens"));
     return std::move(result_);
   }
@@ -107,18 +126,40 @@ class Reader {
     return value.get<bool>();
   }
 
-  void read_normalizer(const io::Json& normalizer) const {
-    const bool does_nothing = normalizer.is_null() || (get(normalizer, "type") == "Sequence" &&
-                                                       get(normalizer, "normalizers").empty());
-    if (!does_nothing) refuse("normalizer", normalizer, "null");
+  void read_normalizer(const io::Json& normalizer) {
+    if (normalizer.is_null()) return;
+    const io::Json& steps = get(normalizer, "normalizers");
+    if (get(normalizer, "type") == "Sequence" && steps.is_array()) {
+      for (const io::Json& step : steps) read_normalizer(step);
+      return;
+    }
+    using Kind = NormalizerStep::Kind;
+    const io::Json &type = get(normalizer, "type"), &prepend = get(normalizer, "prepend");
+    const io::Json& pattern = get(get(normalizer, "pattern"), "String");
+    const io::Json& content = get(normalizer, "content");
+    if (type == "NFC") {
+      result_.normalizer.push_back({Kind::nfc});
+    } else if (type == "Prepend" && prepend.is_string()) {
+      result_.normalizer.push_back({Kind::prepend, {}, prepend.get<std::string>()});
+    } else if (type == "Replace" && pattern.is_string() && pattern != "" && content.is_string()) {
+      result_.normalizer.push_back(
+          {Kind::replace, pattern.get<std::string>(), content.get<std::string>()});
+    } else {
+      refuse("normalizer", normalizer,
+             "null, NFC, Prepend, Replace of a String, a Sequence of these");
+    }
   }
 
   void read_pre_tokenizer(const io::Json& pre_tokenizer) {
-    const char* const supported = "ByteLevel, or a Sequence of one Split and ByteLevel";
-    if (get(pre_tokenizer, "type") != "Sequence") {
-      if (get(pre_tokenizer, "type") != "ByteLevel") {
-        refuse("pre_tokenizer", pre_tokenizer, supported);
-      }
+    const char* const supported = kPreTokenizers;
+    const io::Json& type = get(pre_tokenizer, "type");
+    if (pre_tokenizer.is_null() || type == "Metaspace") {
+      byte_level_ = false;
+      if (!pre_tokenizer.is_null()) read_metaspace(pre_tokenizer);
+      return;
+    }
+    if (type != "Sequence") {
+      if (type != "ByteLevel") refuse("pre_tokenizer", pre_tokenizer, supported);
       return read_byte_level(pre_tokenizer);
     }
     const io::Json& steps = get(pre_tokenizer, "pretokenizers");
@@ -129,7 +170,7 @@ class Reader {
     read_byte_level(steps.back());
     if (steps.size() == 1) return;
     if (get(steps[0], "type") != "Split") refuse("pre_tokenizer", pre_tokenizer, supported);
-    if (result_.pattern != WordPattern::whole || result_.add_prefix_space) {
+    if (result_.pattern != WordPattern::whole || result_.prefix_space != PrefixSpace::never) {
       refuse("pre_tokenizer ByteLevel", steps[1],
              "use_regex and add_prefix_space false after a Split");
     }
@@ -138,9 +179,33 @@ class Reader {
 
   void read_byte_level(const io::Json& byte_level) {
     const char* const key = "pre_tokenizer ByteLevel";
-    result_.add_prefix_space = read_bool(byte_level, key, "add_prefix_space", true);
+    if (read_bool(byte_level, key, "add_prefix_space", true)) {
+      result_.prefix_space = PrefixSpace::always;
+    }
     const bool use_regex = read_bool(byte_level, key, "use_regex", true);
     result_.pattern = use_regex ? WordPattern::gpt2 : WordPattern::whole;
+  }
+
+  void read_metaspace(const io::Json& metaspace) {
+    const char* const key = "pre_tokenizer Metaspace";
+    if (get(metaspace, "replacement") != kMetaSpace) {
+      refuse(format("{}.replacement", key), get(metaspace, "replacement"), "\"\\u2581\"");
+    }
+    const io::Json& scheme = get(metaspace, "prepend_scheme");
+    if (scheme.is_null() || scheme == "always") {
+      result_.prefix_space = PrefixSpace::always;
+    } else if (scheme == "first") {
+      result_.prefix_space = PrefixSpace::first;
+    } else if (scheme != "never") {
+      refuse(format("{}.prepend_scheme", key), scheme, "always, first, never");
+    }
+    // Older files have it; the library takes it only where it says the same.
+    const bool adds = read_bool(metaspace, key, "add_prefix_space", true);
+    if (!adds && result_.prefix_space != PrefixSpace::never) {
+      refuse(format("{}.add_prefix_space", key), false, "true unless prepend_scheme is never");
+    }
+    result_.meta_space = true;
+    if (read_bool(metaspace, key, "split", true)) result_.pattern = WordPattern::meta_words;
   }
 
   void read_split(const io::Json& split) {
@@ -168,8 +233,8 @@ class Reader {
     }
     const io::Json& dropout = get(model, "dropout");
     if (!dropout.is_null() && dropout != 0) refuse("model.dropout", dropout, "null");
-    if (read_bool(model, "model", "byte_fallback", false)) {
-      refuse("model.byte_fallback", true, "false");
+    if (byte_level_ && read_bool(model, "model", "byte_fallback", false)) {
+      refuse("model.byte_fallback", true, "false with ByteLevel");
     }
     for (const char* const key : {"continuing_subword_prefix", "end_of_word_suffix"}) {
       const io::Json& affix = get(model, key);
@@ -179,9 +244,22 @@ class Reader {
     read_merges(get(model, "merges"));
     if (read_bool(model, "model", "ignore_merges", false)) {
       for (const auto& [token, id] : vocabulary_) {
-        if (auto bytes = bytes_of_alphabet(token)) result_.model.whole_words[*bytes] = id;
+        if (!byte_level_) {
+          result_.model.whole_words[token] = id;
+        } else if (auto bytes = bytes_of_alphabet(token)) {
+          result_.model.whole_words[*bytes] = id;
+        }
       }
+    } else if (!byte_level_ && result_.pattern == WordPattern::whole && !joins_words_) {
+      result_.pattern = WordPattern::meta_runs;
     }
+  }
+
+  // Of a token of the vocabulary, when it is decoded.
+  std::string bytes_of(const std::string& token) const {
+    if (byte_level_) return bytes_of_alphabet(token).value_or(token);
+    if (const auto byte = byte_of_fallback(token)) return {static_cast<char>(*byte)};
+    return normalize(token, {{NormalizerStep::Kind::replace, std::string(kMetaSpace), " "}});
   }
 
   void set_bytes(int64_t id, std::string bytes, const std::string& key) {
@@ -200,15 +278,21 @@ class Reader {
       if (!value.is_number_integer()) refuse(key, value, "an integer");
       const auto id = value.get<int64_t>();
       if (!ids.insert(id).second) fail(format("{} has id {}, which another has too", key, id));
-      set_bytes(id, bytes_of_alphabet(token).value_or(token), key);
+      set_bytes(id, bytes_of(token), key);
       vocabulary_[token] = static_cast<int32_t>(id);
+      if (byte_level_ || token.empty()) continue;
+      const auto character = utf8_at(token, 0);
+      if (character && character->size == token.size()) {
+        result_.model.character_tokens[character->code_point] = static_cast<int32_t>(id);
+      }
     }
     for (int byte = 0; byte < 256; ++byte) {
-      const uint32_t character = kCharacterOfByte[byte];
-      const auto symbol = character < 0x80
-                              ? std::string{static_cast<char>(character)}
-                              : std::string{static_cast<char>(0xc0 | character >> 6),
-                                            static_cast<char>(0x80 | (character & 0x3f))};
+      std::string symbol;
+      if (byte_level_) {
+        append_utf8(symbol, kCharacterOfByte[byte]);
+      } else {
+        symbol = fallback_of_byte(byte);
+      }
       const auto found = vocabulary_.find(symbol);
       if (found == vocabulary_.end()) {
         fail(
@@ -251,6 +335,7 @@ class Reader {
       }
       result_.model.merges.push_back({token_of_merge(left, rank), token_of_merge(right, rank),
                                       token_of_merge(left + right, rank)});
+      joins_words_ |= right.starts_with(kMetaSpace) && !left.ends_with(kMetaSpace);
     }
   }
 
@@ -260,7 +345,7 @@ class Reader {
     // The library counts on from the vocabulary and does not look at the ids; where they differ the
     // file is not what its author thinks.
     auto next_id = static_cast<int64_t>(vocabulary_.size());
-    std::unordered_set<std::string> contents;
+    std::unordered_set<std::string> contents, normalized_contents;
     for (const auto& token : added) {
       const io::Json& content = get(token, "content");
       if (!content.is_string() || content == "") {
@@ -281,15 +366,29 @@ class Reader {
                     shown(get(token, "id")), id));
       }
       set_bytes(id, text, key);
-      auto& list = read_bool(token, key, "normalized", true) ? result_.normalized_added_tokens
-                                                             : result_.added_tokens;
-      list.push_back({text, static_cast<int32_t>(id)});
+      if (!read_bool(token, key, "normalized", true)) {
+        result_.added_tokens.push_back({text, static_cast<int32_t>(id)});
+        continue;
+      }
+      const std::string normalized = normalize(text, result_.normalizer);
+      if (normalized.empty() || !normalized_contents.insert(normalized).second) {
+        fail(
+            format("{} is {} once it is normalized, must differ from other tokens and not be empty",
+                   key, shown(normalized)));
+      }
+      result_.normalized_added_tokens.push_back({normalized, static_cast<int32_t>(id)});
     }
   }
+
+  static constexpr const char* kPreTokenizers =
+      "ByteLevel, or a Sequence of one Split and ByteLevel; with model.byte_fallback true also "
+      "Metaspace or null";
 
   std::string path_;
   TokenizerJson result_;
   Vocabulary vocabulary_;
+  bool byte_level_ = true;    // else SentencePiece's: tokens are text, with U+2581 for spaces
+  bool joins_words_ = false;  // a merge puts U+2581 after another character
 };
 
 }  // namespace

@@ -29,7 +29,8 @@ at::Tensor as_parts(const at::Tensor& whole, const comm::Group& group) {
 
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& partial, const comm::Group& group) {
-    // The sum takes the place of the product, which recomputation keeps: so it keeps the sum.
+    // The sum takes the place of the product, which recomputation may keep: so it keeps the sum,
+    // and the second call does not add up sums.
     return kept_product([&] {
       const at::Tensor sum = partial.detach();
       comm::all_reduce(sum, group, {.tag = "tensor-parallel sum"}).wait();

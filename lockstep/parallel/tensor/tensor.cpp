@@ -32,7 +32,8 @@ struct TensorParallel::State {
   std::vector<bool> used;
   std::vector<optim::NamedParameter> parameters = {};
   std::map<std::string, TensorSplit> splits = {};  // of those that are not whole
-  std::set<std::string> partial = {};              // whose gradients are of a part of the sequence
+  // Whole parameters whose gradients are of this rank's part of the sequence or of the heads.
+  std::set<std::string> partial = {};
   std::set<const c10::TensorImpl*> multiplied = {};  // of `parameters`: those that are partial
 };
 
@@ -61,6 +62,8 @@ std::string_view name_of(TensorStyle style) {
       return "vocab";
     case TensorStyle::sequence:
       return "sequence";
+    case TensorStyle::partial:
+      return "partial";
   }
   return "";
 }
@@ -68,8 +71,9 @@ std::string_view name_of(TensorStyle style) {
 void require_support(const Change& change) {
   const auto* layer = dynamic_cast<const nn::SharedLayer*>(change.module);
   const TensorStyle style = change.rule->style;
-  // Layers that know nothing of it, such as norms, may see a part of the sequence.
-  if (layer == nullptr ? style == TensorStyle::sequence : layer->supports(style)) return;
+  // Layers that know nothing of it, such as norms, may see a part of the sequence or of the heads.
+  const bool whole = style == TensorStyle::sequence || style == TensorStyle::partial;
+  if (layer == nullptr ? whole : layer->supports(style)) return;
   throw ConfigError(
       format("[tensor] '{}' is a {}, which cannot have style {}; column and row are for "
              "lockstep::nn::Linear, vocab for lockstep::nn::Embedding and Linear",
@@ -182,7 +186,7 @@ void TensorParallel::apply(torch::nn::Module& model) {
       for (const auto& [name, tensor, split] : change.parameters) {
         const std::string full = joined(change.path, name);
         if (split.is_whole()) {
-          if (!state.options.sequence_parallel) continue;
+          if (!state.options.sequence_parallel && style != TensorStyle::partial) continue;
           state.partial.insert(full);
           if (!state.multiplied.insert(tensor.unsafeGetTensorImpl()).second) continue;
           multiply_gradient(tensor, group.size());

@@ -6,7 +6,7 @@
 //   auto shared = parallel::tensor_parallel(*model, mesh["tp"], plan);
 //   ...
 //   loss.backward();
-//   shared.reduce_gradients();      // with sequence parallelism
+//   shared.reduce_gradients();      // of norms, with sequence parallelism or between the two
 //   shared.clip_grad_norm_(1);
 //
 // The model is built of lockstep::nn's Linear, Embedding and Dropout, and is called as before.
@@ -57,13 +57,13 @@ class TensorParallel {
   // Which of the plan's rules have named a module so far.
   const std::vector<bool>& used() const;
 
-  // After backward, with sequence parallelism: adds up the gradients of parameters that every rank
-  // has, but has used for its part of the sequence only. One all-reduce. What is summed already
-  // stays as it is: a second call does nothing, and gradients may be added up over several
-  // backwards with a call after each, after some, or after the last. Until then a rank's gradient
-  // is that of its part times the number of ranks; backward must have made it. Without sequence
-  // parallelism such gradients are the same on all ranks, and this does nothing. (Between column
-  // and row ranks have other values each; a model must have no whole parameters there.) Collective.
+  // After backward: adds up the gradients of parameters that every rank has, but has used for its
+  // part only: those of style partial, and with sequence parallelism all that are whole. One
+  // all-reduce. What is summed already stays as it is: a second call does nothing, and gradients
+  // may be added up over several backwards with a call after each, after some, or after the last.
+  // Until then a rank's gradient is that of its part times the number of ranks; backward must have
+  // made it. The gradients of other whole parameters are the same on all ranks. (Between column
+  // and row ranks have other values each: whole parameters there need style partial.) Collective.
   void reduce_gradients() const;
   // The same for parameters that were sharded since, by the same names.
   void reduce_gradients(std::span<const optim::NamedParameter> parameters) const;

@@ -81,7 +81,10 @@ inline Arrays gpt2_arrays(const Values& ours, bool tied, const std::string& pref
   return theirs;
 }
 
-inline Arrays llama_arrays(const Values& ours, bool tied) {
+// Of small_config, or with a window, with biases (Qwen2), or with norms and heads of 6 (Qwen3).
+inline Arrays llama_arrays(const config::ModelSpec& model, const Values& ours) {
+  const bool tied = model.is_tied();
+  const int64_t width = model.qk_norm ? 6 : 2, q = 4 * width, k = q + 2 * width, v = k + 2 * width;
   Arrays theirs;
   theirs["model.embed_tokens.weight"] = {{20, 8}, ours.at("embed.weight")};
   theirs["model.norm.weight"] = {{8}, ours.at("norm.weight")};
@@ -90,11 +93,21 @@ inline Arrays llama_arrays(const Values& ours, bool tied) {
     const std::string b = std::string("model.layers.") + i + ".";
     theirs[b + "input_layernorm.weight"] = {{8}, ours.at(a + "norm1.weight")};
     theirs[b + "post_attention_layernorm.weight"] = {{8}, ours.at(a + "norm2.weight")};
-    const auto& qkv = ours.at(a + "attention.qkv.weight");  // 8 + 4 + 4 rows
-    theirs[b + "self_attn.q_proj.weight"] = {{8, 8}, rows_of(qkv, 8, 0, 8)};
-    theirs[b + "self_attn.k_proj.weight"] = {{4, 8}, rows_of(qkv, 8, 8, 12)};
-    theirs[b + "self_attn.v_proj.weight"] = {{4, 8}, rows_of(qkv, 8, 12, 16)};
-    theirs[b + "self_attn.o_proj.weight"] = {{8, 8}, ours.at(a + "attention.out.weight")};
+    const auto& qkv = ours.at(a + "attention.qkv.weight");
+    theirs[b + "self_attn.q_proj.weight"] = {{q, 8}, rows_of(qkv, 8, 0, q)};
+    theirs[b + "self_attn.k_proj.weight"] = {{k - q, 8}, rows_of(qkv, 8, q, k)};
+    theirs[b + "self_attn.v_proj.weight"] = {{v - k, 8}, rows_of(qkv, 8, k, v)};
+    if (model.qkv_bias) {
+      const auto& bias = ours.at(a + "attention.qkv.bias");
+      theirs[b + "self_attn.q_proj.bias"] = {{q}, rows_of(bias, 1, 0, q)};
+      theirs[b + "self_attn.k_proj.bias"] = {{k - q}, rows_of(bias, 1, q, k)};
+      theirs[b + "self_attn.v_proj.bias"] = {{v - k}, rows_of(bias, 1, k, v)};
+    }
+    if (model.qk_norm) {
+      theirs[b + "self_attn.q_norm.weight"] = {{6}, ours.at(a + "attention.q_norm.weight")};
+      theirs[b + "self_attn.k_norm.weight"] = {{6}, ours.at(a + "attention.k_norm.weight")};
+    }
+    theirs[b + "self_attn.o_proj.weight"] = {{8, q}, ours.at(a + "attention.out.weight")};
     const auto& gate_up = ours.at(a + "mlp.gate_up.weight");
     theirs[b + "mlp.gate_proj.weight"] = {{12, 8}, rows_of(gate_up, 8, 0, 12)};
     theirs[b + "mlp.up_proj.weight"] = {{12, 8}, rows_of(gate_up, 8, 12, 24)};
@@ -105,9 +118,9 @@ inline Arrays llama_arrays(const Values& ours, bool tied) {
 }
 
 inline Arrays arrays_of(const config::TrainConfig& config, const Values& values) {
-  const bool tied = config.model.is_tied();
-  return config.model.kind == ModelKind::gpt ? gpt2_arrays(values, tied, "transformer.")
-                                             : llama_arrays(values, tied);
+  return config.model.kind == ModelKind::gpt
+             ? gpt2_arrays(values, config.model.is_tied(), "transformer.")
+             : llama_arrays(config.model, values);
 }
 
 // ---- folders ----

@@ -24,11 +24,10 @@ using Json = nlohmann::json;
 class CheckpointExport : public CheckpointConvert {};
 
 TEST_F(CheckpointExport, EveryModelGoesThereAndBack) {
-  for (const ModelKind kind : {ModelKind::gpt, ModelKind::llama}) {
-    for (const bool tied : {false, true}) {
-      const auto config = small_config(kind, tied);
+  for (const bool tied : {false, true}) {
+    for (const auto& [family, config] : families(tied)) {
       const Values values = model_values(config.model);
-      const std::string name = std::string(name_of(kind)) + (tied ? "_tied" : "");
+      const std::string name = family + (tied ? "_tied" : "");
       save_model(path(name), config, values, {.ranks = 3, .dim = 1});
       const std::string out = path(name + "_hf"), back = path(name + "_back");
       Result result = run({"export", path(name), out});
@@ -37,6 +36,7 @@ TEST_F(CheckpointExport, EveryModelGoesThereAndBack) {
       EXPECT_EQ(read_hf(out), arrays_of(config, values)) << name;
       const Json json = Json::parse(read_file(out + "/config.json"));
       EXPECT_EQ(config::model_spec_from_hf(json.dump(), out).resolved(16, 20), config.model);
+      EXPECT_EQ(json.value("model_type", ""), family);
       EXPECT_EQ(json.value("torch_dtype", ""), "float32");
       EXPECT_EQ(json.value("dtype", ""), "float32");
       EXPECT_TRUE(json.at("eos_token_id").is_null());

@@ -29,7 +29,7 @@ TEST_F(CheckpointImport, NamesOfTheHubAndBuffersAreRead) {
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_EQ(read_checkpoint(path("run/step-00000000")), values);
 
-  Arrays rotary = llama_arrays(model_values(llama_.model), false);
+  Arrays rotary = llama_arrays(llama_.model, model_values(llama_.model));
   rotary["model.layers.0.self_attn.rotary_emb.inv_freq"] = {{1}, {1}};
   write_hf(path("rotary"), llama_.model, rotary);
   result = run({"import", path("rotary"), path("llama")});
@@ -99,7 +99,8 @@ TEST_F(CheckpointImport, WrongFoldersAreRefusedBeforeAnythingIsWritten) {
   write_file(path("hf/config.json"), R"({"model_type": "mamba"})");
   result = run({"import", path("hf"), path("x")});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("model_type is \"mamba\", must be gpt2 or llama"));
+  EXPECT_THAT(result.err,
+              HasSubstr("model_type is \"mamba\", must be gpt2, llama, mistral, qwen2 or qwen3"));
   write_file(path("file"), "mine");
   write_hf(path("hf"), gpt_.model, sound);
   EXPECT_EQ(run({"import", path("hf"), path("file/run")}).code, 1);

@@ -34,6 +34,19 @@ inline config::TrainConfig small_config(config::ModelKind kind, std::optional<bo
   return config;
 }
 
+// One of each family, by the model_type of its config.json.
+inline std::map<std::string, config::TrainConfig> families(bool tied) {
+  const auto llama = small_config(config::ModelKind::llama, tied);
+  std::map<std::string, config::TrainConfig> all{
+      {"gpt2", small_config(config::ModelKind::gpt, tied)}, {"llama", llama}};
+  all.emplace("mistral", llama).first->second.model.window = 5;
+  all.emplace("qwen2", llama).first->second.model.qkv_bias = true;
+  auto& qwen3 = all.emplace("qwen3", llama).first->second.model;
+  qwen3.qk_norm = true;
+  qwen3.head_dim = 6;
+  return all;
+}
+
 // Exact in float32, and rounded in the shorter types.
 inline std::vector<float> known_values(const std::string& name, int64_t count) {
   uint32_t hash = 2166136261;

@@ -33,6 +33,32 @@ json llama_json() {
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"}})");
 }
 
+// Mistral-7B-v0.1
+json mistral_json() {
+  return json::parse(R"({"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "sliding_window": 4096,
+    "tie_word_embeddings": false, "rope_theta": 10000.0})");
+}
+
+// Qwen2.5-0.5B
+json qwen2_json() {
+  return json::parse(R"({"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
+    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "hidden_act": "silu", "max_position_embeddings": 32768, "max_window_layers": 24, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "use_mrope": false, "use_sliding_window": false,
+    "tie_word_embeddings": true})");
+}
+
+// Qwen3-0.6B
+json qwen3_json() {
+  return json::parse(R"({"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 28,
+    "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+    "use_sliding_window": false, "attention_bias": false, "tie_word_embeddings": true})");
+}
+
 ModelSpec read(const json& config) { return model_spec_from_hf(config.dump(), "config.json"); }
 
 void expect_refused(json config, const char* key, const json& value, const std::string& message) {
@@ -97,7 +123,8 @@ TEST(HfModel, RefusesWhatIsNotThere) {
   expect_refused(gpt2(), "scale_attn_weights", false, "scale_attn_weights is false, must be true");
   expect_refused(gpt2(), "scale_attn_by_inverse_layer_idx", true,
                  "scale_attn_by_inverse_layer_idx is true, must be false");
-  expect_refused(gpt2(), "model_type", "bert", "model_type is \"bert\", must be gpt2 or llama");
+  expect_refused(gpt2(), "model_type", "bert",
+                 "model_type is \"bert\", must be gpt2, llama, mistral, qwen2 or qwen3");
   expect_refused(gpt2(), "n_layer", "12", "n_layer is \"12\", must be a whole number");
   expect_refused(gpt2(), "n_layer", uint64_t{1} << 63,
                  "n_layer is 9223372036854775808, must be a whole number");
@@ -108,8 +135,13 @@ TEST(HfModel, RefusesWhatIsNotThere) {
                  "attention_bias is true, must be false: our llama has no biases");
   expect_refused(llama_json(), "mlp_bias", true,
                  "mlp_bias is true, must be false: our llama has no biases");
-  expect_refused(llama_json(), "head_dim", 128,
-                 "head_dim is 128, must be hidden_size 2048 / num_attention_heads 32");
+  expect_refused(qwen3_json(), "attention_bias", true,
+                 "attention_bias is true, must be false: our qwen3 has no biases");
+  expect_refused(qwen3_json(), "head_dim", 63,
+                 "[model] head_dim is 63, must be even for rotary positions (hidden 1024, 16 "
+                 "heads)");
+  expect_refused(mistral_json(), "sliding_window", 0,
+                 "sliding_window is 0, must be above 0, or null for none");
   expect_refused(llama_json(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}},
                  "rope_scaling: type is \"linear\", must be default or llama3");
   expect_refused(llama_json(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 2.0}},
@@ -123,11 +155,116 @@ TEST(HfModel, RefusesWhatIsNotThere) {
   EXPECT_THROW(model_spec_from_hf("[]", "config.json"), ConfigError);
 }
 
+TEST(HfModel, ReadsMistral) {
+  const ModelSpec expected{.kind = ModelKind::llama,
+                           .layers = 32,
+                           .hidden = 4096,
+                           .heads = 32,
+                           .kv_heads = 8,
+                           .ffn = 14336,
+                           .vocab = 32000,
+                           .positions = 32768,
+                           .tied = false,
+                           .window = 4096};
+  EXPECT_EQ(read(mistral_json()), expected);
+  EXPECT_EQ(expected.parameters(), 7'241'732'096);
+  json config = mistral_json();
+  config["sliding_window"] = nullptr;  // as from version 0.2 on
+  EXPECT_EQ(read(config).window, 0);
+  config.erase("sliding_window");  // transformers takes 4096 for it
+  EXPECT_EQ(read(config).window, 4096);
+  config["head_dim"] = 160;  // Mistral Nemo has a width of its own
+  EXPECT_EQ(read(config).head_size(), 160);
+}
+
+TEST(HfModel, ReadsQwen2) {
+  const ModelSpec expected{.kind = ModelKind::llama,
+                           .layers = 24,
+                           .hidden = 896,
+                           .heads = 14,
+                           .kv_heads = 2,
+                           .ffn = 4864,
+                           .vocab = 151936,
+                           .positions = 32768,
+                           .tied = true,
+                           .norm_epsilon = 1e-6,
+                           .rope_theta = 1e6,
+                           .qkv_bias = true};
+  EXPECT_EQ(read(qwen2_json()), expected);
+  EXPECT_EQ(expected.parameters(), 494'032'768);
+}
+
+TEST(HfModel, ReadsQwen3) {
+  const ModelSpec expected{.kind = ModelKind::llama,
+                           .layers = 28,
+                           .hidden = 1024,
+                           .heads = 16,
+                           .kv_heads = 8,
+                           .head_dim = 128,
+                           .ffn = 3072,
+                           .vocab = 151936,
+                           .positions = 40960,
+                           .tied = true,
+                           .norm_epsilon = 1e-6,
+                           .rope_theta = 1e6,
+                           .qk_norm = true};
+  EXPECT_EQ(read(qwen3_json()), expected);
+  EXPECT_EQ(expected.parameters(), 596'049'920);
+  json config = qwen3_json();
+  config.erase("head_dim");  // 128 whatever the hidden size
+  EXPECT_EQ(read(config), expected);
+}
+
+TEST(HfModel, WindowsOfQwen) {
+  for (json config : {qwen2_json(), qwen3_json()}) {
+    const int64_t layers = config["num_hidden_layers"];
+    config["use_sliding_window"] = true;
+    config["sliding_window"] = 4096;
+    EXPECT_EQ(read(config).window, 0);  // max_window_layers is the number of layers
+    config["max_window_layers"] = 0;
+    EXPECT_EQ(read(config).window, 4096);
+    config["max_window_layers"] = 3;
+    EXPECT_THAT([&] { read(config); }, ThrowsMessage<ConfigError>(testing::AllOf(
+                                           testing::HasSubstr("max_window_layers is 3"),
+                                           testing::HasSubstr("sliding_window 4096"),
+                                           testing::HasSubstr("and 3 without"))));
+    config["layer_types"] = std::vector<std::string>(layers, "sliding_attention");
+    EXPECT_EQ(read(config).window, 4096);
+    config["layer_types"][0] = "full_attention";
+    EXPECT_THROW(read(config), ConfigError);
+    config["sliding_window"] = 40960;  // no sequence is longer
+    EXPECT_EQ(read(config).window, 0);
+    config["layer_types"] = 7;
+    EXPECT_THROW(read(config), ConfigError);
+  }
+  json config = qwen2_json();
+  config["use_sliding_window"] = true;
+  config["sliding_window"] = 64;
+  config["num_hidden_layers"] = 30;
+  config.erase("max_window_layers");  // 28 for transformers
+  EXPECT_THAT([&] { read(config); },
+              ThrowsMessage<ConfigError>(testing::HasSubstr("max_window_layers is missing")));
+}
+
 TEST(HfModel, ConfigGoesBothWays) {
-  for (const json& config : {gpt2(), llama_json()}) {
+  json short_window = qwen3_json(), wide = llama_json();
+  short_window["use_sliding_window"] = true;
+  short_window["sliding_window"] = 64;
+  short_window["max_window_layers"] = 0;
+  wide["head_dim"] = 128;
+  for (const json& config :
+       {gpt2(), llama_json(), wide, mistral_json(), qwen2_json(), qwen3_json(), short_window}) {
     const ModelSpec spec = read(config);
     EXPECT_EQ(model_spec_from_hf(hf_config_json(spec), "x"), spec);
+    EXPECT_EQ(json::parse(hf_config_json(spec))["model_type"], config["model_type"]);
   }
+  json plain = mistral_json();
+  plain["sliding_window"] = nullptr;
+  EXPECT_EQ(json::parse(hf_config_json(read(plain)))["model_type"], "llama");  // the same model
+  const json qwen3 = json::parse(hf_config_json(read(short_window)));
+  EXPECT_EQ(qwen3["architectures"], json::array({"Qwen3ForCausalLM"}));
+  EXPECT_EQ(qwen3["layer_types"], std::vector<std::string>(28, "sliding_attention"));
+  EXPECT_EQ(qwen3["head_dim"], 128);
   const json written = json::parse(hf_config_json(read(llama_json())));
   EXPECT_EQ(written["rope_scaling"], llama_json()["rope_scaling"]);
   EXPECT_EQ(written["rope_parameters"]["rope_theta"], 500000.0);
@@ -154,6 +291,8 @@ void expect_tiles(const ModelSpec& spec) {
 TEST(HfModel, PartsTileTheModel) {
   expect_tiles(read(gpt2()));
   expect_tiles(read(llama_json()));
+  expect_tiles(read(qwen2_json()));
+  expect_tiles(read(qwen3_json()));
   expect_tiles(ModelSpec{.tied = false}.resolved(16, 32));
 }
 

@@ -81,6 +81,42 @@ TEST(ModelSpec, CountsOfKnownModels) {
   EXPECT_EQ(llama3.parameters(), 8'030'261'248);
 }
 
+// Qwen's options, each with its tensors; the width of a head needs not be hidden / heads.
+TEST(ModelSpec, OptionsOfLlama) {
+  ModelSpec spec{.kind = ModelKind::llama,
+                 .layers = 1,
+                 .hidden = 50,  // no multiple of the heads
+                 .heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = 24,
+                 .ffn = 8,
+                 .vocab = 11,
+                 .qk_norm = true};
+  const double residual = 0.02 / std::sqrt(2.0);
+  const std::vector<TensorSpec> all = spec.tensors();
+  const std::vector<TensorSpec> expected = {
+      {"blocks.0.attention.qkv.weight", {192, 50}, InitKind::normal, 0.02},
+      {"blocks.0.attention.q_norm.weight", {24}, InitKind::ones, 0},
+      {"blocks.0.attention.k_norm.weight", {24}, InitKind::ones, 0},
+      {"blocks.0.attention.out.weight", {50, 96}, InitKind::normal, residual},
+  };
+  EXPECT_EQ(std::vector(all.begin() + 2, all.begin() + 6), expected);
+  EXPECT_EQ(spec.describe(),
+            "llama: 1 layers, hidden 50, 4 heads (2 for keys and values) of 24, qk norm, ffn 8, "
+            "vocab 11, untied");
+  spec.qk_norm = false;
+  spec.qkv_bias = true;
+  spec.window = 7;
+  EXPECT_EQ(spec.tensors()[3], (TensorSpec{"blocks.0.attention.qkv.bias", {192}, InitKind::zeros}));
+  EXPECT_EQ(spec.describe(),
+            "llama: 1 layers, hidden 50, 4 heads (2 for keys and values) of 24, qkv bias, window "
+            "7, ffn 8, vocab 11, untied");
+  // One model has one spec.
+  EXPECT_EQ((ModelSpec{.kind = ModelKind::llama, .hidden = 64, .heads = 4, .head_dim = 16}.resolved(
+                8, 8)),
+            (ModelSpec{.kind = ModelKind::llama, .hidden = 64, .heads = 4}.resolved(8, 8)));
+}
+
 TEST(ModelSpec, ResidualStdFallsWithDepth) {
   ModelSpec spec{.layers = 8, .vocab = 2, .positions = 2};
   for (const TensorSpec& tensor : spec.tensors()) {
@@ -139,6 +175,13 @@ TEST(ModelSpec, RejectsBadSizes) {
                  "[model] dropout is nan, must be at least 0 and below 1");
   expect_refused({.rope_scaling = RopeScaling{}},
                  "[model] rope_scaling is set, but gpt has no rotary positions");
+  expect_refused({.head_dim = 64},
+                 "[model] head_dim is 64, must be hidden / heads for gpt (hidden 128, 4 heads)");
+  expect_refused({.qkv_bias = true},
+                 "[model] qkv_bias is true, must be false for gpt, which has all biases");
+  expect_refused({.qk_norm = true}, "[model] qk_norm is true, must be false for gpt");
+  expect_refused({.window = 8},
+                 "[model] window is 8, must be 0 for gpt, which attends to all before it");
   ModelSpec spec = llama();
   spec.kv_heads = 3;
   expect_refused(spec, "[model] heads is 4, must be divisible by 3 kv_heads");
@@ -146,6 +189,15 @@ TEST(ModelSpec, RejectsBadSizes) {
   expect_refused(spec,
                  "[model] hidden / heads is 5, must be even for rotary positions (hidden 20, 4 "
                  "heads)");
+  spec = llama();
+  spec.qkv_bias = spec.qk_norm = true;
+  expect_refused(spec,
+                 "[model] qkv_bias is true, must be false with qk_norm: Qwen2 has the one, Qwen3 "
+                 "the other, and no family has both");
+  spec = {.kind = ModelKind::llama, .hidden = 1 << 20, .heads = 1 << 20, .head_dim = 1 << 20};
+  expect_refused(spec,
+                 "[model] heads x head_dim is 1099511627776, must be at least 1 and at most "
+                 "4194304");
   spec = llama();
   spec.rope_scaling = RopeScaling{.low_freq_factor = 4, .high_freq_factor = 4};
   expect_refused(spec,

@@ -17,8 +17,13 @@ CONTRACTIONS = ["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "'T", "'RE", 
                 "'r", "'l", "'v", "'x", "''s", " 's", "'s's"]
 
 
-def random_text(rng, extra=()):
-    """`extra`: strings to strew in, such as special tokens."""
+META = "\u2581"  # SentencePiece's space
+# Little but letters and spaces, many of them: what tokens of several words are made of.
+SPACED = ["ab", "abc", "a", "b", " ", " ", "  ", "    ", META, "\n", "the", " the", "\u4e2d"]
+
+
+def random_text(rng, extra=(), common=()):
+    """`extra`: strings to strew in, such as special tokens. `common`: strings that are half of the text."""
     def letters():
         script = rng.choice(SCRIPTS[:2] * 4 + SCRIPTS)
         return "".join(rng.choice(script) for _ in range(rng.randint(1, 8)))
@@ -35,4 +40,5 @@ def random_text(rng, extra=()):
 
     parts = [letters] * 4 + [lambda: " "] * 4 + [numbers] * 2 + [spaces] * 2 + [symbols] * 2 + [lambda: rng.choice(CONTRACTIONS)] * 2
     parts += [lambda: rng.choice(extra)] * (2 if extra else 0)
+    parts += [lambda: rng.choice(common)] * (len(parts) if common else 0)
     return "".join(rng.choice(parts)() for _ in range(rng.randint(0, 12)))

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Encodes lines for tests that compare with another tokenizer.
 //
-// usage: tokenize_lines TOKENIZER [--adds-space] < strings > ids
+// usage: tokenize_lines TOKENIZER [--decode] < strings > ids
 //
 // Each line in is a JSON string, or a JSON array of bytes for what is not UTF-8; each line out is a
-// JSON array of ids. Ends with status 1 where decoding does not give the string back, unless the
-// tokenizer is said to add a space before words.
+// JSON array of ids. Ends with status 1 where decoding does not give the string back. With
+// --decode, for tokenizers that change the text, each line out is the ids and what they decode to.
 #include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -23,13 +23,18 @@ std::string text_of(const nlohmann::json& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-int run(const char* name, bool adds_space) {
+int run(const char* name, bool decodes) {
   const auto tokenizer = lockstep::data::Tokenizer::open(name);
   std::string line;
   while (std::getline(std::cin, line)) {
     const auto text = text_of(nlohmann::json::parse(line));
     const auto tokens = tokenizer.encode(text);
-    if (!adds_space && tokenizer.decode(tokens) != text) {
+    const auto decoded = tokenizer.decode(tokens);
+    if (decodes) {
+      std::cout << nlohmann::json{tokens, decoded}.dump(-1, ' ', /*ensure_ascii=*/true) << '\n';
+      continue;
+    }
+    if (decoded != text) {
       std::cerr << "tokenize_lines: " << line << " is not what its tokens decode to\n";
       return 1;
     }
@@ -41,13 +46,13 @@ int run(const char* name, bool adds_space) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool adds_space = argc == 3 && std::string_view(argv[2]) == "--adds-space";
-  if (argc != 2 && !adds_space) {
-    std::cerr << "usage: tokenize_lines TOKENIZER [--adds-space] < strings > ids\n";
+  const bool decodes = argc == 3 && std::string_view(argv[2]) == "--decode";
+  if (argc != 2 && !decodes) {
+    std::cerr << "usage: tokenize_lines TOKENIZER [--decode] < strings > ids\n";
     return 2;
   }
   try {
-    return run(argv[1], adds_space);
+    return run(argv[1], decodes);
   } catch (const std::exception& error) {
     std::cerr << "tokenize_lines: " << error.what() << '\n';
     return 1;

@@ -4,70 +4,26 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "tests/data/tokenizer/tokenizer_file.h"
 
 namespace lockstep::data {
 namespace {
 
-using Json = nlohmann::json;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::ThrowsMessage;
 
-// How GPT-2 writes a byte. Printable ones are themselves.
-std::string symbol(int byte) {
-  const auto utf8 = [](int code) {
-    if (code < 0x80) return std::string{static_cast<char>(code)};
-    return std::string{static_cast<char>(0xc0 | code >> 6), static_cast<char>(0x80 | (code & 63))};
-  };
-  if (byte <= 0x20) return utf8(0x100 + byte);
-  if (byte >= 0x7f && byte <= 0xa0) return utf8(0x121 + byte - 0x7f);
-  if (byte == 0xad) return utf8(0x143);
-  return utf8(byte);
-}
-
 const std::string kSpace = symbol(' ');
 const std::string kLlama3 =
     R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-
-Json added(int id, const std::string& content, bool normalized = false) {
-  return {{"id", id},        {"content", content},       {"single_word", false}, {"lstrip", false},
-          {"rstrip", false}, {"normalized", normalized}, {"special", true}};
-}
-
-// Token b is the byte b; then the merges' tokens from 256 on, and <|endoftext|>.
-Json gpt2_like(const std::vector<std::pair<std::string, std::string>>& merges) {
-  Json vocab, pairs = Json::array();
-  for (int byte = 0; byte < 256; ++byte) vocab[symbol(byte)] = byte;
-  int next = 256;
-  for (const auto& [left, right] : merges) {
-    pairs.push_back({left, right});
-    if (!vocab.contains(left + right)) vocab[left + right] = next++;
-  }
-  return {{"version", "1.0"},
-          {"added_tokens", {added(next, "<|endoftext|>")}},
-          {"normalizer", nullptr},
-          {"pre_tokenizer",
-           {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}}},
-          {"model",
-           {{"type", "BPE"},
-            {"dropout", nullptr},
-            {"continuing_subword_prefix", ""},
-            {"end_of_word_suffix", ""},
-            {"vocab", vocab},
-            {"merges", pairs}}}};
-}
 
 void use_llama3_pattern(Json& json) {
   json["pre_tokenizer"] = {{"type", "Sequence"},
@@ -81,31 +37,6 @@ void use_llama3_pattern(Json& json) {
                               {"trim_offsets", true},
                               {"use_regex", false}}}}};
 }
-
-class TokenizerFile : public testing::Test {
- protected:
-  TokenizerFile() {
-    auto name = testing::TempDir() + "tokenizer_test.XXXXXX";
-    folder_ = mkdtemp(name.data());
-  }
-  ~TokenizerFile() override { std::filesystem::remove_all(folder_); }
-
-  std::string path() const { return (folder_ / "tokenizer.json").string(); }
-  void write(const std::string& text) const { std::ofstream(path()) << text; }
-  Tokenizer load(const Json& json) const {
-    write(json.dump());
-    return Tokenizer::from_file(path());
-  }
-  void refused(const std::function<void(Json&)>& change, const std::string& message) const {
-    auto json = gpt2_like({{"a", "b"}});
-    change(json);
-    EXPECT_THAT([&] { load(json); },
-                ThrowsMessage<ConfigError>(AllOf(HasSubstr(path()), HasSubstr(message))))
-        << message;
-  }
-
-  std::filesystem::path folder_;
-};
 
 TEST(ByteTokenizer, IsBytes) {
   const auto tokenizer = Tokenizer::open("bytes");
@@ -312,9 +243,14 @@ TEST_F(TokenizerFile, DecodeRefusesIds) {
 TEST_F(TokenizerFile, RefusesOtherKinds) {
   refused(
       [](Json& j) {
-        j["normalizer"] = {{"type", "NFC"}};
+        j["normalizer"] = {{"type", "NFKC"}};
       },
-      R"(normalizer is {"type":"NFC"}; supported: null)");
+      R"(normalizer is {"type":"NFKC"}; supported: null, NFC)");
+  refused(
+      [](Json& j) {
+        j["normalizer"] = {{"type", "Replace"}, {"pattern", {{"Regex", " +"}}}, {"content", "x"}};
+      },
+      R"("pattern":{"Regex":" +"})");
   refused([](Json& j) { j["pre_tokenizer"] = nullptr; }, "pre_tokenizer is null; supported: Byte");
   refused([](Json& j) { j["pre_tokenizer"]["type"] = "Metaspace"; }, "Metaspace");
   refused([](Json& j) { j["pre_tokenizer"]["use_regex"] = 1; },

@@ -37,6 +37,7 @@ struct PipelineCase {
   int chunks = 1;
   int microbatches = 8;  // of each data-parallel rank
   bool llama = false, tied = false, reproducible = false;
+  bool qwen = false;  // llama with norms of heads, heads of their own width, and a window
   layout::Recompute recompute = layout::Recompute::none;
   std::string disk = {};  // folder for activations; empty: in memory
   std::optional<parallel::FullyShardOptions> shard = std::nullopt;
@@ -59,8 +60,9 @@ inline std::string describe(const PipelineCase& c) {
           std::to_string(c.microbatches) + " dp" + std::to_string(c.dp) + " tp" +
           std::to_string(c.tp) + (c.sequence_parallel ? "s" : "") + " " +
           std::string(layout::name_of(c.recompute)) + (c.llama ? " llama" : " gpt") +
-          (c.tied ? " tied" : "") + (c.reproducible ? " reproducible" : "") +
-          (c.evals ? " in eval mode" : "") + " at most " + std::to_string(c.max_unsharded);
+          (c.qwen ? " as qwen3" : "") + (c.tied ? " tied" : "") +
+          (c.reproducible ? " reproducible" : "") + (c.evals ? " in eval mode" : "") + " at most " +
+          std::to_string(c.max_unsharded);
   if (c.shard) text += " " + std::string(layout::name_of(c.shard->strategy));
   return text;
 }
@@ -84,6 +86,11 @@ inline config::ModelSpec spec_of(const PipelineCase& c) {
                          .kv_heads = c.kv_heads(),
                          .dropout = c.dropout,
                          .tied = c.tied};
+  if (c.qwen) {
+    spec.qk_norm = true;
+    spec.head_dim = 6;
+    spec.window = 5;
+  }
   return spec.resolved(kLength, kVocab);
 }
 
