@@ -134,8 +134,8 @@ TEST(PipelineMisuse, TiedNames) {
   layers[3] = layer("blocks.0", [] { return Block(6, 7); });
   const auto found = [&] {
     return messages(2, [&](const comm::Group& group) {
-      const Pipeline pipeline(
-          layers, group, {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}});
+      const Pipeline pipeline(layers, group,
+                              {.tied = {"blocks.0.linear.weight", "blocks.0.linear.bias"}});
     });
   };
   // The first of the two, in an order that all ranks have.
