@@ -24,7 +24,8 @@ struct PackedFormat {
 };
 
 // How the state has the float32 master of a parameter of 16 bits. AdamW's of bfloat16 is kept in 16
-// bits beside the parameter and the sign of exp_avg_sq; others have nothing to mark ties with.
+// bits in addition to the parameter, and the sign of exp_avg_sq; others have nothing to mark ties
+// with.
 enum class Master { none, remainder, whole };
 Master master_of(const PackedFormat& format);
 // What moments are without a codec.

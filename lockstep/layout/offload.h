@@ -60,7 +60,7 @@ struct OffloadAdvancedOptions {
   int64_t host_limit = 0;  // bytes; everything of Lockstep's in host memory. 0: as for budgets
   int prefetch = 16;       // parameters ahead
   bool async_prefetch = true;
-  bool overlap = true;                     // transfers and updates run beside the computation
+  bool overlap = true;                     // transfers and updates overlap with the computation
   std::optional<bool> pin = std::nullopt;  // not set: where there is a device that copies
   OffloadStrategy strategy = OffloadStrategy::aggressive;
   UpdateRule update_rule = UpdateRule::adamw;

@@ -244,7 +244,8 @@ OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
   throw ConfigError(format(
       "offload.{} is {}, but {} are offloaded{}; {}", budget ? "host_budget" : "host_limit",
       size_text(most), size_text(counted.on_host),
-      options.disk.empty() ? "" : format(", beside {} on the disk", size_text(counted.on_disk)),
+      options.disk.empty() ? ""
+                           : format(", in addition to {} on the disk", size_text(counted.on_disk)),
       options.disk.empty()
           ? "allow more, name a folder in offload.disk, encode state with offload.codec, or leave "
             "more on the device with offload.device_limit or a milder offload.strategy"

@@ -38,8 +38,8 @@ struct OffloadUnit {
   std::optional<int64_t> host_params = {}, host_grads = {};
   int64_t params_on_host() const { return host_params.value_or(params); }
   int64_t grads_on_host() const { return host_grads.value_or(grads); }
-  // Of the gathered parameters while the unit is used, beside `params` where these rest on the
-  // device. Parameters that rest elsewhere have a line of at least their own size.
+  // Of the gathered parameters while the unit is used, in addition to `params` where these rest on
+  // the device. Parameters that rest elsewhere have a line of at least their own size.
   int64_t line = 0;
   struct Slice {
     int64_t on_device = 0, on_host = 0;

@@ -47,9 +47,10 @@ at::Tensor grad_for_kernel(const Update& update) {
   return at::empty_like(update.param, update.param.options().dtype(type)).copy_(update.grad);
 }
 
-// Kernels write through pointers, which nobody sees. What an in-place operator would have done:
-// autograd learns that what it saved is gone, and whoever put a key on the parameter (to gather or
-// to guard its memory) gets the call before memory changes. Pointers are taken afterwards.
+// Kernels write through pointers, unseen by torch. What an in-place operator would have done:
+// autograd learns that what it saved is gone, and the owner of a dispatch key on the parameter (to
+// gather or to guard its memory) gets the call before memory changes. Pointers are taken
+// afterwards.
 void announce_write(const at::Tensor& param) {
   if (param.key_set().has(c10::DispatchKey::DeferredInit)) param.as_strided({0}, {1}).zero_();
   param.unsafeGetTensorImpl()->bump_version();

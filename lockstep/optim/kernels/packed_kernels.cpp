@@ -39,7 +39,7 @@ float with_mark(float square, bool mark) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(square) | (mark ? kSign : 0));
 }
 
-// The low half; without a mark, the value beside the tie.
+// The low half; without a mark, the value next to the tie.
 template <Tie tie>
 uint16_t remainder_of(float master) {
   const auto low = static_cast<uint16_t>(std::bit_cast<uint32_t>(master));

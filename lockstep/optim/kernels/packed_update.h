@@ -4,7 +4,7 @@
 // The state of a slice of a parameter is one block of bytes: the moments and, for a parameter of 16
 // bits, its float32 master. AdamW keeps only what the master of a bfloat16 parameter has beyond the
 // parameter itself: the parameter is the upper half of the master, rounded to nearest even, and 16
-// bits of difference are kept beside it; of the two ties that 16 bits cannot tell apart, one is
+// bits of difference are kept with it; of the two ties that 16 bits cannot tell apart, one is
 // marked by the sign of exp_avg_sq, which is never negative. So nothing is lost, and the master
 // takes two bytes. (Where exp_avg_sq is kept in 8 bits there is no sign: such a master loses the
 // last of its bits.) Where someone else has written the parameter, the low half stays: the master

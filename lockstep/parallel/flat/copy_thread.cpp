@@ -11,8 +11,8 @@ namespace lockstep::parallel::detail {
 struct CopyThread::Job::Task {
   Task(size_t given_pieces, Piece given) : pieces(given_pieces), copy(std::move(given)) {}
 
-  // Copies pieces that nobody has begun. Once the last is done, what the job holds can go, whoever
-  // else has yet to see that.
+  // Copies pieces that have not been begun. Once the last is done, what the job holds can go,
+  // even if another thread has yet to see that.
   void work(const Piece& how) {
     for (size_t piece = next++; piece < pieces; piece = next++) {
       try {

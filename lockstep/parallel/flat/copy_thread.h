@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread that copies memory beside the computation. Private: not installed.
+// A thread that copies memory concurrently with the computation. Private: not installed.
 #pragma once
 
 #include <condition_variable>
@@ -12,8 +12,8 @@
 
 namespace lockstep::parallel::detail {
 
-// A job is a number of pieces, which this thread takes one after the other; whoever waits for the
-// job takes some too. Jobs run one after the other. The thread is started by the first.
+// A job is a number of pieces, which this thread takes one after the other; a thread that waits for
+// the job takes some too. Jobs run one after the other. The thread is started by the first.
 class CopyThread {
  public:
   explicit CopyThread(int rank) : rank_(rank) {}

@@ -249,7 +249,7 @@ void FlatShard::adopt_shown() {
 
 void FlatShard::wait_updated() const {
   if (values_.defined() && values_.is_cpu()) {
-    updating_.wait();  // whoever reads host memory is a thread, not a stream
+    updating_.wait();  // host memory is read by a thread, not by a stream
   } else {
     memory::compute_after(updating_, parameter_.plan().device);
   }

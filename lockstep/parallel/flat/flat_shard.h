@@ -61,20 +61,21 @@ class FlatShard {
   at::Tensor gathered() const;
   // Bytes that are always there.
   size_t bytes() const;
-  // Somebody else has a tensor of parameters() or of rows_of(): an optimizer, a state dict.
+  // There is another reference to a tensor of parameters() or of rows_of(): an optimizer, a state
+  // dict.
   bool is_held() const;
-  // The engine goes: the model's parameters keep the values for whoever shards them next. Those of
-  // an offloaded model are lost.
+  // The engine goes: the model's parameters keep the values for the next call that shards them.
+  // Those of an offloaded model are lost.
   void leave();
 
   // Shows what was written to those who gather.
   void publish();
   // The model's view takes the place of the values: after someone wrote into it.
   void adopt_shown();
-  // The values are being written beside the computation, until the event.
+  // The values are being written concurrently with the computation, until the event.
   void set_updating(memory::Event done) { updating_ = std::move(done); }
   const memory::Event& updating() const { return updating_; }
-  // Whoever reads or writes the values from here on comes after that.
+  // Reads and writes of the values from here on come after that.
   void wait_updated() const;
   // Whether something may write; if not, peers may read. check_writes() throws Error, naming the
   // parameter, where something did that might not.

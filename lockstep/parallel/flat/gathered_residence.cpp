@@ -111,7 +111,7 @@ void GatheredResidence::pull(const at::Tensor& line) {
 // Where a line arrives is where it is used, unless the model has another type or device.
 void GatheredResidence::begin(bool beside_computation) {
   const bool has_line = plan_.resident && line_.defined();
-  if (!communicates()) {  // a local copy, made by whoever needs it
+  if (!communicates()) {  // a local copy, made when it is needed
     if (!has_line) line_ = line_memory(plan_.compute_dtype, plan_.device);
     return;
   }
@@ -205,7 +205,7 @@ bool GatheredResidence::acquire(When when) {
 
 void GatheredResidence::release() {
   if (plan_.resident || state_ == ParameterState::sharded) return;
-  if (state_ == ParameterState::gathering) wait_or_drop();  // nobody wants it, but it is written
+  if (state_ == ParameterState::gathering) wait_or_drop();  // not needed, but being written
   if (state_ == ParameterState::gathered && plan_.keeps_copy_on_host && !copy_is_valid_) {
     state_ = ParameterState::resharding;
     const OwnMode mode;

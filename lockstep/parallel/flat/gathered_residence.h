@@ -24,8 +24,8 @@ class GatheredResidence : public Residence {
   virtual at::Tensor line_memory(at::ScalarType dtype, c10::Device device);
   // Acquiring would not go past a budget.
   virtual bool has_room() const { return true; }
-  // Begins to fill line_, beside the computation or not. wait() returns when what was begun has
-  // arrived, and finish() leaves it in line_.
+  // Begins to fill line_, concurrently with the computation or not. wait() returns when what was
+  // begun has arrived, and finish() leaves it in line_.
   virtual void begin(bool beside_computation);
   virtual void wait();
   virtual void finish();

@@ -25,7 +25,7 @@ class GradientAccumulator {
   GradientAccumulator(const GradientAccumulator&) = delete;
   GradientAccumulator& operator=(const GradientAccumulator&) = delete;
 
-  // Ends a reduction under way, so that its memory can be used; false: there is none.
+  // Ends an outstanding reduction, so that its memory can be used; false: there is none.
   using MakeRoom = std::function<bool()>;
 
   // `is_last`: the gradients of the step are complete with this round.

@@ -57,8 +57,8 @@ void ShardedGradients::notice_zeroed() {
 
 void ShardedGradients::begin_round(bool is_last) {
   notice_zeroed();
-  // What the optimizer sees is the line itself: it goes on from there, unless what the line has is
-  // in the sum of earlier micro-batches already.
+  // What the optimizer sees is the line itself: it continues from there, unless what the line has
+  // is in the sum of earlier micro-batches already.
   const bool is_line = gradient_.defined() && gradient_.is_same(line_);
   if (is_line && accumulates() && sum_.is_empty()) filled_.assign(members().size(), true);
   GradientAccumulator::begin_round(is_last);

@@ -40,7 +40,7 @@ class GatherMemory {
 };
 
 // For gradients on their way to the shards: memory that the group can reach, in as few blocks as
-// the reductions under way need.
+// the outstanding reductions need.
 class GradientMemory {
  public:
   // Where there are tiers, within their budgets.
@@ -58,15 +58,15 @@ class GradientMemory {
   void expect(size_t largest) { largest_ = std::max(largest_, largest); }
 
   // A block of at least `bytes`, until the last copy of the tensor goes. `make_room` is called as
-  // long as there is no free one: it ends a reduction under way, or says that there is none.
+  // long as there is no free one: it ends an outstanding reduction, or says that there is none.
   at::Tensor take(size_t bytes, const std::function<bool()>& make_room);
   // Makes the blocks that will be taken again and again.
   void reserve();
-  // Whoever takes the block next comes after the event.
+  // The next use of the block comes after the event.
   void busy_until(const at::Tensor& block, const memory::Event& event);
-  // Lets go of free blocks beyond those that reductions under way need.
+  // Lets go of free blocks beyond those that outstanding reductions need.
   void trim();
-  // One that is kept until its owner lets it go, and then drops it.
+  // One that is kept until its owner releases it, and is then dropped.
   at::Tensor keep(size_t bytes);
   void let_go(const at::Tensor& kept) { occupied_ -= kept.nbytes(); }
 

@@ -7,7 +7,7 @@
 //   parallel::OffloadedAdamW optimizer(sharded, {.lr = 1e-4});
 //   loss.backward();
 //   sharded.clip_grad_norm_(1.0);
-//   optimizer.step();   // returns while the update goes on; whoever uses a parameter waits for it
+//   optimizer.step();   // returns while the update runs; the next use of a parameter waits for it
 //
 // OffloadedSGD is for models of which fully_shard was told so: .advanced = {.update_rule = ...}.
 #pragma once
@@ -82,7 +82,7 @@ class OffloadedOptimizer : public optim::Optimizer, public optim::StagedState {
   std::vector<optim::NamedTensor> lazy_state() final;
   void refresh(const std::string& name) final;
   void adopt(const std::string& name) final;
-  // Waits for updates that are under way, and throws what went wrong in them.
+  // Waits for outstanding updates, and throws what went wrong in them.
   void wait();
 
  protected:

@@ -59,7 +59,7 @@ void say_ratio(const OffloadTiers& tiers) {
 }  // namespace
 
 struct OffloadedOptimizer::State {
-  // A part of the state as optimizers have it, as long as somebody has it.
+  // A part of the state as optimizers have it, as long as it is referenced.
   struct Shown {
     std::weak_ptr<at::Tensor> memory = {};
     bool fresh = false;  // refreshed: what is written into it from then on may be adopted
@@ -94,7 +94,7 @@ struct OffloadedOptimizer::State {
     Model(State& given_state, const ShardedModel& given, std::shared_ptr<OffloadTiers> given_tiers)
         : state(given_state), model(given), tiers(std::move(given_tiers)) {}
     ~Model() override {
-      tiers->wait();  // what is under way reads and writes memory that goes now
+      tiers->wait();  // outstanding updates read and write memory that goes now
     }
     void take_gradients(size_t flat) override { state.update(*this, flat); }
     void before_foreign_writes() override { state.hold_values(*this); }
@@ -433,7 +433,7 @@ void OffloadedOptimizer::refresh(const std::string& name) {
 void OffloadedOptimizer::adopt(const std::string& name) {
   if (name.ends_with(".step")) return;
   State::Tensor& tensor = state_->find(name);
-  // All of them at once, with the first; what nobody has refreshed, nobody has written.
+  // All of them at once, with the first; what was not refreshed was not written.
   const auto [exp_avg, exp_avg_sq, master] =
       state_->parts_of(tensor, [](State::Shown& part, const std::string&) -> void* {
         const auto memory = std::exchange(part.fresh, false) ? part.memory.lock() : nullptr;

@@ -27,7 +27,7 @@ ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options,
                  }
                  check_replaced();
                },
-           // Whoever ends its backward must find that nobody reads its shards any more.
+           // A rank that ends its backward must find that no peer reads its shards any more.
            .ends = [this] { units_.end_pass(); },
            .reduced =
                [this] {

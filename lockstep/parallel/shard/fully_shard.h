@@ -13,9 +13,9 @@
 //   for (auto& block : model->blocks) parallel::fully_shard(*block, mesh["dp"], of_blocks);
 //   auto sharded = parallel::fully_shard(*model, mesh["dp"], of_the_rest);
 //
-// The model stays as it is. Its parameters have no values while nobody uses them; any operator that
-// is given one waits for them. Code that reads memory itself (data_ptr(), accessors, torch::save)
-// needs summon().
+// The model stays as it is. Its parameters have no values while they are not used; any operator
+// that is given one waits for them. Code that reads memory itself (data_ptr(), accessors,
+// torch::save) needs summon().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -192,7 +192,7 @@ ShardedModel fully_shard(const torch::nn::ModuleHolder<T>& model, const Ranks& r
   return fully_shard(*model.ptr(), ranks, std::move(options));
 }
 
-// The same for a model that was built without memory: tensors get their first values, as
+// The same for a model that was built without memory: tensors get their initial values, as
 // materialize() would give them, and are shared out one after the other.
 namespace detail {
 ShardedModel fully_shard_deferred(torch::nn::Module& model, const Recording& recording,

@@ -117,7 +117,7 @@ void GradientReduction::launch(Flat& flat) {
   flat.gradients->launch([this] { return make_room(); },
                          {.index = micro_batch_, .is_new = in_backward_});
   under_way_.push_back(&flat);
-  // Nobody else has a part in it: what follows can begin.
+  // No other rank takes part: what follows can begin.
   if (flat.plan().gradient_group().size() == 1) make_room();
   ++(flat.plan().scatters() ? environment_->counts.reduce_scatters
                             : environment_->counts.all_reduces);

@@ -20,7 +20,7 @@ namespace lockstep::parallel::detail {
 
 class GradientReduction final : public BackwardRounds::Listener {
  public:
-  // What happens beside a round.
+  // What else happens in a round.
   struct Events {
     std::function<void()> opens;    // before it; may throw, so that there is none
     std::function<void()> ends;     // before what is left is reduced
@@ -32,7 +32,7 @@ class GradientReduction final : public BackwardRounds::Listener {
                     Events events)
       : group_(std::move(group)), options_(options), flats_(flats), events_(std::move(events)) {}
 
-  // When all flats are there. `self`: this, owned by whoever owns the flats.
+  // When all flats are there. `self`: this, owned by the owner of the flats.
   void start(FlatEnvironment& environment, std::weak_ptr<GradientReduction> self);
 
   void change_no_sync(int change) { no_sync_ += change; }

@@ -6,7 +6,7 @@
 //
 // The outer call takes the inner models over: their units become units of its engine, with the
 // options that they were sharded with, and the inner engines go. An engine that goes leaves its
-// shards with the model's parameters (LeftShard), so nobody has to keep what the inner calls
+// shards with the model's parameters (LeftShard), so the caller need not keep what the inner calls
 // returned. Private: not installed.
 #pragma once
 

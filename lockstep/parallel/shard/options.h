@@ -71,8 +71,8 @@ struct FullyShardAdvancedOptions {
   Prefetch forward_prefetch = Prefetch::pre;
   Prefetch backward_prefetch = Prefetch::pre;
   int prefetch_depth = 1;  // units ahead
-  // At most prefetch_depth gathered units beside the running one. Off: those that were fetched and
-  // not used are kept until the pass ends.
+  // At most prefetch_depth gathered units in addition to the running one. Off: those that were
+  // fetched and not used are kept until the pass ends.
   bool limit_all_gathers = true;
   // What was gathered is kept in host memory until the next step.
   bool keep_gathered_on_host = false;

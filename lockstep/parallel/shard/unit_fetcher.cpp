@@ -116,7 +116,7 @@ std::vector<size_t> UnitFetcher::ahead() const {
 }
 
 // Few units are handed to the device before the first of them is computed. A thread that is further
-// ahead fills the queue of launches, and waits there with a lock that whoever copies needs too.
+// ahead fills the queue of launches, and waits there with a lock that copying threads need too.
 void UnitFetcher::stay_near() {
   constexpr size_t kUnits = 4;
   handed_over_.push_back(memory::computed(tiers_->device));

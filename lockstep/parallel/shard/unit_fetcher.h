@@ -44,14 +44,14 @@ class UnitFetcher {
   // so that this rank reads nothing of its peers from here on.
   void end_pass();
 
-  // Brings units (all, if there is no name) and keeps them until unpin(). Without waiting, whoever
-  // uses them first waits.
+  // Brings units (all, if there is no name) and keeps them until unpin(). Without waiting, the
+  // operator that uses them first waits.
   void pin(const std::string& unit, bool waits);
   void unpin(const std::string& unit);
   // The same for everything.
   void hold_all();
   void unhold_all();
-  // Somebody keeps a unit.
+  // A unit is kept by a caller.
   bool is_kept() const {
     return std::any_of(units_.begin(), units_.end(),
                        [this](const Unit& unit) { return is_kept(unit); });

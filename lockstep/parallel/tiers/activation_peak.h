@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step has of the device beside what Lockstep manages there: activations, temporaries.
-// Private: not installed.
+// What a step has of the device in addition to what Lockstep manages there: activations,
+// temporaries. Private: not installed.
 #pragma once
 
 #include <c10/core/Device.h>

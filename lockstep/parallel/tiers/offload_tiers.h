@@ -61,8 +61,8 @@ class OffloadTiers {
   const memory::HostMemory host_memory;
   // For the model: parameters to the device, gradients from it. What they wait for may be an
   // update, so updates have queues of their own: state to the device and from it, parameters from
-  // it (the next forward waits for them, not for the state beside them), for what is computed
-  // there beside the model, and a thread that drives them.
+  // it (the next forward waits for them, not for the state with them), for what is computed
+  // there concurrently with the model, and a thread that drives them.
   // `decode` is for kernels that decode parameters.
   const std::shared_ptr<memory::Queue> fetch, send, decode, in, home, out, work, driver;
   std::optional<memory::DiskStore> disk;
@@ -117,7 +117,7 @@ class OffloadTiers {
   at::Tensor stage(int64_t count, at::ScalarType dtype);
   void return_stage(const at::Tensor& stage, memory::Event event);
 
-  // Until nothing is under way any more; what went wrong there was told to who needed it.
+  // Until nothing is in flight any more; errors were told to those that waited for the work.
   void wait() const noexcept;
   // The same for the queues of updates alone. By their driver, or while it has nothing to do.
   void wait_for_updates() const noexcept;

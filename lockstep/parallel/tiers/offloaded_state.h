@@ -53,7 +53,7 @@ class OffloadedState {
     return is_coded() ? weight_.from(begin) : codec::CodedArray{};
   }
   std::vector<Slice>& slices() { return slices_; }
-  // The parameter in host memory, for updates on the CPU: itself, or a copy that is kept beside it.
+  // The parameter in host memory, for updates on the CPU: itself, or a copy of it.
   // By the driver.
   const at::Tensor& host_values();
   // Someone else may write the parameter between these two. Where it is not its rounded master any
@@ -71,12 +71,12 @@ class OffloadedState {
 
   // The slice rests farther from the device, with the same bytes: on the host if it is wanted there
   // and fits, else on the disk if there is one. False: it has found no room, and stays where it is.
-  // Nothing may be under way.
+  // Nothing may be in flight.
   bool move(Slice& slice, layout::Tier to);
   // Bytes that the slice is kept in outside the device.
   size_t kept_bytes(const Slice& slice) const;
 
-  // For checkpoints: arrays as optim::UnpackedState has them. Nothing may be under way. Null where
+  // For checkpoints: arrays as optim::UnpackedState has them. Nothing may be in flight. Null where
   // not wanted.
   void unpack(void* exp_avg, void* exp_avg_sq, void* master);
   // Null: as it is.

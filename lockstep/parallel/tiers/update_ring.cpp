@@ -207,7 +207,7 @@ UpdateEvents UpdateRing::update_on_device(OffloadedState& state, OffloadedState:
   return {updated, tiers.options.advanced.overlap ? written : done};
 }
 
-// What has arrived on the host goes on to where it rests: all that has, what is more than a few,
+// What has arrived on the host moves to where it rests: all that has, what is more than a few,
 // and `wanted`, which is read from there next.
 void UpdateRing::bring_home(const OffloadedState::Slice& wanted) {
   constexpr size_t kUnderWay = layout::kFewSlices - 1;
