@@ -15,6 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using testing::AllOf;
+using testing::ContainsRegex;
 using testing::ElementsAre;
 using testing::Field;
 using testing::HasSubstr;
@@ -150,6 +151,12 @@ TEST(Doctor, TheCommand) {
   const bool problem = result.out.find("PROBLEM") != std::string::npos;
   EXPECT_EQ(result.code, problem ? 1 : 0) << result.out << result.err;
   EXPECT_EQ(problem, !fs::exists(LOCKSTEP_TEST_BIN "/lockstep-torch")) << result.out;
+  if (!problem) {
+    EXPECT_THAT(result.out, ContainsRegex("\nok       bfloat16        usable, [0-9.]+ GFLOP/s|"
+                                          "\nnote     bfloat16        slow, [0-9.]+ GFLOP/s.*: "
+                                          "[0-9.e+]+ times the time of float32; train with float32|"
+                                          "\nnote     bfloat16        not usable on this CPU"));
+  }
   EXPECT_THAT(result.err, IsEmpty());
   EXPECT_EQ(test::lockstep_command({"doctor", "--nonsense"}).code, 2);
 }
