@@ -33,7 +33,7 @@ help:
 	@echo "make package             build, then make a Debian package in build/package"
 	@echo "make release VERSION=V   tag this commit, and put the source archive and its notes into build/release"
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
-	@echo "make lint                formatting and the layer rule"
+	@echo "make lint                formatting, the layer rule, and words that have a better term"
 	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
 	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
@@ -95,6 +95,7 @@ api:
 
 lint:
 	@python3 tests/package/layers_test.py .
+	@python3 tests/package/words_test.py .
 	@if command -v clang-format >/dev/null; then \
 	  find lockstep tests examples bench -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format --dry-run --Werror; \
 	else \
