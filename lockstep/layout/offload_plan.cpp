@@ -210,7 +210,7 @@ int64_t working_of(OffloadPlan& plan) {
   const bool local = std::ranges::none_of(
       plan.flats, [](const OffloadPlan::Flat& flat) { return flat.sizes.shared; });
   std::vector<std::pair<std::string, int64_t>> lines;  // of units
-  int64_t working = 0, gradient = 0, kept = 0;
+  int64_t working = 0, gradient = 0, reduced = 0, kept = 0;
   RingNeed need;
   for (const OffloadPlan::Flat& flat : plan.flats) {
     for (size_t i = 0; i < flat.states.size(); ++i) {
@@ -233,7 +233,11 @@ int64_t working_of(OffloadPlan& plan) {
     if (lines.empty() || lines.back().first != flat.sizes.unit)
       lines.emplace_back(flat.sizes.unit, 0);
     lines.back().second += flat.bytes.line;
-    if (flat.sizes.trained) gradient = std::max(gradient, flat.gradient_line);
+    if (flat.sizes.trained) {
+      gradient = std::max(gradient, flat.gradient_line);
+      if (flat.sizes.shared)
+        reduced = std::max(reduced, bytes_of(flat.sizes.shard, flat.sizes.reduce));
+    }
     kept += (options.params ? 0 : flat.bytes.params) + (options.grads ? 0 : flat.bytes.grads);
   }
   if (options.params || !local) {
@@ -243,6 +247,8 @@ int64_t working_of(OffloadPlan& plan) {
   }
   if (options.grads || !local || updates_in_backward(options))
     working += num_gradient_blocks(updates_in_backward(options), plan.machine.cuda) * gradient;
+  if (reduced > 0 && (options.grads || updates_in_backward(options)))
+    working += rounded(reduced, plan.machine.device_grain);
   const bool streams = plan.machine.cuda && plan.machine.site != UpdateSite::cpu;
   plan.ring = ring_bytes(need, options, streams, options.device_limit - working - kept);
   return working + rounded(plan.ring, plan.machine.device_grain);
