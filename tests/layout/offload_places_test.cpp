@@ -222,9 +222,10 @@ TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
   options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.disk = "/fast";
   options.host_budget = 79 * kMB;
-  EXPECT_THAT([&] { place(units_of(4), 0, options); },
-              says("offload.host_budget is 79 MB, but 80 MB are offloaded, beside 80 MB on the "
-                   "disk; parameters and gradients do not go to the disk"));
+  EXPECT_THAT(
+      [&] { place(units_of(4), 0, options); },
+      says("offload.host_budget is 79 MB, but 80 MB are offloaded, in addition to 80 MB on the "
+           "disk; parameters and gradients do not go to the disk"));
 }
 
 TEST(OffloadPlaces, RefusesWhatTheDeviceCannotHold) {
