@@ -188,7 +188,7 @@ void PipelineEngine::build(const std::vector<Layer>& layers, const Axes& axes) {
   const auto counts =
       cut_into_stages(static_cast<int64_t>(layers.size()), layout().stages(), options.split);
   std::vector<Stage*> mine;
-  const PipelineOptions of_each = of_a_stage(options, layout().chunks);
+  const PipelineOptions of_each = with_tied_layers(of_a_stage(options, layout().chunks), layers);
   for (int chunk = 0; chunk < layout().chunks; ++chunk) {
     const int stage = layout().stage(rank(), chunk);
     const int first = std::accumulate(counts.begin(), counts.begin() + stage, 0);

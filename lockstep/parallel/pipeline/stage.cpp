@@ -21,6 +21,13 @@ bool needs_gradient(const at::Tensor& tensor) { return tensor.defined() && tenso
 
 }  // namespace
 
+PipelineOptions with_tied_layers(PipelineOptions options, const std::vector<Layer>& layers) {
+  for (const Layer& layer : layers) {
+    if (!layer.tied.empty()) options.tied.push_back(layer.tied);
+  }
+  return options;
+}
+
 std::optional<FullyShardOptions> sharding_of(const PipelineOptions& options) {
   const auto* given = std::get_if<FullyShardOptions>(&options.data);
   if (given == nullptr) return std::nullopt;

@@ -29,6 +29,8 @@ namespace lockstep::parallel::detail {
 // How stages are sharded; none: they are not. Of whole tensors, the tied parameters come first:
 // they have the same owner in every stage that has them.
 std::optional<FullyShardOptions> sharding_of(const PipelineOptions& options);
+// The options with what tied layers share among `tied`, by the paths of their modules.
+PipelineOptions with_tied_layers(PipelineOptions options, const std::vector<Layer>& layers);
 
 class StageModule : public torch::nn::Module {
  public:

@@ -138,8 +138,8 @@ std::vector<plan::Unit> units_of(const CountedLayer& layer, const std::set<std::
                                  const std::set<std::string>& elsewhere,
                                  const std::vector<std::string>& first) {
   const auto place_of = [&](const std::string& name) {
-    const auto reserved = std::find(first.begin(), first.end(), name);
-    if (reserved != first.end()) return reserved - first.end();
+    if (const auto reserved = place_among(first, name))
+      return static_cast<std::ptrdiff_t>(*reserved) - static_cast<std::ptrdiff_t>(first.size());
     const auto place = std::ranges::find(layer.parameters, name, &NamedTensor::name);
     return place - layer.parameters.begin();
   };
@@ -353,7 +353,7 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
   const plan::Run empty = detail::described(layers.size(), dims, options, how);
   const detail::CountOptions count{
       .pipeline = options, .how = how, .halves = detail::splits_backward(empty)};
-  const auto shard = detail::sharding_of(options);
+  const auto shard = detail::sharding_of(detail::with_tied_layers(options, layers));
   const auto first_tensors = shard ? shard->advanced.first_tensors : std::vector<std::string>();
   for (const std::vector<int64_t>& rows : {detail::counted_rows(asked), {asked}}) {
     plan::Run run = empty;

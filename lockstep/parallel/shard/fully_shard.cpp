@@ -168,8 +168,8 @@ class Plans {
       impls.push_back(tensor.unsafeGetTensorImpl());
       tensors.push_back(
           {.elements = whole ? 0 : tensor.numel(), .trained = tensor.requires_grad()});
-      const auto place = std::find(first.begin(), first.end(), item.key());
-      if (place != first.end()) tensors.back().index = place - first.begin();
+      if (const auto place = place_among(first, item.key()))
+        tensors.back().index = static_cast<int64_t>(*place);
     }
     const auto owners =
         layout::owners_of_tensors(tensors, {.world = groups_.shard.size(),

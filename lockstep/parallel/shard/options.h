@@ -80,9 +80,9 @@ struct FullyShardAdvancedOptions {
   // wholly to rank i % ranks that share; trained and frozen ones are counted each by themselves.
   // For optimizers that need whole matrices, with use_orig_params.
   ShardGranularity granularity = ShardGranularity::rows;
-  // With tensors: names that have the indices 0, 1, ... whether or not the model has them. Models
-  // that have the same parameter (stages of a pipeline: PipelineOptions::tied) get one owner for
-  // it.
+  // With tensors: names of parameters, or of modules with all their parameters, that have the
+  // indices 0, 1, ... whether or not the model has them. Models that have the same parameter (tied
+  // stages of a pipeline) get one owner for it.
   std::vector<std::string> first_tensors = {};
 };
 

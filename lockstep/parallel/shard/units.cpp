@@ -131,6 +131,14 @@ bool is_called(const std::string& type, const std::string& name) {
   return last.ends_with("Impl") && last.substr(0, last.size() - 4) == name;
 }
 
+std::optional<size_t> place_among(const std::vector<std::string>& first_tensors,
+                                  const std::string& parameter) {
+  for (size_t i = 0; i < first_tensors.size(); ++i) {
+    if (parameter == first_tensors[i] || parameter.starts_with(first_tensors[i] + ".")) return i;
+  }
+  return std::nullopt;
+}
+
 std::vector<UnitPlan> plan_units(Module& model, const UnitPolicy& policy, const KnownUnits& known) {
   Planner planner(policy, known);
   std::vector<UnitPlan> units = planner.take(planner.walk(model, ""));

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,11 @@ using KnownUnits = std::map<const torch::nn::Module*, std::vector<KnownUnit>>;
 // Whether a user's name of a type means this one: "mine::BlockImpl" is also called "BlockImpl" and
 // "Block".
 bool is_called(const std::string& type, const std::string& name);
+
+// Where a parameter stands among FullyShardOptions' first_tensors, which are names of parameters or
+// of modules; none: it is not one of them.
+std::optional<size_t> place_among(const std::vector<std::string>& first_tensors,
+                                  const std::string& parameter);
 
 // In the order of their first parameters. Units without parameters are left out, and a parameter is
 // in one of them only. Modules with known units keep them; the policy is for the rest.
