@@ -53,11 +53,13 @@ AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
     : heads_(parts.spec().heads),
       kv_heads_(parts.spec().num_kv_heads()),
       window_(parts.spec().window),
-      qkv_(parts.linear(*this, prefix, "qkv")),
-      out_(parts.linear(*this, prefix, "out")) {
-  if (!parts.spec().qk_norm) return;
-  q_norm_ = parts.norm(*this, prefix, "q_norm");
-  k_norm_ = parts.norm(*this, prefix, "k_norm");
+      qkv_(parts.linear(*this, prefix, "qkv")) {
+  // In the order of ModelSpec::tensors().
+  if (parts.spec().qk_norm) {
+    q_norm_ = parts.norm(*this, prefix, "q_norm");
+    k_norm_ = parts.norm(*this, prefix, "k_norm");
+  }
+  out_ = parts.linear(*this, prefix, "out");
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {

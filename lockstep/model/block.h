@@ -53,7 +53,7 @@ class AttentionImpl : public torch::nn::Module {
 
  private:
   int64_t heads_, kv_heads_, window_;
-  nn::Linear qkv_, out_;
+  nn::Linear qkv_, out_{nullptr};
   Norm q_norm_, k_norm_;  // none without qk_norm
 };
 TORCH_MODULE(Attention);
