@@ -232,6 +232,7 @@ void UnitFetcher::unpin(const std::string& name) {
 }
 
 void UnitFetcher::hold_all() {
+  if (tiers_) tiers_->free_retired();
   ++holds_;
   try {
     for (Flat* flat : flats_) acquire(*flat);

@@ -151,6 +151,11 @@ void OffloadTiers::wait() const noexcept {
 
 void OffloadTiers::wait_for_updates() const noexcept { wait_for({in, work, home, out}); }
 
+void OffloadTiers::free_retired() {
+  wait();
+  std::erase_if(retired_, [](const auto& each) { return each.second.passed(); });
+}
+
 void OffloadTiers::retire(std::shared_ptr<void> memory, memory::Event event) {
   std::erase_if(retired_, [](const auto& each) { return each.second.passed(); });
   retired_.emplace_back(std::move(memory), std::move(event));

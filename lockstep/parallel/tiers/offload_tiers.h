@@ -124,6 +124,8 @@ class OffloadTiers {
 
   // Keeps memory until the event has passed. By the thread that computes.
   void retire(std::shared_ptr<void> memory, memory::Event event);
+  // Waits, and lets all of that go: before much is taken at once.
+  void free_retired();
 
  private:
   struct Stage {
