@@ -9,12 +9,12 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
 #include <numeric>
 
+#include "lockstep/comm/announce_write.h"
 #include "lockstep/comm/backend.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -26,14 +26,6 @@ namespace {
 
 using fabric::Operation;
 using fabric::OpKind;
-
-// Operations write to memory past torch's operators. Recomputation, which keeps results of
-// operators under this key, must not keep this one without noticing: an operator that writes no
-// element tells.
-void announce_write(const at::Tensor& tensor) {
-  if (!c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Fake)) return;
-  tensor.variable_data().as_strided({0}, {1}).zero_();
-}
 
 // On which nothing runs.
 bool is_alone(const Group& group) { return group.backend() == "none"; }
@@ -87,7 +79,7 @@ class Call {
     if (!is_alone(group_) &&
         (at::has_internal_overlap(tensor) == at::MemOverlap::Yes || tensor._is_zerotensor()))
       refuse("elements of the output share memory (it is expanded); clone() it");
-    announce_write(tensor);
+    detail::announce_write(tensor);
     memory_[1] = tensor;
     if (!usable(tensor)) {
       target_ = tensor.detach();

@@ -16,6 +16,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/comm/announce_write.h"
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/control/watched_operation.h"
 #include "lockstep/comm/reduction_lowering.h"
@@ -305,6 +306,7 @@ bool sums_in_rank_tree(const at::Tensor& tensor, const Group& group) {
 Work all_reduce_ordered(const at::Tensor& tensor, const Group& group, ReduceOptions options) {
   if (sums_in_rank_tree(tensor, group)) return all_reduce(tensor, group, std::move(options));
   fabric::check_reducible(memory::dtype_of(tensor, "all_reduce"), options.op);
+  detail::announce_write(tensor);
   const Target target(tensor, line_of(tensor, group));
   const auto exchange = std::make_shared<Exchange>(
       target.line(), balanced_counts(tensor.numel(), group.size()), group, std::move(options));
@@ -347,6 +349,7 @@ Work reduce_scatter_ordered(const at::Tensor& output, const at::Tensor& input, c
     return reduce_scatter(output, input, group, std::move(options));
   const auto counts = checked_counts(output, input, group, std::move(options.counts));
   fabric::check_reducible(memory::dtype_of(input, "reduce_scatter"), options.op);
+  detail::announce_write(output);
   const Target target = target_for(output, group);
   const auto exchange = std::make_shared<Exchange>(
       line_of(input, group), counts, group,

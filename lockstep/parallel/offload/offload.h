@@ -71,6 +71,7 @@ class OffloadedOptimizer : public optim::Optimizer, public optim::StagedState {
  public:
   ~OffloadedOptimizer() override;
 
+  // Where ranks share parameters, all of them call it: they agree on what activations take.
   void step() final;
   double lr() const final;
   void set_lr(double lr) final;

@@ -379,24 +379,6 @@ TEST(RecomputeSelective, ResultsComeFromTheFirstCall) {
 }
 
 // The memory of what backward will not ask for is free.
-// A collective writes to the memory of a product past torch's operators.
-TEST(RecomputeSelective, ACollectiveMayTakeThePlaceOfAProduct) {
-  comm::run_threads(2, [](const comm::Group& group) {
-    const at::Tensor weight = at::full({4, 4}, 0.1 * (1 + group.rank())).set_requires_grad(true);
-    const at::Tensor x = at::linspace(-1, 1, 12).view({3, 4}).set_requires_grad(true);
-    const auto body = [&] {
-      const at::Tensor product = at::mm(x, weight);
-      const at::Tensor sum = product.detach();
-      comm::all_reduce(sum, group).wait();
-      return (product.exp() * at::mm(sum, weight).sin()).sum();
-    };
-    const auto gradients = [&](const at::Tensor& loss) {
-      return torch::autograd::grad({loss}, {x, weight});
-    };
-    expect_equal_all(gradients(recompute(body, {.keep_products = true})), gradients(body()));
-  });
-}
-
 TEST(RecomputeSelective, TheLastProductIsNotKept) {
   Net net;
   const at::Tensor x = at::randn({4, 8}).set_requires_grad(true);
