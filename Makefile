@@ -140,7 +140,7 @@ check-wide: tests
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi
 	for ranks in 1 2 3 4 8; do for backend in shm gloo mpi; do \
 	  $(BUILD)/bin/lockstep selftest -n $$ranks --backend $$backend || exit 1; done; done
-	for backend in shm gloo; do $(BUILD)/bin/lockstep selftest -n 2 --backend $$backend --large || exit 1; done
+	for backend in shm gloo mpi; do $(BUILD)/bin/lockstep selftest -n 2 --backend $$backend --large || exit 1; done
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

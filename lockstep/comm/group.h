@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/core/clock.h"
 #include "lockstep/core/dtype.h"
@@ -88,17 +89,24 @@ struct InitOptions {
 Group init(InitOptions options = {});
 Group init(const RankEnv& env, InitOptions options = {});
 
-// The CPU cores of one rank. init() does not set the number of compute threads: pass `threads` to
-// at::set_num_threads in a program that mpirun, srun or torchrun starts, because libtorch counts
-// the cores of the host and not those of the rank.
+// The CPU cores of one rank. init() does not set the number of compute threads, and binds nothing:
+// a program that mpirun, srun or torchrun starts passes `threads` to at::set_num_threads, because
+// libtorch counts the cores of the host and not those of the rank, and calls bind_to_cores().
 struct CoreShare {
   int threads = 1;   // compute threads for this rank, at least 1
   double cores = 1;  // of its affinity mask; a core that n ranks of the host may use counts 1 / n
+  // The cores to bind this rank to, if ranks of one host have the same mask and each can have cores
+  // of its own. Empty if the launcher has bound the ranks, or if the user chose the threads.
+  std::vector<int> own = {};
 };
 
 // Collective. `threads` is `cores` rounded down, or the OMP_NUM_THREADS that the user or
 // `lockstep run` has set.
 CoreShare share_of_cores(const Group& group);
+
+// Binds the calling thread, and the threads that it starts from now on, to share.own, as
+// `lockstep run` binds the ranks that it starts. Does nothing if that is empty.
+void bind_to_cores(const CoreShare& share);
 
 // Runs `body` on `size` threads, each with its own rank of one group, and waits for them. The first
 // failure is rethrown. `hosts` has a number for each rank, equal for those that count as being on

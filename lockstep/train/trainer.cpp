@@ -47,10 +47,13 @@ using config::TrainConfig;
 constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
 
 // Returns the number of compute threads in words. A sum over threads depends on it, so a
-// reproducible run must have the same on every rank.
+// reproducible run must have the same on every rank. Ranks that share an affinity mask are bound to
+// their share of it: unbound ranks that wait for each other are moved onto one core.
 std::string set_threads(const TrainConfig& config, const comm::Group& group) {
   const comm::CoreShare share = comm::share_of_cores(group);
   const int threads = config.threads(share.threads);
+  const bool bound = threads <= static_cast<int>(share.own.size());
+  if (bound) comm::bind_to_cores(share);
   at::set_num_threads(threads);
   const at::Tensor mine = at::tensor({static_cast<double>(threads), share.cores}, at::kDouble);
   const at::Tensor all = at::empty({group.size(), 2}, at::kDouble);
@@ -73,8 +76,9 @@ std::string set_threads(const TrainConfig& config, const comm::Group& group) {
                crowded.numel(), group.size(), rank, of_ranks[rank].item<int>(),
                cores[rank].item<double>()));
   }
-  if (least != most) return format("{} to {} threads each", least, most);
-  return format("{} thread{} each", threads, threads > 1 ? "s" : "");
+  const std::string where = bound ? ", bound to cores" : "";
+  if (least != most) return format("{} to {} threads each{}", least, most, where);
+  return format("{} thread{} each{}", threads, threads > 1 ? "s" : "", where);
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,

@@ -31,6 +31,18 @@ std::vector<int> affinity_mask() {
   throw SystemError("sched_getaffinity", EINVAL);
 }
 
+void set_affinity(const std::vector<int>& cores) {
+  if (cores.empty()) throw ConfigError("a thread needs at least one core to run on");
+  const auto count = static_cast<size_t>(*std::max_element(cores.begin(), cores.end())) + 1;
+  cpu_set_t* const set = CPU_ALLOC(count);
+  const size_t size = CPU_ALLOC_SIZE(count);
+  CPU_ZERO_S(size, set);
+  for (const int core : cores) CPU_SET_S(static_cast<size_t>(core), size, set);
+  const int failure = sched_setaffinity(0, size, set) == 0 ? 0 : errno;
+  CPU_FREE(set);
+  if (failure != 0) throw SystemError("sched_setaffinity", failure);
+}
+
 std::vector<int> allowed_cores() { return in_machine_order(affinity_mask()); }
 
 std::vector<int> in_machine_order(const std::vector<int>& cores) {

@@ -10,7 +10,10 @@ namespace lockstep::launch {
 // The cores this process may use, by the kernel's numbers.
 std::vector<int> affinity_mask();
 
-// The same, in the order of in_machine_order().
+// Binds the calling thread, and those that it starts later.
+void set_affinity(const std::vector<int>& cores);
+
+// The cores of affinity_mask(), in the order of in_machine_order().
 std::vector<int> allowed_cores();
 
 // Neighbours in the machine next to each other: by NUMA node, then cache, then core, as hwloc finds

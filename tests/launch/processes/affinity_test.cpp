@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <thread>
+
+#include "lockstep/core/error.h"
 
 namespace lockstep::launch {
 namespace {
@@ -57,6 +60,20 @@ TEST(Affinity, TheMaskIsWhatTheKernelSays) {
   EXPECT_FALSE(mask.empty());
   std::sort(ordered.begin(), ordered.end());
   EXPECT_EQ(mask, ordered);
+}
+
+// A thread, so that the other tests keep their cores.
+TEST(Affinity, AThreadIsBoundAndThoseItStarts) {
+  const std::vector<int> last{affinity_mask().back()};
+  std::vector<int> seen, seen_below;
+  std::thread([&] {
+    set_affinity(last);
+    seen = affinity_mask();
+    std::thread([&] { seen_below = affinity_mask(); }).join();
+  }).join();
+  EXPECT_EQ(seen, last);
+  EXPECT_EQ(seen_below, last);
+  EXPECT_THROW(set_affinity({}), ConfigError);
 }
 
 }  // namespace
