@@ -54,8 +54,7 @@ RANKS ?= 2
 train: configure
 	@cmake --build $(BUILD) -j $(JOBS) --target commands
 	@rm -rf $(BUILD)/train
-	$(BUILD)/bin/lockstep train -n $(RANKS) --config examples/train.toml --checkpoint.dir $(BUILD)/train \
-	  --metrics.file $(BUILD)/train/metrics.jsonl $(TRAIN_ARGS)
+	$(BUILD)/bin/lockstep train -n $(RANKS) --config examples/train.toml --run.dir $(BUILD)/train $(TRAIN_ARGS)
 	$(BUILD)/bin/lockstep sample --checkpoint $(BUILD)/train --prompt "namespace std {" --tokens 600
 
 test: tests

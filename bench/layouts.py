@@ -44,7 +44,7 @@ def run(words):
 def train(bin_dir, ranks, options, folder, round):
     metrics = pathlib.Path(folder) / f"metrics-{round}.jsonl"
     run([bin_dir / "lockstep", "train", "-n", ranks, *options, "--data.path", f"{folder}/tokens.bin", "--data.validation", "0", "--train.steps", STEPS,
-         "--checkpoint.dir", "", "--metrics.file", metrics])
+         "--run.dir", "", "--metrics.file", metrics])
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.unlink()
     return lines

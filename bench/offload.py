@@ -56,7 +56,7 @@ def train(bin_dir, name, flags, steps, accumulation, folder):
     metrics = pathlib.Path(folder) / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     words = [bin_dir / "lockstep", "train", "--model.kind", "llama", "--train.dtype", "bfloat16", "--data.path", f"{folder}/random.bin",
-             "--data.validation", "0", "--checkpoint.dir", "", "--metrics.file", metrics, "--optim.lr", "1e-4", "--optim.warmup", min(5, steps - 1), "--train.recompute", "full",
+             "--data.validation", "0", "--run.dir", "", "--metrics.file", metrics, "--optim.lr", "1e-4", "--optim.warmup", min(5, steps - 1), "--train.recompute", "full",
              "--train.steps", steps, "--train.seq_len", size["length"], "--train.micro_batch", size["rows"] // accumulation,
              "--train.global_batch", size["rows"], *flags]
     for key in ("layers", "hidden", "heads", "ffn", "vocab"):

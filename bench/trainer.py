@@ -40,7 +40,7 @@ def trainer(bin_dir, size):
         data.write_bytes(b"".join(token.to_bytes(2, "little") for token in tokens))
         metrics = f"{folder}/metrics.jsonl"
         words = [bin_dir / "lockstep", "train", "--model.kind", "llama", "--train.dtype", "bfloat16", "--data.path", data,
-                 "--data.validation", "0", "--checkpoint.dir", "", "--metrics.file", metrics, "--optim.warmup", "5",
+                 "--data.validation", "0", "--run.dir", "", "--metrics.file", metrics, "--optim.warmup", "5",
                  "--train.steps", STEPS, "--train.seq_len", size["length"], "--train.micro_batch", size["rows"]]
         for key in ("layers", "hidden", "heads", "ffn", "vocab"):
             words += [f"--model.{key}", size[key]]

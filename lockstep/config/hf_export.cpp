@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "lockstep/config/model/hf_model.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -148,9 +149,8 @@ bool is_tokenizer(const std::string& path) {
   return json.is_object() && json.contains("model");
 }
 
-// The tokenizer.json that the configuration names, if it is there.
-std::string tokenizer_file(const TrainConfig& config) {
-  const std::string& name = config.data.tokenizer;
+// The tokenizer.json that the checkpoint was trained with, if it is there.
+std::string tokenizer_file(const std::string& name) {
   if (name == "bytes" || name == "auto") return {};
   std::error_code error;
   const std::string file = fs::is_directory(name, error) ? name + "/tokenizer.json" : name;
@@ -197,7 +197,7 @@ HfExported export_hf(const std::string& checkpoint, const std::string& out,
   const TrainConfig config = saved_config(reader.manifest(), checkpoint);
   require_model(reader.manifest(), config.model, checkpoint);
   Conversion conversion(reader, config.model, options.dtype);
-  const std::string tokenizer = tokenizer_file(config);
+  const std::string tokenizer = tokenizer_file(saved_tokenizer(reader.manifest(), checkpoint));
   io::StagedFolder folder(out, {.replaces = options.replace ? "config.json" : ""});
   write_descriptions(folder, config.model, conversion.dtype(), tokenizer);
   const formats::HfFiles written = formats::write_hf_model(
@@ -211,7 +211,8 @@ HfExported export_hf(const std::string& checkpoint, const std::string& out,
           .files = written.files,
           .bytes = written.bytes,
           .overflowed = conversion.overflowed(),
-          .tokenizer = tokenizer};
+          .tokenizer = tokenizer,
+          .trained_with = config.data.tokenizer};
 }
 
 }  // namespace lockstep::config

@@ -21,8 +21,9 @@ struct HfExported {
   ModelSpec model = {};
   DType dtype = DType::float32;
   int64_t tensors = 0, files = 0, bytes = 0;
-  int64_t overflowed = 0;      // finite values that became infinite
-  std::string tokenizer = {};  // copied from here; empty: none was
+  int64_t overflowed = 0;         // finite values that became infinite
+  std::string tokenizer = {};     // copied from here; empty: none was
+  std::string trained_with = {};  // data.tokenizer of the run
 };
 
 // Writes config.json, the weights and, where the configuration names a tokenizer.json that is

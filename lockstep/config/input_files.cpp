@@ -13,6 +13,7 @@
 
 #include "lockstep/config/model/hf_model.h"
 #include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -55,21 +56,43 @@ void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
   }
 }
 
+std::string absolute_path(const std::string& path) {
+  return fs::absolute(path).lexically_normal().string();
+}
+
 // Data and order are the configuration's, the position in it the checkpoint's.
-void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& config,
+void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& config, int world,
                          const std::string& path) {
   const TrainConfig before = train_config_from_json(manifest.config, path);
-  const auto compare = [&](const char* key, const auto& was, const auto& is) {
+  const auto compare = [&](const char* key, const auto& was, const auto& is,
+                           const char* effect = "samples may be seen twice or not at all") {
     if (was == is) return;
-    log::warn(
-        format("{} was written with {} {}, now it is {}: samples may be seen twice or not at "
-               "all",
-               path, key, was, is));
+    log::warn(format("{} was written with {} {}, now it is {}: {}", path, key, was, is, effect));
   };
   compare("train.seq_len", before.train.seq_len, config.train.seq_len);
   compare("train.seed", before.train.seed, config.train.seed);
-  compare("data.path", before.data.path, config.data.path);
-  compare("data.validation", before.data.validation, config.data.validation);
+  if (absolute_path(before.data.path) != absolute_path(config.data.path))
+    compare("data.path", before.data.path, config.data.path);
+  if (absolute_path(before.data.validation) != absolute_path(config.data.validation))
+    compare("data.validation", before.data.validation, config.data.validation);
+  const auto batch = manifest.state.find("global_batch");
+  const int64_t rows =
+      batch != manifest.state.end()
+          ? io::integer(io::parse_json(batch->second, path), path + ": state global_batch")
+          : before.train.global_batch;
+  if (rows > 0) {
+    compare("train.global_batch", rows, config.global_batch(world),
+            "the steps and the learning rate schedule cover other amounts of data");
+  }
+  const auto tokenizer = [](const std::string& name, const std::string& crc) {
+    return crc.empty() ? name : format("{} (crc32c {})", name, crc);
+  };
+  const std::string name = tokenizer_name(config), crc = tokenizer_crc(manifest, path);
+  const std::string now = tokenizer_crc(name);
+  if (crc.empty() ? before.data.tokenizer != name : crc != now) {
+    compare("data.tokenizer", tokenizer(before.data.tokenizer, crc), tokenizer(name, now),
+            "the same token may stand for other text");
+  }
 }
 
 // With `auto` an older one will do where this one is damaged: the ranks see to that, who read all
@@ -111,7 +134,7 @@ Checked check_data(const TrainConfig& config) {
 }
 
 void check_metrics_file(const std::string& path) {
-  if (path.empty()) return;
+  if (path.empty() || path == "auto") return;
   std::error_code failure;
   if (fs::exists(path, failure) && !fs::is_regular_file(path, failure)) {
     throw ConfigError(format("metrics.file: {} is not a regular file; choose another place", path));
@@ -220,7 +243,7 @@ std::map<std::string, std::string> state_of(const DataIdentities& identities) {
 }
 
 void require_same_data(const formats::Manifest& manifest, const DataIdentities& identities,
-                       const TrainConfig& config, const std::string& path) {
+                       const TrainConfig& config, const std::string& path, bool speaks) {
   const TrainConfig before = train_config_from_json(manifest.config, path);
   for (const auto& [name, now] : identities) {
     const auto found = manifest.state.find(name);
@@ -241,7 +264,11 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
                  path, key, was.describe(),
                  name == "data" ? config.data.path : config.data.validation, now.describe()));
     }
-    if (was == now && now.is_sampled() && was.modified != now.modified &&
+    if (was != now && speaks) {
+      log::warn(format("{} was trained on data.{} of {}, now it has {}", path, key, was.describe(),
+                       now.describe()));
+    }
+    if (speaks && was == now && now.is_sampled() && was.modified != now.modified &&
         before.data.path == config.data.path) {
       log::warn(
           format("data.{} was modified after {} was written; the runs of it that were compared are "
@@ -253,7 +280,7 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
 
 std::string checkpoint_at(const std::string& path) {
   if (fs::exists(path + "/manifest.json")) return path;
-  const auto newest = formats::newest_complete(path);
+  const auto newest = formats::newest_complete(checkpoint_folder(path));
   if (!newest) throw ConfigError(format("there is no complete checkpoint in {}", path));
   return newest->path;
 }
@@ -290,16 +317,23 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_metrics_file(config.metrics.file);
   check_disks(config);
-  const std::string& dir = config.checkpoint.dir;
+  // What the run folder will have is not there yet.
+  const std::string dir = config.checkpoint.dir == "auto" ? "" : config.checkpoint.dir;
   if (!dir.empty()) formats::check_writable(dir);
   int64_t begin = -1;
   if (const auto path = find_checkpoint(config.checkpoint)) {
     const auto manifest = look_at(*path, config.checkpoint, options);
     if (!config.checkpoint.partial) check_same_model(manifest, model, *path);
     const bool goes_on = config.checkpoint.load == LoadWhat::all;
-    if (goes_on) warn_of_differences(manifest, config, *path);
+    if (goes_on) warn_of_differences(manifest, config, world, *path);
     if (goes_on && data) require_same_data(manifest, data->identities(config.data), config, *path);
     begin = goes_on ? manifest.step : 0;
+    if (begin >= config.train.steps) {
+      log::warn(
+          format("{} is at step {} and train.steps is {}: no step is left to train; set --steps to "
+                 "more than {}",
+                 *path, begin, config.train.steps, begin));
+    }
   }
   const auto others =
       dir.empty() ? std::vector<formats::Checkpoint>{} : formats::list_complete(dir);

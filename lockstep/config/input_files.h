@@ -37,9 +37,10 @@ std::string describe(const DataIdentities& identities);
 // What a checkpoint keeps of them, in JSON.
 std::map<std::string, std::string> state_of(const DataIdentities& identities);
 // ConfigError with both where the checkpoint was trained on other data, unless
-// checkpoint.other_data is set. Validation data may be other files, but not the same changed.
+// checkpoint.other_data is set, which is a warning. Validation data may be other files, but not the
+// same changed. `speaks`: one rank warns for all.
 void require_same_data(const formats::Manifest& manifest, const DataIdentities& identities,
-                       const TrainConfig& config, const std::string& path);
+                       const TrainConfig& config, const std::string& path, bool speaks = false);
 
 // Opens data.path and keeps the validation data apart. ConfigError for a path that is not there,
 // and where there is less than one sequence.
@@ -56,7 +57,8 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config);
 // every byte.
 std::string other_checkpoints(const std::string& path);
 
-// A checkpoint, or the newest in a folder of them. ConfigError where there is none.
+// A checkpoint, or the newest in a run folder or in a folder of checkpoints. ConfigError where
+// there is none.
 std::string checkpoint_at(const std::string& path);
 
 struct CheckOptions {

@@ -5,6 +5,7 @@
 #include <cctype>
 #include <limits>
 
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/schema_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -73,7 +74,7 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
   while (words.next()) {
     const std::string& flag = words.flag();
     if (flag == "-n") {
-      parsed.ranks = ranks_of(words.value());
+      schema.set_flag("run.ranks", std::to_string(ranks_of(words.value())));
     } else if (flag == "--config") {
       if (!parsed.config_file.empty())
         throw ConfigError(format("--config is given twice; {} was the first", parsed.config_file));
@@ -92,6 +93,19 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
     }
   }
   if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
+  const CheckpointConfig asked = parsed.config.checkpoint;
+  if (asked.load == LoadWhat::all && is_run_folder(asked.resume)) {
+    parsed.continued = asked.resume;
+    schema.read_file(run_config_file(asked.resume));
+    if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
+    // How that run began does not count any more.
+    CheckpointConfig& checkpoint = parsed.config.checkpoint;
+    checkpoint.resume = asked.resume;
+    checkpoint.load = asked.load;
+    checkpoint.partial = asked.partial;
+    checkpoint.other_data = asked.other_data;
+  }
+  if (parsed.config.run.ranks > 0) parsed.ranks = parsed.config.run.ranks;
   parsed.origins = schema.origins();
   return parsed;
 }
@@ -120,7 +134,8 @@ std::string common_lines(const TrainConfig& config) {
   constexpr std::string_view own[] = {
       "model.path",     "data.path",         "data.tokenizer", "data.validation",
       "train.threads",  "memory.disk",       "offload.disk",   "parallel.schedule_file",
-      "checkpoint.dir", "checkpoint.resume", "metrics.file",   "metrics.trace"};
+      "checkpoint.dir", "checkpoint.resume", "metrics.file",   "metrics.trace",
+      "run.dir",        "run.ranks"};
   TrainConfig copy = config;
   const Schema schema = train_schema(copy);
   std::string lines;

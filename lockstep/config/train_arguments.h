@@ -11,10 +11,12 @@
 namespace lockstep::config {
 
 struct TrainArguments {
-  TrainConfig config = {};  // flag over file over default; validate() has yet to be called
-  Origins origins = {};     // of every key
-  std::optional<int> ranks = std::nullopt;  // -n
+  // Flag over file over that of the continued run over default; validate() has yet to be called.
+  TrainConfig config = {};
+  Origins origins = {};                     // of every key
+  std::optional<int> ranks = std::nullopt;  // run.ranks, which -n sets
   std::string config_file = {};             // --config; empty: none
+  std::string continued = {};  // the run folder that checkpoint.resume names; empty: none
   bool print_config = false, help = false;
 };
 

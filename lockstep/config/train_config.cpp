@@ -118,7 +118,10 @@ void validate_compression(const TrainConfig& config) {
     refuse(format("parallel.chunks is {}: it is for one stage of a rank", config.parallel.chunks));
 }
 
-void validate_checkpoints(const CheckpointConfig& checkpoint) {
+void validate_output(const TrainConfig& config) {
+  require(config.metrics.trace != "auto" || !config.run.dir.empty(),
+          "metrics.trace is auto, but run.dir is empty: name a folder for traces");
+  const CheckpointConfig& checkpoint = config.checkpoint;
   require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
   const bool from_path = checkpoint.resume != "none" && checkpoint.resume != "auto";
   require(checkpoint.load == LoadWhat::all || from_path,
@@ -131,11 +134,13 @@ void validate_checkpoints(const CheckpointConfig& checkpoint) {
           "checkpoint.when_busy is skip, but checkpoint.async is false: no checkpoint is written "
           "concurrently with the "
           "training");
-  if (!checkpoint.dir.empty()) return;
-  require(!checkpoint.async, "checkpoint.async is true, but checkpoint.dir is empty");
+  const bool nowhere = checkpoint.dir == "auto" && config.run.dir.empty();
+  if (!checkpoint.dir.empty() && !nowhere) return;
+  const char* const empty = nowhere ? "run.dir" : "checkpoint.dir";
+  require(!checkpoint.async, format("checkpoint.async is true, but {} is empty", empty));
   require(checkpoint.every == 0,
-          format("checkpoint.every is {}, but checkpoint.dir is empty", checkpoint.every));
-  require(checkpoint.resume != "auto", "checkpoint.resume is auto, but checkpoint.dir is empty");
+          format("checkpoint.every is {}, but {} is empty", checkpoint.every, empty));
+  require(checkpoint.resume != "auto", format("checkpoint.resume is auto, but {} is empty", empty));
 }
 
 }  // namespace
@@ -169,7 +174,7 @@ void TrainConfig::validate(int world) const {
           format("comm.strategy is {}, but comm.backend is nccl, which chooses between rings and "
                  "trees for tensors on GPUs itself: leave it out, or use another backend",
                  layout::name_of(comm.strategy)));
-  validate_checkpoints(checkpoint);
+  validate_output(*this);
 }
 
 layout::ParallelDims TrainConfig::dims(int world) const {

@@ -103,10 +103,10 @@ struct CommConfig {
 };
 
 struct CheckpointConfig {
-  std::string dir = "checkpoints";  // empty: none is written
-  int64_t every = 0;                // 0: at the end only
-  int64_t keep = 3;                 // the newest; 0: all
-  std::string resume = "none";      // none, auto (the newest in dir), or a path
+  std::string dir = "auto";     // auto: checkpoints in run.dir; empty: none is written
+  int64_t every = 0;            // 0: at the end only
+  int64_t keep = 3;             // the newest; 0: all
+  std::string resume = "none";  // none, auto (the newest in dir), or a path
   LoadWhat load = LoadWhat::all;
   bool partial = false;     // tensors that are missing, too many or of another shape are let pass
   bool other_data = false;  // than the checkpoint was trained on is let pass
@@ -117,10 +117,17 @@ struct CheckpointConfig {
 };
 
 struct MetricsConfig {
-  std::string file = {};   // empty: none
-  std::string trace = {};  // a folder; empty: none
+  std::string file = "auto";  // auto: metrics.jsonl in run.dir; empty: none
+  std::string trace = {};     // a folder; auto: traces in run.dir; empty: none
 
   bool operator==(const MetricsConfig&) const = default;
+};
+
+struct RunFolderConfig {
+  std::string dir = "auto";  // auto: a new one in runs/; empty: none
+  int ranks = 0;             // -n; 0: those of the launcher, or one
+
+  bool operator==(const RunFolderConfig&) const = default;
 };
 
 // A value, the same on every rank.
@@ -136,6 +143,7 @@ struct TrainConfig {
   CommConfig comm = {};
   CheckpointConfig checkpoint = {};
   MetricsConfig metrics = {};
+  RunFolderConfig run = {};
 
   // Throws ConfigError for the first thing that is wrong, with the numbers and what would be right.
   // Files are not looked at.

@@ -337,14 +337,16 @@ void add_offload(Schema& schema, layout::OffloadOptions& offload) {
 void add_output(Schema& schema, TrainConfig& config) {
   schema.section("checkpoint", "Checkpoints");
   schema.add("dir", config.checkpoint.dir,
-             "Folder for checkpoints. Empty: no checkpoint is written.");
+             "Folder for checkpoints. auto: checkpoints in run.dir. Empty: no checkpoint is "
+             "written.");
   schema.add("every", config.checkpoint.every,
              "Steps between checkpoints; 0 saves only after the last step.", kFromZero);
   schema.add("keep", config.checkpoint.keep, "Number of newest checkpoints to keep; 0 keeps all.",
              kFromZero);
   schema.add("resume", config.checkpoint.resume,
-             "Checkpoint to resume from. none: start a new run. auto: resume from the newest "
-             "checkpoint in checkpoint.dir, if there is one. Otherwise the path of a checkpoint.");
+             "Run or checkpoint to resume from. none: start a new run. auto: resume from the "
+             "newest checkpoint in checkpoint.dir, if there is one. Otherwise the path of a run "
+             "folder, whose configuration is used too, or of a checkpoint.");
   schema.add_choice("load", config.checkpoint.load, {"all", "model"},
                     "What to load from checkpoint.resume. all: resume the run at its step. model: "
                     "load the weights only and start at step 0.");
@@ -363,9 +365,19 @@ void add_output(Schema& schema, TrainConfig& config) {
 
   schema.section("metrics", "Metrics and traces");
   schema.add("file", config.metrics.file,
-             "File for metrics, one line of JSON per step. Empty: none.");
+             "File for metrics, one line of JSON per step. auto: metrics.jsonl in run.dir. Empty: "
+             "none.");
   schema.add("trace", config.metrics.trace,
-             "Folder for Chrome traces, one file per rank. Empty: none.");
+             "Folder for Chrome traces, one file per rank. auto: traces in run.dir. Empty: none.");
+
+  schema.section("run", "Run folder");
+  schema.add("dir", config.run.dir,
+             "Folder for all files of the run. auto: a new folder runs/DATE-TIME-MODEL. Empty: "
+             "none.");
+  schema.add("ranks", config.run.ranks,
+             "Number of ranks to start on this machine, as -n; ignored under another launcher. 0: "
+             "one rank.",
+             kFromZero);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // error off; default info).
 #pragma once
 
+#include <string>
 #include <string_view>
 
 namespace lockstep::log {
@@ -10,6 +11,13 @@ namespace lockstep::log {
 // Names this process in every following line ("rank 3"). Thread ranks share a process: their
 // messages name the rank.
 void set_rank(int rank);
+
+// A file that gets the lines of this log too. hold_lines() keeps them in memory until copy_to()
+// says where they belong; an empty path ends the copy. SystemError where the file cannot be opened.
+void hold_lines();
+void copy_to(const std::string& path);
+// A line for that file alone, of what the program shows elsewhere.
+void copy_line(std::string_view line);
 
 void debug(std::string_view message);
 void info(std::string_view message);

@@ -26,7 +26,15 @@ class File {
 
   void begin(uint64_t run, const std::string& process) {
     const std::lock_guard lock(mutex_);
-    open(run, process);
+    if (!process_.empty()) return;
+    run_ = run;
+    process_ = process;
+    open();
+  }
+  void write_to(const std::string& folder) {
+    const std::lock_guard lock(mutex_);
+    if (folder_.empty()) folder_ = folder;
+    if (!process_.empty()) open();
   }
   void add(const std::string& event) {
     const std::lock_guard lock(mutex_);
@@ -40,11 +48,11 @@ class File {
   }
 
  private:
-  void open(uint64_t run, const std::string& process) {
-    if (file_ != nullptr || failed_) return;
+  void open() {
+    if (file_ != nullptr || failed_ || folder_.empty()) return;
     std::error_code failure;
     std::filesystem::create_directories(folder_, failure);
-    const std::string path = format("{}/run{:016x}-{}.json", folder_, run, process);
+    const std::string path = format("{}/run{:016x}-{}.json", folder_, run_, process_);
     file_ = std::fopen(path.c_str(), "w");
     if (file_ == nullptr) {
       failed_ = true;
@@ -57,8 +65,12 @@ class File {
 
   // Each event in the buffer ends in a comma and a line end.
   void write() {
-    if (buffer_.empty()) return;
-    open(own_run(), format("pid{}", getpid()));
+    if (buffer_.empty() || folder_.empty()) return;
+    if (process_.empty()) {
+      run_ = own_run();
+      process_ = format("pid{}", getpid());
+    }
+    open();
     if (failed_) return;
     buffer_.resize(buffer_.size() - 2);
     std::fseek(file_, has_events_ ? -3 : -2, SEEK_END);
@@ -76,20 +88,24 @@ class File {
     return (uint64_t{random()} << 32) | random();
   }
 
-  const std::string folder_;
+  std::string folder_;  // empty: not known yet
   std::mutex mutex_;
+  uint64_t run_ = 0;
+  std::string process_;  // empty until begin(), or the first write
   std::string buffer_;
   std::FILE* file_ = nullptr;  // opened when the run is known, or by the first write
   bool failed_ = false;        // to open it
   bool has_events_ = false;
 };
 
+std::atomic<bool> folder_expected{false};
+
 // Null when tracing is off. Leaked on purpose: threads may end spans while the process exits.
 File* file() {
   static File* const instance = []() -> File* {
     const char* folder = std::getenv("LOCKSTEP_TRACE");
-    if (folder == nullptr || *folder == '\0') return nullptr;
-    return new File(folder);
+    const bool named = folder != nullptr && *folder != '\0';
+    return named || folder_expected ? new File(named ? folder : "") : nullptr;
   }();
   return instance;
 }
@@ -109,6 +125,12 @@ bool enabled() { return file() != nullptr; }
 
 void begin_run(uint64_t run, int rank) {
   if (enabled()) file()->begin(run, format("rank{}", rank));
+}
+
+void expect_folder() { folder_expected = true; }
+
+void write_to(const std::string& folder) {
+  if (enabled()) file()->write_to(folder);
 }
 
 Row::Row(int rank, std::string_view name) : rank_(rank) {

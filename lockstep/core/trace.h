@@ -16,12 +16,19 @@
 
 namespace lockstep::trace {
 
-// False unless LOCKSTEP_TRACE is set; then nothing below costs more than a load.
+// False unless LOCKSTEP_TRACE is set, or expect_folder() was called; then nothing below costs more
+// than a load.
 bool enabled();
 
 // Names this process's file: all ranks of a run pass the same number, from comm::init. Only the
 // first call counts. A process that has not called it when it first writes is a run of its own.
 void begin_run(uint64_t run, int rank);
+
+// For a folder that ranks learn only after they have come together. expect_folder(), called before
+// anything is traced, keeps events in memory until write_to() names the folder. LOCKSTEP_TRACE,
+// where it is set, is used instead.
+void expect_folder();
+void write_to(const std::string& folder);
 
 class Row {
  public:

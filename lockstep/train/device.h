@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
@@ -15,9 +16,10 @@ namespace lockstep::train {
 // multiply matrices of the configured dtype.
 c10::Device choose_device(const config::TrainConfig& config, const comm::Group& group);
 
-// What CUDA's allocator has had at most; the device that libraries take where none is named:
-// device_cuda.cpp, or device_no_cuda.cpp in builds without CUDA.
+// What CUDA's allocator has had at most; the device that libraries take where none is named; what
+// the GPU is called: device_cuda.cpp, or device_no_cuda.cpp in builds without CUDA.
 int64_t peak_cuda_bytes(c10::Device device);
 void make_current(c10::Device device);
+std::string cuda_name(c10::Device device);  // "NVIDIA H200"
 
 }  // namespace lockstep::train

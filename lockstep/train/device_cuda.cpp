@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include "lockstep/memory/meter.h"
@@ -10,6 +11,10 @@ int64_t peak_cuda_bytes(c10::Device device) { return memory::highest_cuda_peak(d
 
 void make_current(c10::Device device) {
   if (device.is_cuda()) c10::cuda::set_device(device.index());
+}
+
+std::string cuda_name(c10::Device device) {
+  return at::cuda::getDeviceProperties(device.index())->name;
 }
 
 }  // namespace lockstep::train

@@ -5,5 +5,6 @@ namespace lockstep::train {
 
 int64_t peak_cuda_bytes(c10::Device) { return 0; }
 void make_current(c10::Device) {}
+std::string cuda_name(c10::Device) { return {}; }
 
 }  // namespace lockstep::train

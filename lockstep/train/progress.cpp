@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 
 namespace lockstep::train {
 namespace {
@@ -78,6 +79,7 @@ void Progress::line(const std::string& text) {
   if (!speaks_) return;
   clear_bar();
   write_out(text + "\n");
+  log::copy_line(text);
 }
 
 void Progress::step(const StepMetrics& metrics) {

@@ -17,6 +17,7 @@
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -36,6 +37,7 @@
 #include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/progress.h"
+#include "lockstep/train/run_record.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/trained_model.h"
 
@@ -145,6 +147,7 @@ struct Trainer::State {
   const config::DataIdentities identities;
   const std::string threads;
   const c10::Device device;
+  const RunRecord record;
   const int64_t accumulation, global_batch;
   TrainedModel model;
   const mesh::Mesh mesh;
@@ -173,6 +176,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       identities(compared(data.identities(config.data), world)),
       threads(set_threads(config, world)),
       device(choose_device(config, world)),
+      record(record_start(config, world, device)),
       accumulation(config.accumulation(world.size())),
       global_batch(config.global_batch(world.size())),
       model(config, device, world),
@@ -249,7 +253,7 @@ void Trainer::State::resume() {
   resumed_from = loaded->path;
   if (!goes_on) return;
   config::require_same_data({.state = loaded->state, .config = loaded->config}, identities, config,
-                            loaded->path);
+                            loaded->path, world.rank() == 0);
   done = loaded->step;
   const auto position = loaded->state.find("samples");
   if (position == loaded->state.end()) {
@@ -289,10 +293,13 @@ void Trainer::State::say_what_is_trained() {
              config.train.steps,
              format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
                                   static_cast<double>(reader->samples()))));
+  if (!config.run.dir.empty())
+    progress->line(format("run    {}", config::shown_path(config.run.dir)));
   if (!resumed_from.empty()) {
+    const std::string from = config::shown_path(resumed_from);
     progress->line(config.checkpoint.load == config::LoadWhat::all
-                       ? format("resume {} at step {}", resumed_from, done)
-                       : format("weights of {}", resumed_from));
+                       ? format("resume {} at step {}", from, done)
+                       : format("weights of {}", from));
   }
 }
 
@@ -386,11 +393,13 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   state["samples"] = std::to_string(samples);
   state["tokens"] = std::to_string(samples * config.train.seq_len);
   state["seed"] = std::to_string(config.train.seed);
+  state["global_batch"] = std::to_string(global_batch);
+  if (!record.tokenizer.empty()) state["tokenizer"] = record.tokenizer;
   const bool begun =
       saver->save({.step = done,
                    .slices = model.slices(*optimizer),
                    .state = state,
-                   .config = config::to_json(config),
+                   .config = record.config,
                    .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0},
                   when_busy);
   if (begun) {
@@ -409,8 +418,8 @@ void Trainer::State::say_what_was_saved() {
     if (saved.path.empty()) continue;  // of a failure there was a warning
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
-    progress->line(
-        format("step {}: saved {} ({:.1f} s{})", saved.step, saved.path, saved.seconds, waited));
+    progress->line(format("step {}: saved {} ({:.1f} s{})", saved.step,
+                          config::shown_path(saved.path), saved.seconds, waited));
   }
 }
 

@@ -71,7 +71,7 @@ class Input : public CheckpointConvert {
         {path("all/s.csv"), {"schedule", "--kind", path("all/s.csv")}},
         {path("all/metrics"),
          {"train", "--data.path", text, "--train.seq_len", "16", "--checkpoint.dir",
-          path("all/out"), "--metrics.file", path("all/metrics")}},
+          path("all/out"), "--metrics.file", path("all/metrics"), "--run.dir", ""}},
     };
   }
   static void expect_refused(const Read& read, const std::string& what) {

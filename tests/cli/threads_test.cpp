@@ -37,7 +37,7 @@ class Threads : public testing::Test {
         words.end(),
         {LOCKSTEP_COMMAND, "train", "--data.path", folder_.path() + "/text.txt", "--model.layers",
          "1", "--model.hidden", "16", "--model.heads", "1", "--train.seq_len", "8",
-         "--train.micro_batch", "1", "--train.steps", "1", "--checkpoint.dir", ""});
+         "--train.micro_batch", "1", "--train.steps", "1", "--run.dir", ""});
     words.insert(words.end(), options.begin(), options.end());
     Result result = Subprocess(words, variables).wait();
     EXPECT_EQ(result.code, 0) << result.out << result.err;

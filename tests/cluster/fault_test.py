@@ -20,7 +20,7 @@ class Fault(hosts.HostsTest):
         return [
             self.lockstep, "train", "--data.path", data, "--model.layers", 1, "--model.hidden", 32, "--model.heads", 2,
             "--train.seq_len", 16, "--train.micro_batch", 1, "--train.steps", 10_000_000, "--comm.timeout", DEADLINE,
-            "--checkpoint.dir", "", "--metrics.file", self.metrics(name)
+            "--checkpoint.dir", "", "--run.dir", "", "--metrics.file", self.metrics(name)
         ]
 
     def metrics(self, name):

@@ -75,7 +75,7 @@ class Input(hosts.HostsTest):
         data = pathlib.Path(self.hosts.folder, "text.txt")
         data.write_text("some text to train on\n" * 100)
         words = [self.lockstep, "train", "--data.path", data, "--model.layers", 1, "--model.heads", 2, "--train.seq_len", 16,
-                 "--train.micro_batch", 1, "--train.steps", 1, "--checkpoint.dir", "", "--model.hidden"]
+                 "--train.micro_batch", 1, "--train.steps", 1, "--run.dir", "", "--model.hidden"]
         jobs = [self.node(f"h{node}", node, program=[*words, 32 if node < 2 else 64]) for node in range(3)]
         self.finish(*jobs, code=2)
         for job in jobs:

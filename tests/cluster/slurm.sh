@@ -123,8 +123,6 @@ layers = 2
 seq_len = 64
 steps = 200000
 log_every = 50
-[checkpoint]
-dir = "$run/checkpoints"
 END
 export PATH="$(dirname "$lockstep"):$PATH"
 job=$(sbatch --parsable --nodes 1 --gpus-per-node 0 --output job.out --export "ALL,RANKS=2" "$source/examples/slurm.sbatch" train.toml)

@@ -40,7 +40,8 @@ class Train(hosts.HostsTest):
         return [
             cls.lockstep, "train", "--data.path", cls.data, "--model.layers", 2, "--model.hidden", 32, "--model.heads", 2,
             "--train.seq_len", 32, "--train.micro_batch", 1, "--train.global_batch", 12, "--train.steps", 5, "--optim.warmup", 2,
-            "--optim.lr", 0.01, "--comm.timeout", 60, "--checkpoint.dir", "", "--metrics.file", cls.metrics(name), *options
+            "--optim.lr", 0.01, "--comm.timeout", 60, "--checkpoint.dir", "", "--metrics.file", cls.metrics(name),
+            "--run.dir", "", *options
         ]
 
     @classmethod

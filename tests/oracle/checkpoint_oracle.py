@@ -57,7 +57,7 @@ class Lockstep:
         return done.stdout
 
     def train(self, folder, model, layout, text):
-        self.run("train", *LAYOUTS[layout], *MODELS[model], *TRAINING, "--data.path", text, "--checkpoint.dir", folder)
+        self.run("train", *LAYOUTS[layout], *MODELS[model], *TRAINING, "--data.path", text, "--checkpoint.dir", folder, "--run.dir", "")
 
     def sample(self, folder):
         """The tokens that it finds most likely after the prompt."""

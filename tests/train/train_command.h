@@ -86,7 +86,9 @@ class Train : public testing::Test {
                 "--checkpoint.dir",
                 path("checkpoints"),
                 "--metrics.file",
-                path("metrics.jsonl")};
+                path("metrics.jsonl"),
+                "--run.dir",
+                ""};
     words.insert(words.end(), options.begin(), options.end());
     return words;
   }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/group.h"
 #include "lockstep/config/input_files.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/train_arguments.h"
+#include "lockstep/core/log.h"
 #include "lockstep/train/trainer.h"
 #include "tests/train/train_command.h"
 
@@ -9,9 +11,10 @@ namespace lockstep::test {
 
 void train_in_threads(const Words& arguments) {
   const auto parsed = config::parse_train_arguments(arguments);
-  const config::TrainConfig& config = parsed.config;
+  config::TrainConfig config = parsed.config;
   const int ranks = parsed.ranks.value_or(1);
-  config::check_inputs(config, ranks);
+  config::RunFolder folder(parsed, {});
+  config::adopt(config, folder.open(config::check_inputs(folder.config(), ranks)));
   comm::run_threads(ranks,
                     [&](const comm::Group& group) {
                       config.validate(group.size());
@@ -21,6 +24,7 @@ void train_in_threads(const Words& arguments) {
                     {.backend = config.comm.backend == "auto" ? "thread" : config.comm.backend,
                      .strategy = config.comm.strategy,
                      .timeout = config.timeout()});
+  log::copy_to("");
 }
 
 }  // namespace lockstep::test

@@ -19,8 +19,8 @@ constexpr const char* kCheckpointHelp =
     "       lockstep checkpoint diff A B [--tolerance X] [--model]\n"
     "       lockstep checkpoint export DIR OUT [OPTIONS]\n"
     "       lockstep checkpoint import HF_DIR DIR [OPTIONS]\n"
-    "DIR, A and B are the folder of a checkpoint, or a folder of checkpoints, which means the "
-    "newest.\n"
+    "DIR, A and B are the folder of a checkpoint, or a run folder or folder of checkpoints, which "
+    "means the newest.\n"
     "Run lockstep checkpoint VERB --help for the options of a verb.\n";
 
 struct Verb {

@@ -60,9 +60,9 @@ int checkpoint_export(const Words& arguments) {
           app, "checkpoint export",
           "Exports the model of a checkpoint as a Hugging Face folder that transformers can load.\n"
           "Usage: lockstep checkpoint export DIR OUT [OPTIONS]\n"
-          "DIR is a checkpoint of lockstep train, or a folder of checkpoints, which means the "
-          "newest. OUT is created\n"
-          "only when the export is complete.\n",
+          "DIR is a checkpoint of lockstep train, or a run folder or folder of checkpoints, which "
+          "means the newest.\n"
+          "OUT is created only when the export is complete.\n",
           arguments))
     return *status;
   require_name("export", "OUT", out);
@@ -80,7 +80,14 @@ int checkpoint_export(const Words& arguments) {
   std::cout << format("{}: {}, {}, {}, {} of weights in {}, {:.2f} seconds\n", out,
                       done.model.describe(), name_of(done.dtype), counted(done.tensors, "tensor"),
                       size_text(done.bytes), counted(done.files, "file"), seconds_since(start));
-  if (!done.tokenizer.empty()) std::cout << format("tokenizer: {}\n", done.tokenizer);
+  if (!done.tokenizer.empty()) {
+    std::cout << format("tokenizer: {}\n", done.tokenizer);
+  } else {
+    std::cerr << format(
+        "checkpoint export: {} has no tokenizer.json: the model was trained with {}; programs that "
+        "load the folder must bring that tokenizer\n",
+        out, done.trained_with == "bytes" ? "bytes as tokens" : done.trained_with + ", not found");
+  }
   return 0;
 }
 

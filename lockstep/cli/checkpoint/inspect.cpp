@@ -13,6 +13,7 @@
 
 #include "lockstep/cli/checkpoint/verbs.h"
 #include "lockstep/cli/common/options.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -100,7 +101,7 @@ std::vector<Listed> list(const std::string& dir) {
 Summary summarize(const std::string& dir) {
   const std::string path = last_checkpoint(dir);
   Summary summary{.path = path, .manifest = formats::read_manifest(path), .listed = {}};
-  if (path != dir) summary.listed = list(dir);
+  if (path != dir) summary.listed = list(config::checkpoint_folder(dir));
   summary.rows = rows_of(summary.manifest);
   for (const Row& row : summary.rows) {
     (row.of_optimizer() ? summary.optimizer : summary.model).add(row);
@@ -241,14 +242,15 @@ int checkpoint_inspect(const Words& arguments) {
   CLI::App app;
   app.add_option("DIR", dir)->required();
   app.add_flag("--json", as_json, "Print one JSON object with the configuration and every slice");
-  if (const auto status =
-          parse(app, "checkpoint inspect",
-                "Shows the contents of a checkpoint: tensors, totals, files and run state.\n"
-                "Usage: lockstep checkpoint inspect DIR [--json]\n"
-                "DIR is a checkpoint, or a folder of checkpoints: inspect lists all and shows the "
-                "newest. The exit status\n"
-                "is 1 if a manifest or a file size shows damage; verify reads every byte.\n",
-                arguments))
+  if (const auto status = parse(
+          app, "checkpoint inspect",
+          "Shows the contents of a checkpoint: tensors, totals, files and run state.\n"
+          "Usage: lockstep checkpoint inspect DIR [--json]\n"
+          "DIR is a checkpoint, a run folder, or a folder of checkpoints: inspect lists all and "
+          "shows the newest.\n"
+          "The exit status is 1 if a manifest or a file size shows damage; verify reads every "
+          "byte.\n",
+          arguments))
     return *status;
   const Summary summary = summarize(dir);
   std::cout << (as_json ? to_json(summary) : to_text(summary));

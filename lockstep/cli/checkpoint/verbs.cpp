@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "lockstep/config/run_folder.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/checkpoint_folder.h"
@@ -30,7 +31,7 @@ std::string_view take_number(std::string_view& text) {
 std::string last_checkpoint(const std::string& path) {
   std::error_code error;
   if (fs::exists(path + "/manifest.json", error)) return path;
-  const auto all = formats::list_complete(path);
+  const auto all = formats::list_complete(config::checkpoint_folder(path));
   if (all.empty()) throw ConfigError(format("there is no complete checkpoint in {}", path));
   return all.back().path;
 }

@@ -7,6 +7,7 @@
 
 #include "lockstep/cli/checkpoint/verbs.h"
 #include "lockstep/cli/common/options.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -20,7 +21,8 @@ using Words = std::vector<std::string>;
 std::vector<std::string> paths_in(const std::string& dir, bool all) {
   if (!all || std::filesystem::exists(dir + "/manifest.json")) return {last_checkpoint(dir)};
   std::vector<std::string> paths;
-  for (const auto& found : formats::list_complete(dir)) paths.push_back(found.path);
+  for (const auto& found : formats::list_complete(config::checkpoint_folder(dir)))
+    paths.push_back(found.path);
   if (paths.empty()) throw ConfigError(format("there is no complete checkpoint in {}", dir));
   return paths;
 }
@@ -45,13 +47,13 @@ int checkpoint_verify(const Words& arguments) {
   CLI::App app;
   app.add_option("DIR", dir)->required();
   app.add_flag("--all", all, "Verify every complete checkpoint in the folder, not only the newest");
-  if (const auto status =
-          parse(app, "checkpoint verify",
-                "Reads every byte of a checkpoint and compares it with the manifest's checksums.\n"
-                "Usage: lockstep checkpoint verify DIR [--all]\n"
-                "DIR is a checkpoint, or a folder of checkpoints. The exit status is 0 if no "
-                "damage is found.\n",
-                arguments))
+  if (const auto status = parse(
+          app, "checkpoint verify",
+          "Reads every byte of a checkpoint and compares it with the manifest's checksums.\n"
+          "Usage: lockstep checkpoint verify DIR [--all]\n"
+          "DIR is a checkpoint, a run folder, or a folder of checkpoints. The exit status is 0 "
+          "if no damage is found.\n",
+          arguments))
     return *status;
   int failed = 0;
   for (const std::string& path : paths_in(dir, all)) {

@@ -10,7 +10,7 @@ namespace lockstep::cli {
 std::optional<int> parse_sample(const std::vector<std::string>& arguments, SampleOptions& options) {
   CLI::App app;
   app.add_option("--checkpoint", options.checkpoint,
-                 "Checkpoint, or folder of checkpoints, which means the newest")
+                 "Checkpoint, or run folder or folder of checkpoints, which means the newest")
       ->required();
   app.add_option("--prompt", options.prompt, "Text to continue");
   app.add_option("--tokenizer", options.tokenizer,

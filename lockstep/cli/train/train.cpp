@@ -3,16 +3,20 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
+#include <optional>
 
 #include "lockstep/cli/common/options.h"
 #include "lockstep/cli/common/torch_program.h"
 #include "lockstep/cli/train/sample_options.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/log.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/launch/launcher.h"
 
@@ -23,7 +27,8 @@ using Words = std::vector<std::string>;
 
 // What libraries read when they are loaded.
 void set_variables(const config::TrainConfig& config) {
-  if (!config.metrics.trace.empty()) setenv("LOCKSTEP_TRACE", config.metrics.trace.c_str(), 1);
+  if (!config.metrics.trace.empty() && config.metrics.trace != "auto")
+    setenv("LOCKSTEP_TRACE", config.metrics.trace.c_str(), 1);
   // Without it cuBLAS may choose another order of summation from run to run.
   if (config.train.reproducible) setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);
   // Some builds of OpenBLAS take no other word for it.
@@ -34,6 +39,28 @@ void set_variables(const config::TrainConfig& config) {
   }
 }
 
+// Looks at the files and makes the run folder. What ranks must know of it reaches them as
+// kSettings. Ranks that another launcher has started hear of a failure from rank 0, as kFailure:
+// they would wait for it otherwise.
+void prepare(const config::TrainArguments& arguments, const RankEnv& env, int world) {
+  const bool alone = env.launcher == Launcher::none;
+  const auto tell = [&](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (const ConfigError& failure) {
+      if (alone) throw;
+      setenv(kFailure, failure.what(), 1);
+    }
+  };
+  log::hold_lines();
+  std::optional<config::RunFolder> folder;
+  tell([&] { folder.emplace(arguments, env); });
+  if (!folder) return;
+  const auto model = config::check_inputs(folder->config(), world, {.verify = alone});
+  config::require_state_fits(folder->config(), model, world);
+  tell([&] { setenv(kSettings, folder->open(model).c_str(), 1); });
+}
+
 }  // namespace
 
 int train(const Words& arguments) {
@@ -42,6 +69,7 @@ int train(const Words& arguments) {
     std::cout
         << "Trains a language model on text or on token files.\n"
            "Usage: lockstep train [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
+           "       lockstep train --resume RUN_FOLDER [--section.key VALUE ...]\n"
            "Without -n the ranks are those of the launcher that it runs under, or one.\n"
         << config::train_help();
     return 0;
@@ -51,24 +79,20 @@ int train(const Words& arguments) {
     return 0;
   }
   const RankEnv env = RankEnv::detect();
-  if (parsed.ranks && env.launcher != Launcher::none) {
+  const bool starts_ranks = parsed.ranks && env.launcher == Launcher::none;
+  if (parsed.origins.at("run.ranks") == config::Origin::flag && !starts_ranks) {
     throw ConfigError(
         format("train: -n {} under {}, which has started the ranks already; leave "
                "-n out",
-               *parsed.ranks, name_of(env.launcher)));
+               parsed.config.run.ranks, name_of(env.launcher)));
   }
   // One rank looks at the files for all. Where others are waiting for it already it does not read
   // whole checkpoints; they do when they load them.
-  if (env.rank == 0) {
-    const int world = parsed.ranks.value_or(env.world_size);
-    const auto model =
-        config::check_inputs(parsed.config, world, {.verify = env.launcher == Launcher::none});
-    config::require_state_fits(parsed.config, model, world);
-  }
+  if (env.rank == 0) prepare(parsed, env, starts_ranks ? *parsed.ranks : env.world_size);
   set_variables(parsed.config);
   Words command{torch_path(), "train"};
   command.insert(command.end(), arguments.begin(), arguments.end());
-  if (!parsed.ranks) become_program(command);
+  if (!starts_ranks) become_program(command);
   launch::LaunchOptions options;
   options.ranks = *parsed.ranks;
   options.bare_rank_0 = true;

@@ -8,6 +8,10 @@
 
 namespace lockstep::cli {
 
+// Variables of rank 0's process: what RunFolder::open() has returned, or why there is no folder.
+inline constexpr const char* kSettings = "LOCKSTEP_RUN_SETTINGS";
+inline constexpr const char* kFailure = "LOCKSTEP_RUN_FAILURE";
+
 int train(const std::vector<std::string>& arguments);
 int sample(const std::vector<std::string>& arguments);
 

@@ -4,14 +4,20 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
 
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/cli/train/sample_options.h"
+#include "lockstep/cli/train/train.h"
 #include "lockstep/comm/control/rank_consistency.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/comm/group.h"
+#include "lockstep/config/run_folder.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/log.h"
+#include "lockstep/core/trace.h"
 #include "lockstep/data/tokenizer/tokenizer.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/model/language_model.h"
@@ -33,19 +39,41 @@ bool write_out(std::string_view text) {
   return true;
 }
 
+// Where files belong, as rank 0 has decided. Its failure is every rank's.
+std::string settings_of_rank_0(const comm::Group& group) {
+  const auto texts = comm::run_on_all_ranks("run.dir", group, [&]() -> std::string {
+    if (group.rank() != 0) return {};
+    if (const char* const failure = std::getenv(kFailure)) throw ConfigError(failure);
+    const char* const settings = std::getenv(kSettings);
+    return settings == nullptr ? "" : settings;
+  });
+  return texts[0];
+}
+
 }  // namespace
 
 int train_rank(const std::vector<std::string>& arguments) {
   std::signal(SIGPIPE, SIG_IGN);  // training continues without a reader
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with its name
-  const config::TrainConfig config = config::parse_train_arguments(arguments).config;
+  log::hold_lines();
+  config::TrainConfig config = config::parse_train_arguments(arguments).config;
+  if (config.metrics.trace == "auto") trace::expect_folder();
   const comm::Group group = comm::init({.backend = config.comm.backend,
                                         .strategy = config.comm.strategy,
                                         .timeout = config.timeout()});
   comm::require_same(config::common_lines(config), group);
+  config::adopt(config, settings_of_rank_0(group));
   config.validate(group.size());
-  train::Trainer trainer(config, group);
-  return trainer.run() == train::TrainingResult::stopped ? kStopped : 0;
+  if (!config.metrics.trace.empty()) trace::write_to(config.metrics.trace);
+  const bool logs = group.rank() == 0 && !config.run.dir.empty();
+  log::copy_to(logs ? config.run.dir + "/log.txt" : "");
+  try {
+    train::Trainer trainer(config, group);
+    return trainer.run() == train::TrainingResult::stopped ? kStopped : 0;
+  } catch (const std::exception& failure) {
+    log::copy_line(std::string("lockstep: ") + failure.what());
+    throw;
+  }
 }
 
 int sample_rank(const std::vector<std::string>& arguments) {
@@ -53,8 +81,9 @@ int sample_rank(const std::vector<std::string>& arguments) {
   if (const auto status = parse_sample(arguments, options)) return *status;
   const auto manifest = formats::read_manifest(options.checkpoint);
   const auto config = config::train_config_from_json(manifest.config, options.checkpoint);
-  const auto tokenizer =
-      data::Tokenizer::open(options.tokenizer.empty() ? config.data.tokenizer : options.tokenizer);
+  const auto tokenizer = data::Tokenizer::open(
+      options.tokenizer.empty() ? config::saved_tokenizer(manifest, options.checkpoint)
+                                : options.tokenizer);
   model::LanguageModel model(
       config.model, {.tensors = at::TensorOptions().device(parallel::detected_device({}))});
   checkpoint::load(options.checkpoint, checkpoint::slices_of(*model), {},

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/config/run_folder.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <system_error>
+
+#include "lockstep/config/input_files.h"
+#include "lockstep/config/schema_text.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/input_file.h"
+#include "lockstep/core/log.h"
+#include "lockstep/formats/checkpoint_folder.h"
+#include "lockstep/io/crc32c.h"
+#include "lockstep/io/durable.h"
+#include "lockstep/io/json.h"
+
+namespace lockstep::config {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kRuns = "runs";
+constexpr const char* kConfig = "config.toml";
+constexpr const char* kJob = ".job";
+constexpr const char* kTokenizer = "tokenizer.json";
+// A folder with one of these has a run already.
+constexpr const char* kOwn[] = {kConfig, "environment.jsonl", "metrics.jsonl", "log.txt",
+                                "checkpoints"};
+
+bool is_word(const std::string& path) {
+  return path.empty() || path == "auto" || path == "none" || path == "bytes";
+}
+
+std::string absolute(const std::string& path) {
+  if (is_word(path)) return path;
+  const fs::path normal = fs::absolute(path).lexically_normal();
+  return (normal.has_filename() ? normal : normal.parent_path()).string();
+}
+
+bool same_folder(const std::string& a, const std::string& b) {
+  std::error_code error;
+  return fs::equivalent(a, b, error) && !error;
+}
+
+bool has_checkpoint(const std::string& folder) {
+  return !folder.empty() && !formats::list_complete(folder).empty();
+}
+
+std::string tokenizer_file_of(const std::string& name) {
+  std::error_code error;
+  return fs::is_directory(name, error) ? name + "/" + kTokenizer : name;
+}
+
+std::string crc_text(const std::string& text) {
+  return format("{:08x}", io::crc32c(std::as_bytes(std::span(text))));
+}
+
+// None where there is no such file.
+std::optional<std::string> crc_of(const std::string& file) {
+  std::error_code error;
+  if (!fs::is_regular_file(file, error)) return std::nullopt;
+  return crc_text(read_text(file, io::kMaxJsonBytes));
+}
+
+// The copy of this tokenizer in a run folder; none where there is none.
+std::optional<std::string> copy_in(const std::string& folder, const std::string& crc) {
+  for (const std::string& place : {folder, format("{}/tokenizer-{}", folder, crc)}) {
+    const std::string file = format("{}/{}", place, kTokenizer);
+    if (crc_of(file) == crc) return file;
+  }
+  return std::nullopt;
+}
+
+// A second tokenizer gets a folder of its own: older checkpoints still need the first.
+void copy_tokenizer(const std::string& name, const std::string& folder) {
+  if (name == "bytes") return;
+  const std::string file = tokenizer_file_of(name), text = read_text(file, io::kMaxJsonBytes);
+  const std::string crc = crc_text(text);
+  if (copy_in(folder, crc)) return;
+  std::string place = folder;
+  std::error_code error;
+  if (fs::exists(format("{}/{}", folder, kTokenizer), error)) place += format("/tokenizer-{}", crc);
+  io::make_folders(place);
+  const std::string settings = (fs::path(file).parent_path() / "tokenizer_config.json").string();
+  if (fs::exists(settings, error)) {
+    io::write_text(place + "/tokenizer_config.json", read_text(settings, io::kMaxJsonBytes));
+  }
+  const std::string temporary = format("{}/{}.tmp", place, kTokenizer);
+  io::write_text(temporary, text);
+  io::rename_path(temporary, format("{}/{}", place, kTokenizer));
+}
+
+// When a process began, in clock ticks since the host was started.
+std::string start_of(pid_t pid) {
+  std::ifstream file(format("/proc/{}/stat", pid));
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  std::istringstream fields(text.substr(std::min(text.rfind(')') + 1, text.size())));
+  std::string field;
+  for (int i = 3; i <= 22 && fields >> field; ++i) continue;
+  return field;
+}
+
+// The same for all restarts of a job, and for no other job: our launcher draws a name for it; that
+// of torchrun may be the same for all, so its process counts too.
+std::string job_of(const RankEnv& env) {
+  const char* const id = std::getenv("TORCHELASTIC_RUN_ID");
+  if (id == nullptr) return {};
+  if (env.launcher == Launcher::lockstep) return id;
+  if (env.launcher != Launcher::torchrun) return {};
+  return format("{} {} {} {}", id, host_name(), getppid(), start_of(getppid()));
+}
+
+std::string read_job(const std::string& folder) {
+  std::ifstream file(format("{}/{}", folder, kJob));
+  std::string job;
+  std::getline(file, job);
+  return job;
+}
+
+// The folder that an earlier attempt of this job made; empty: none did.
+std::string folder_of_job(const std::string& dir, const std::string& job) {
+  if (job.empty()) return {};
+  if (dir != "auto") return read_job(dir) == job ? dir : std::string();
+  std::error_code error;
+  for (fs::directory_iterator entry(kRuns, error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (read_job(entry->path().string()) == job) return entry->path().string();
+  }
+  return {};
+}
+
+std::string newest_run() {
+  std::string newest;
+  std::error_code error;
+  for (fs::directory_iterator entry(kRuns, error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (is_run_folder(entry->path().string())) newest = std::max(newest, entry->path().string());
+  }
+  return newest;
+}
+
+bool holds_a_run(const std::string& folder) {
+  std::error_code error;
+  return std::any_of(std::begin(kOwn), std::end(kOwn), [&](const char* name) {
+    return fs::exists(format("{}/{}", folder, name), error);
+  });
+}
+
+// "20261117-174512-gpt"
+std::string new_name(const TrainConfig& config) {
+  const std::time_t now = std::time(nullptr);
+  std::tm local{};
+  localtime_r(&now, &local);
+  char stamp[32];
+  std::strftime(stamp, sizeof stamp, "%Y%m%d-%H%M%S", &local);
+  const std::string model =
+      config.model_path.empty() ? "" : fs::path(absolute(config.model_path)).filename().string();
+  if (!model.empty()) return format("{}-{}", stamp, model);
+  return format("{}-{}", stamp, config.model.kind == ModelKind::gpt ? "gpt" : "llama");
+}
+
+// Two runs that begin in the same second get two folders.
+std::string make_new(const std::string& name) {
+  io::make_folders(kRuns);
+  for (int number = 1;; ++number) {
+    const std::string path =
+        number == 1 ? format("{}/{}", kRuns, name) : format("{}/{}-{}", kRuns, name, number);
+    if (mkdir(path.c_str(), 0777) == 0) return path;
+    if (errno != EEXIST) throw SystemError("cannot make " + path, errno);
+  }
+}
+
+// Of two runs that begin in one folder at the same time, the second fails.
+void claim(const std::string& file) {
+  const Fd made(open(file.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  if (made.valid()) return;
+  if (errno != EEXIST) throw SystemError("cannot write " + file, errno);
+  throw ConfigError(
+      format("run.dir: another run has just made {}; choose another --run.dir", file));
+}
+
+// "section.key = value" for each key that differs.
+std::string differences(TrainConfig before, TrainConfig after) {
+  const Schema old = train_schema(before), now = train_schema(after);
+  std::string lines;
+  for (size_t i = 0; i < now.sections().size(); ++i) {
+    const Section &was = old.sections()[i], &is = now.sections()[i];
+    for (size_t j = 0; j < is.options.size(); ++j) {
+      const Value value = is.options[j].get();
+      if (value == was.options[j].get()) continue;
+      lines += format("{} = {}\n", is.options[j].name, toml_literal(value));
+    }
+  }
+  return lines;
+}
+
+}  // namespace
+
+std::string run_config_file(const std::string& folder) { return format("{}/{}", folder, kConfig); }
+
+bool is_run_folder(const std::string& path) {
+  std::error_code error;
+  return !is_word(path) && fs::is_regular_file(run_config_file(path), error);
+}
+
+TrainConfig read_run_config(const std::string& folder) {
+  TrainConfig config;
+  train_schema(config).read_file(run_config_file(folder));
+  return config;
+}
+
+std::string checkpoint_folder(const std::string& path) {
+  if (!is_run_folder(path)) return path;
+  const std::string dir = read_run_config(path).checkpoint.dir;
+  return dir.empty() || dir == "auto" ? path + "/checkpoints" : dir;
+}
+
+std::string shown_path(const std::string& path) {
+  const fs::path relative = fs::path(path).lexically_proximate(fs::current_path());
+  return relative.empty() || relative.is_absolute() || *relative.begin() == ".."
+             ? path
+             : relative.string();
+}
+
+std::string tokenizer_crc(const std::string& name) {
+  return name == "bytes" ? "" : crc_of(tokenizer_file_of(name)).value_or("");
+}
+
+std::string tokenizer_crc(const formats::Manifest& manifest, const std::string& checkpoint) {
+  const auto found = manifest.state.find("tokenizer");
+  if (found == manifest.state.end()) return {};
+  const std::string origin = checkpoint + ": state tokenizer";
+  return io::string_member(io::parse_json(found->second, origin), "crc32c", origin);
+}
+
+std::string saved_tokenizer(const formats::Manifest& manifest, const std::string& checkpoint) {
+  const std::string name = train_config_from_json(manifest.config, checkpoint).data.tokenizer;
+  const std::string crc = tokenizer_crc(manifest, checkpoint);
+  if (crc.empty()) return name;
+  const fs::path folder = fs::path(absolute(checkpoint)).parent_path().parent_path();
+  if (const auto copy = copy_in(folder.string(), crc)) return *copy;
+  if (const auto now = crc_of(tokenizer_file_of(name)); now && now != crc) {
+    log::warn(format("{} was trained with another tokenizer than {} has now (crc32c {}, now {})",
+                     checkpoint, name, crc, *now));
+  }
+  return name;
+}
+
+RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
+    : arguments_(arguments),
+      config_(arguments.config),
+      start_(arguments.config.checkpoint),
+      job_(job_of(env)),
+      launched_(env.launcher != Launcher::none) {
+  std::string& dir = config_.run.dir;
+  const std::string& continued = arguments_.continued;
+  if (!continued.empty()) begin_from(continued);
+  if (dir.empty()) {
+    place();
+    return;
+  }
+  const std::string own = env.restart_count > 0 ? folder_of_job(dir, job_) : "";
+  const bool goes_on = !continued.empty() && (dir == "auto" || same_folder(dir, continued));
+  if (!own.empty() || goes_on) {
+    is_new_ = false;
+    dir = absolute(own.empty() ? continued : own);
+    place();
+    // In the folder of the run itself an older checkpoint will do where the newest is damaged.
+    if (has_checkpoint(config_.checkpoint.dir)) {
+      config_.checkpoint.resume = "auto";
+      config_.checkpoint.load = LoadWhat::all;
+    }
+    return;
+  }
+  if (dir == "auto") {
+    if (config_.checkpoint.resume != "auto" || config_.checkpoint.dir != "auto") return;
+    const std::string newest = newest_run();
+    throw ConfigError(format(
+        "checkpoint.resume is auto, but run.dir and checkpoint.dir name no folder to look "
+        "in; name one with --run.dir{}",
+        newest.empty() ? "" : format(", or resume the newest run with --resume {}", newest)));
+  }
+  dir = absolute(dir);
+  if (!holds_a_run(dir)) return;
+  if (config_.checkpoint.resume != "auto") {
+    throw ConfigError(
+        format("run.dir: {} holds another run; continue it with --resume {}, or choose another "
+               "--run.dir",
+               dir, shown_path(dir)));
+  }
+  is_new_ = false;
+  place();
+}
+
+// As in that folder, but for what the arguments change.
+void RunFolder::begin_from(const std::string& folder) {
+  const TrainConfig before = read_run_config(folder);
+  start_ = before.checkpoint;
+  const bool same_tokenizer = tokenizer_name(config_) == before.data.tokenizer;
+  const std::string checkpoints = checkpoint_folder(folder);
+  if (has_checkpoint(checkpoints)) {
+    config_.checkpoint.resume = absolute(checkpoints);
+    // The weights are in the checkpoint.
+    if (absolute(config_.model_path) == before.model_path) config_.model_path.clear();
+    if (const auto newest = formats::newest_complete(checkpoints); newest && same_tokenizer) {
+      const auto manifest = formats::read_manifest(newest->path);
+      const auto copy = copy_in(absolute(folder), tokenizer_crc(manifest, newest->path));
+      if (copy) config_.data.tokenizer = *copy;
+    }
+  } else {
+    log::warn(format("{} has no checkpoint yet: the run starts from its beginning", folder));
+    config_.checkpoint.resume = before.checkpoint.resume;
+    config_.checkpoint.load = before.checkpoint.load;
+    config_.checkpoint.partial = before.checkpoint.partial;
+    const std::string copy = absolute(format("{}/{}", folder, kTokenizer));
+    if (same_tokenizer && crc_of(copy)) config_.data.tokenizer = copy;
+  }
+  if (config_.run.dir == "auto" || same_folder(config_.run.dir, folder)) return;
+  // Another folder: what that run wrote stays as it is.
+  if (config_.checkpoint.dir == before.checkpoint.dir) config_.checkpoint.dir = "auto";
+  if (config_.metrics.file == before.metrics.file) config_.metrics.file = "auto";
+}
+
+// Puts files into the folder, once its path is known.
+void RunFolder::place() {
+  const auto in_folder = [&](std::string& path, const char* name) {
+    if (path == "auto") path = config_.run.dir.empty() ? "" : config_.run.dir + "/" + name;
+  };
+  in_folder(config_.checkpoint.dir, "checkpoints");
+  in_folder(config_.metrics.file, "metrics.jsonl");
+  in_folder(config_.metrics.trace, "traces");
+}
+
+TrainConfig RunFolder::stored(const ModelSpec& model) const {
+  TrainConfig config = arguments_.config;
+  config.run = {.dir = "auto", .ranks = launched_ ? 0 : config.run.ranks};
+  config.model = model;
+  config.data.tokenizer = tokenizer_name(config);
+  config.checkpoint.resume = start_.resume;
+  config.checkpoint.load = start_.load;
+  config.checkpoint.partial = start_.partial;
+  config.checkpoint.other_data = false;
+  for (std::string* path :
+       {&config.model_path, &config.data.path, &config.memory.disk, &config.offload.disk,
+        &config.parallel.schedule_file, &config.checkpoint.dir, &config.checkpoint.resume,
+        &config.metrics.file, &config.metrics.trace}) {
+    *path = absolute(*path);
+  }
+  if (!config.data.validation_fraction()) config.data.validation = absolute(config.data.validation);
+  return config;
+}
+
+void RunFolder::make() {
+  std::string& dir = config_.run.dir;
+  if (dir == "auto") {
+    dir = absolute(make_new(new_name(config_)));
+  } else {
+    io::make_folders(dir);
+  }
+  place();
+}
+
+void RunFolder::write(const ModelSpec& model) {
+  const std::string& dir = config_.run.dir;
+  TrainConfig kept = stored(model);
+  Schema schema = train_schema(kept);
+  schema.restore(arguments_.origins);
+  const std::string file = run_config_file(dir), temporary = format("{}.{}.tmp", file, getpid());
+  io::write_text(temporary, toml_text(schema));
+  if (is_new_) claim(file);
+  io::rename_path(temporary, file);
+  if (!job_.empty()) io::write_text(format("{}/{}", dir, kJob), job_ + "\n");
+  copy_tokenizer(tokenizer_name(config_), dir);
+  log::copy_to(dir + "/log.txt");
+}
+
+std::string RunFolder::open(const ModelSpec& model) {
+  try {
+    if (!config_.run.dir.empty()) {
+      if (is_new_) make();
+      write(model);
+    }
+  } catch (const SystemError& failure) {
+    throw ConfigError(format("run.dir: {}; choose another place with --run.dir", failure.what()));
+  }
+  return differences(arguments_.config, config_);
+}
+
+void adopt(TrainConfig& config, const std::string& settings) {
+  train_schema(config).read_text(settings, "the settings of rank 0");
+}
+
+}  // namespace lockstep::config

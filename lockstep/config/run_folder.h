@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// The folder of a training run. Nothing in it names its own path, so it can be moved:
+//
+//   config.toml         every key, with the sizes of the model and absolute paths
+//   environment.jsonl   one line for each start: versions, hosts, devices, commit
+//   metrics.jsonl, log.txt, traces/, checkpoints/
+//   tokenizer.json      a copy of the file that the run uses
+//
+// Private: not installed.
+#pragma once
+
+#include <string>
+
+#include "lockstep/config/train_arguments.h"
+#include "lockstep/core/rank_env.h"
+#include "lockstep/formats/manifest.h"
+
+namespace lockstep::config {
+
+// Whether a run was started in this folder.
+bool is_run_folder(const std::string& path);
+std::string run_config_file(const std::string& folder);
+// The configuration in a run folder. ConfigError where it cannot be read.
+TrainConfig read_run_config(const std::string& folder);
+// The folder that has the checkpoints of a run folder; `path` itself where it is none.
+std::string checkpoint_folder(const std::string& path);
+// Relative to the working directory where it lies inside, for lines that people read.
+std::string shown_path(const std::string& path);
+
+// A tokenizer is known by the CRC32C of its file, which checkpoints keep; empty for "bytes".
+std::string tokenizer_crc(const std::string& name);
+std::string tokenizer_crc(const formats::Manifest& manifest, const std::string& checkpoint);
+// The tokenizer that a checkpoint was trained with: "bytes", the copy in its run folder, or the
+// path that was used, with a warning where the file there is another one by now.
+std::string saved_tokenizer(const formats::Manifest& manifest, const std::string& checkpoint);
+
+// Decides where the files of a run belong and what it resumes from, then makes the folder. Only
+// rank 0, or the process that starts the ranks, does this.
+class RunFolder {
+ public:
+  // Writes nothing. ConfigError where run.dir holds another run, and where checkpoint.resume is
+  // auto without a folder to look in.
+  RunFolder(const TrainArguments& arguments, const RankEnv& env);
+
+  // What to train with. Paths in a folder that open() has yet to make are still "auto".
+  const TrainConfig& config() const { return config_; }
+
+  // Makes or reuses the folder, and writes the configuration and the tokenizer. From here on
+  // log.txt gets all lines of the log. Returns what differs from the arguments, for adopt().
+  // ConfigError where the folder cannot be written.
+  std::string open(const ModelSpec& model);
+
+ private:
+  void begin_from(const std::string& folder);
+  void write(const ModelSpec& model);
+  void make();
+  void place();
+  TrainConfig stored(const ModelSpec& model) const;
+
+  const TrainArguments arguments_;
+  TrainConfig config_;
+  CheckpointConfig start_;  // how the run began, for config.toml
+  std::string job_;         // that a restart knows its folder by; empty: there are no restarts
+  bool launched_;           // by another launcher
+  bool is_new_ = true;
+};
+
+// Applies what open() has returned on rank 0.
+void adopt(TrainConfig& config, const std::string& settings);
+
+}  // namespace lockstep::config
