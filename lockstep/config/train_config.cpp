@@ -101,6 +101,8 @@ void validate_data(const TrainConfig& config) {
   require(*fraction > 0 || config.train.eval_every == 0,
           format("train.eval_every is {}, but data.validation is 0: nothing is left to measure on",
                  config.train.eval_every));
+  require(*fraction > 0 || !config.train.eval_first.value_or(false),
+          "train.eval_first is true, but data.validation is 0: nothing is left to measure on");
 }
 
 void validate_compression(const TrainConfig& config) {
@@ -118,7 +120,12 @@ void validate_compression(const TrainConfig& config) {
     refuse(format("parallel.chunks is {}: it is for one stage of a rank", config.parallel.chunks));
 }
 
-void validate_checkpoints(const CheckpointConfig& checkpoint) {
+void validate_checkpoints(const CheckpointConfig& checkpoint, const RunConfig& train) {
+  require(!checkpoint.best || !checkpoint.dir.empty(),
+          "checkpoint.best is true, but checkpoint.dir is empty");
+  require(!checkpoint.best || train.eval_every > 0,
+          "checkpoint.best is true, but train.eval_every is 0, so that only the last step is "
+          "validated; set train.eval_every to at least 1");
   require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
   const bool from_path = checkpoint.resume != "none" && checkpoint.resume != "auto";
   require(checkpoint.load == LoadWhat::all || from_path,
@@ -169,7 +176,7 @@ void TrainConfig::validate(int world) const {
           format("comm.strategy is {}, but comm.backend is nccl, which chooses between rings and "
                  "trees for tensors on GPUs itself: leave it out, or use another backend",
                  layout::name_of(comm.strategy)));
-  validate_checkpoints(checkpoint);
+  validate_checkpoints(checkpoint, train);
 }
 
 layout::ParallelDims TrainConfig::dims(int world) const {
@@ -195,6 +202,10 @@ layout::OffloadOptions TrainConfig::offload_options() const {
 
 layout::Recompute TrainConfig::recompute() const {
   return train.recompute.value_or(layout::ParallelConfig{.memory = memory.strategy}.recompute());
+}
+
+bool TrainConfig::evaluates_first() const {
+  return train.eval_first.value_or(!model_path.empty() || checkpoint.load == LoadWhat::model);
 }
 
 int64_t TrainConfig::warmup() const {
