@@ -3,6 +3,7 @@
 // checkpoint with the lowest validation loss.
 #include <gmock/gmock.h>
 
+#include <cmath>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -12,6 +13,7 @@
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
+#include "lockstep/train/best_checkpoint.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
 #include "tests/train/train_command.h"
 
@@ -206,10 +208,11 @@ TEST_F(Tune, WholeStagesMayBeFrozen) {
     const auto one = steps("one" + each, options);
     const Words pipeline = options + Words{"--parallel.pp", "2"};
     expect_follows("shard" + each, pipeline + Words{"-n", "4", "--parallel.shard", "full"}, one);
-    expect_follows("offload" + each,
-                   pipeline + Words{"-n", "2", "--offload.optimizer", "true",
-                                    "--offload.device_limit", "64KB"},
-                   one);
+    expect_follows(
+        "offload" + each,
+        pipeline + Words{"-n", "2", "--offload.params", "true", "--offload.optimizer", "true",
+                         "--offload.strategy", "extreme", "--offload.param_budget", "80kB"},
+        one);
     expect_follows("pp" + each, pipeline + Words{"-n", "4"}, one);
   }
 }
@@ -288,7 +291,8 @@ TEST_F(Tune, TheLowestValidationLossStays) {
 }
 
 TEST_F(Tune, ABestCheckpointThatCannotBeSavedIsNotTheBest) {
-  const Words options = tune({"--checkpoint.best", "true", "--train.eval_every", "1"});
+  const Words options =
+      tune({"--checkpoint.best", "true", "--train.eval_every", "1", "--optim.lr", "0.001"});
   steps("checkpoints", options + Words{"--train.steps", "2"});
   EXPECT_EQ(best("checkpoints"), "step-00000002");  // these get better
   Subprocess process(Words{"sh", "-c", "ulimit -f 200; exec \"$@\"", "sh", LOCKSTEP_COMMAND} +
@@ -297,6 +301,26 @@ TEST_F(Tune, ABestCheckpointThatCannotBeSavedIsNotTheBest) {
   EXPECT_EQ(result.code, 1) << result.err;
   EXPECT_EQ(best("checkpoints"), "step-00000002");
   EXPECT_TRUE(fs::exists(path("checkpoints/best/manifest.json")));
+}
+
+TEST(BestCheckpoint, IsTheLowestThatWasSaved) {
+  train::BestCheckpoint best({.dir = "none", .best = true}, "text", {});
+  EXPECT_FALSE(best.offer(1, std::nan("")));
+  EXPECT_EQ(best.step(), std::nullopt);
+  EXPECT_TRUE(best.offer(2, 5));
+  EXPECT_FALSE(best.offer(3, 5));
+  EXPECT_TRUE(best.offer(4, 4));
+  best.not_saved(3);
+  EXPECT_EQ(best.step(), 4);
+  best.not_saved(4);
+  EXPECT_EQ(best.step(), 2);
+  EXPECT_TRUE(best.offer(5, 4.5));
+  std::map<std::string, std::string> state;
+  best.add_to(state);
+  EXPECT_EQ(json::parse(state.at("best"))["step"], 5);
+  EXPECT_EQ(json::parse(state.at("best"))["loss"], 4.5);
+  train::BestCheckpoint other({.dir = "none", .best = false}, "text", {});
+  EXPECT_FALSE(other.offer(1, 1));
 }
 
 TEST_F(Tune, SaysWhatIsWrong) {
