@@ -25,6 +25,9 @@ struct SaveRequest {
   std::string config = "{}";                      // likewise
   // How many of the newest complete ones stay when this one is complete; 0: all.
   int keep = 0;
+  // Step of the checkpoint that DIR/best links to when this one is complete. It stays in addition
+  // to the newest ones.
+  std::optional<int64_t> best = std::nullopt;
 };
 
 // Collective. Writes DIR/step-N and returns its path, once it is complete and on disk. Of a slice

@@ -51,8 +51,15 @@ formats::Manifest write_files(const std::string& folder, const SaveRequest& requ
   return manifest;
 }
 
-// Older ones that stay for want of a permission do no harm.
+// The link is changed before what it linked to is removed. Older ones that stay for want of a
+// permission do no harm.
 void prune(const std::string& dir, const SaveRequest& request) {
+  try {
+    if (request.best) formats::link_best(dir, *request.best);
+  } catch (const std::exception& failure) {
+    log::warn(format("{}/best does not link to step {}: {}", dir, *request.best, failure.what()));
+    return;  // the best one would be removed
+  }
   if (request.keep == 0) return;
   try {
     const auto complete = formats::list_complete(dir);

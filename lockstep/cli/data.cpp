@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <iostream>
 #include <optional>
 #include <span>
@@ -13,6 +14,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
+#include "lockstep/data/json_lines.h"
 #include "lockstep/data/text_files.h"
 #include "lockstep/data/tokenizer/tokenizer.h"
 #include "lockstep/data/tokens/token_file.h"
@@ -22,6 +24,21 @@ namespace {
 
 using Words = std::vector<std::string>;
 namespace fs = std::filesystem;
+
+// A document for each record.
+void pack_records(const std::string& path, data::JsonLines& records,
+                  const std::function<void(std::span<const int32_t>)>& write,
+                  const data::Tokenizer& tokenizer) {
+  records.read(path, [&](const data::Record& record) {
+    if (records.has_examples()) {
+      throw ConfigError(
+          format("data pack: {} has a prompt with a completion, and a token file cannot say which "
+                 "tokens count; train on the .jsonl itself",
+                 record.where));
+    }
+    if (!record.text.empty()) write(tokenizer.encode(record.text));
+  });
+}
 
 // One file, one document.
 void pack_file(const std::string& path, const data::Tokenizer& tokenizer,
@@ -65,8 +82,9 @@ int pack(const Words& arguments) {
                "Append the tokenizer's end-of-text token to each document");
   app.add_flag("--force", force, "Replace an existing output file");
   if (const auto status = parse(app, "data pack",
-                                "Converts text to one file of token ids. Each text file is one "
-                                "document.\nUsage: lockstep data pack --input PATH --output FILE "
+                                "Converts text to one file of token ids. Each text file, or each "
+                                "record with text in a .jsonl file, is one document.\nUsage: "
+                                "lockstep data pack --input PATH --output FILE "
                                 "[OPTIONS]\n",
                                 arguments))
     return *status;
@@ -90,10 +108,24 @@ int pack(const Words& arguments) {
     throw ConfigError(format("data pack: {} has token ids already; --input must be text", *found));
   }
   data::TokenFileWriter writer(output, layout, tokenizer.vocab_size() <= 65536 ? 2 : 4);
-  for (const std::string& path : files.paths) {
-    pack_file(path, tokenizer, writer);
+  const auto end_document = [&] {
     if (end) writer.write(std::span(&*end, 1));
     writer.end_document();
+  };
+  data::JsonLines records;
+  for (const std::string& path : files.paths) {
+    if (data::is_json_lines_file(path)) {
+      pack_records(
+          path, records,
+          [&](std::span<const int32_t> tokens) {
+            writer.write(tokens);
+            end_document();
+          },
+          tokenizer);
+      continue;
+    }
+    pack_file(path, tokenizer, writer);
+    end_document();
   }
   writer.finish();
   if (files.binary + files.unreadable > 0) {

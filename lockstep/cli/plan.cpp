@@ -5,6 +5,7 @@
 #include <iostream>
 #include <optional>
 
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/plan/inventory.h"
@@ -76,6 +77,19 @@ std::string device_line(const TrainConfig& config, bool cuda) {
                 cuda ? "cuda" : "cpu", cuda ? "cpu" : "cuda", cuda ? "a CPU" : "a GPU");
 }
 
+// Empty where all parameters are trained.
+std::string freeze_line(const TrainConfig& config, const config::ModelSpec& model) {
+  const auto frozen = config::frozen_tensors(config, model);
+  if (frozen.empty()) return "";
+  int64_t elements = 0;
+  for (const config::TensorSpec& tensor : model.tensors())
+    elements += frozen.contains(tensor.name) ? layout::numel_of(tensor.shape) : 0;
+  return format(
+      "frozen: {} tensors with {} elements, without gradients and optimizer state; activations are "
+      "an upper bound, counted as if all parameters were trained\n",
+      frozen.size(), elements);
+}
+
 // With the budgets that the plan assumes.
 std::string describe(const layout::OffloadOptions& offload) {
   return layout::resolved(offload, 0, 0).describe();
@@ -118,7 +132,8 @@ int plan_memory(const Words& arguments) {
       << "parameters: "
       << config::model_parameters(model.tensors(), config::element_bytes_of(config)).describe()
       << "\n"
-      << device_line(config, run.cuda) << "\n";
+      << device_line(config, run.cuda) << "\n"
+      << freeze_line(config, model);
   if (config.offload.any())
     std::cout << describe(config.offload) << "\n" << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;

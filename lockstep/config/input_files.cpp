@@ -5,12 +5,14 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string_view>
 #include <system_error>
 
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/model/hf_model.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/run_folder.h"
@@ -122,8 +124,8 @@ Checked check_data(const TrainConfig& config) {
     check_vocabulary(data.validation, "data.validation", model.vocab);
     return {model, std::move(data)};
   }
-  data::find_data_files(config.data.path);
-  if (!config.data.validation_fraction()) data::find_data_files(config.data.validation);
+  data::check_files(config.data.path);
+  if (!config.data.validation_fraction()) data::check_files(config.data.validation);
   const int64_t vocab = data::Tokenizer::open(name).vocab_size();
   const ModelSpec model = resolve_model(config, vocab);
   if (model.vocab < vocab) {
@@ -131,6 +133,18 @@ Checked check_data(const TrainConfig& config) {
         format("model.vocab is {}, but the tokenizer {} has {} tokens", model.vocab, name, vocab));
   }
   return {model, std::nullopt};
+}
+
+// Leaves out examples that have no answer in a row, and counts those that are cut.
+void fit_examples(Data& data, int64_t seq_len) {
+  for (data::Corpus* corpus : {&data.train, &data.validation}) {
+    const size_t before = corpus->examples().size();
+    *corpus = corpus->answered(seq_len);
+    data.dropped += static_cast<int64_t>(before - corpus->examples().size());
+    data.cut += std::ranges::count_if(corpus->examples(), [&](const data::Example& each) {
+      return each.end - each.begin > seq_len + 1;
+    });
+  }
 }
 
 void check_metrics_file(const std::string& path) {
@@ -203,20 +217,38 @@ std::string tokenizer_name(const TrainConfig& config) {
 
 Data open_data(const TrainConfig& config) {
   if (config.data.path.empty()) {
-    throw ConfigError("data.path is not set: name a text file, a folder of text, or token files");
+    throw ConfigError(
+        "data.path is not set: name a text file, a folder of text, JSON lines, or token files");
   }
   data::Tokenizer tokenizer = data::Tokenizer::open(tokenizer_name(config));
   const data::Corpus all = data::Corpus::open(config.data.path, tokenizer);
   const auto fraction = config.data.validation_fraction();
   const data::Split split = data::hold_out(all, fraction.value_or(0));
+  Data data{tokenizer, split.train,
+            fraction ? split.validation : data::Corpus::open(config.data.validation, tokenizer),
+            all};
+  fit_examples(data, config.train.seq_len);
+  if (data.validation.has_examples() && data.validation.examples().empty() &&
+      (config.train.eval_every > 0 || config.train.eval_first.value_or(false))) {
+    throw ConfigError(
+        format("data.validation {} leaves no example to validate on, of {} in {}; use a larger "
+               "fraction or a separate file",
+               config.data.validation, all.examples().size(), config.data.path));
+  }
+  if (data.train.has_examples()) {
+    if (!data.train.examples().empty()) return data;
+    throw ConfigError(
+        format("data.path: {} has no example to train on whose completion begins within "
+               "train.seq_len {}, of {} examples; use more data or a larger train.seq_len",
+               config.data.path, config.train.seq_len, split.train.examples().size()));
+  }
   if (data::window_count(split.train.size(), config.train.seq_len) < 1) {
     throw ConfigError(
         format("data.path: {} has {} tokens to train on, fewer than one sequence of "
                "train.seq_len {} + 1; use more data or a smaller train.seq_len",
                config.data.path, split.train.size(), config.train.seq_len));
   }
-  return {tokenizer, split.train,
-          fraction ? split.validation : data::Corpus::open(config.data.validation, tokenizer), all};
+  return data;
 }
 
 DataIdentities Data::identities(const DataConfig& config) const {
@@ -314,6 +346,7 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   config.validate(world);
   const auto [model, data] = check_data(config);
   validate_tensor(config, model);
+  frozen_tensors(config, model);
   if (is_pipelined(config.parallel)) layers_per_stage(config.parallel, model.layers);
   check_metrics_file(config.metrics.file);
   check_disks(config);
@@ -326,6 +359,8 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
     if (!config.checkpoint.partial) check_same_model(manifest, model, *path);
     const bool goes_on = config.checkpoint.load == LoadWhat::all;
     if (goes_on) warn_of_differences(manifest, config, world, *path);
+    if (goes_on && !config.checkpoint.partial)
+      require_optimizer_state(manifest, config, model, *path);
     if (goes_on && data) require_same_data(manifest, data->identities(config.data), config, *path);
     begin = goes_on ? manifest.step : 0;
     if (begin >= config.train.steps) {

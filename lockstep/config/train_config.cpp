@@ -101,6 +101,8 @@ void validate_data(const TrainConfig& config) {
   require(*fraction > 0 || config.train.eval_every == 0,
           format("train.eval_every is {}, but data.validation is 0: nothing is left to measure on",
                  config.train.eval_every));
+  require(*fraction > 0 || !config.train.eval_first.value_or(false),
+          "train.eval_first is true, but data.validation is 0: nothing is left to measure on");
 }
 
 void validate_compression(const TrainConfig& config) {
@@ -122,6 +124,13 @@ void validate_output(const TrainConfig& config) {
   require(config.metrics.trace != "auto" || !config.run.dir.empty(),
           "metrics.trace is auto, but run.dir is empty: name a folder for traces");
   const CheckpointConfig& checkpoint = config.checkpoint;
+  const bool saves = checkpoint.dir == "auto" ? !config.run.dir.empty() : !checkpoint.dir.empty();
+  require(!checkpoint.best || saves,
+          "checkpoint.best is true, but there is no folder for checkpoints; set checkpoint.dir or "
+          "run.dir");
+  require(!checkpoint.best || config.train.eval_every > 0,
+          "checkpoint.best is true, but train.eval_every is 0, so that only the last step is "
+          "validated; set train.eval_every to at least 1");
   require(!checkpoint.resume.empty(), "checkpoint.resume is empty, must be none, auto or a path");
   const bool from_path = checkpoint.resume != "none" && checkpoint.resume != "auto";
   require(checkpoint.load == LoadWhat::all || from_path,
@@ -200,6 +209,10 @@ layout::OffloadOptions TrainConfig::offload_options() const {
 
 layout::Recompute TrainConfig::recompute() const {
   return train.recompute.value_or(layout::ParallelConfig{.memory = memory.strategy}.recompute());
+}
+
+bool TrainConfig::evaluates_first() const {
+  return train.eval_first.value_or(!model_path.empty() || checkpoint.load == LoadWhat::model);
 }
 
 int64_t TrainConfig::warmup() const {

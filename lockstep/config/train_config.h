@@ -27,7 +27,7 @@ enum class LoadWhat { all, model };
 enum class WhenBusy { wait, skip };
 
 struct DataConfig {
-  std::string path = {};            // text or token file
+  std::string path = {};            // text, token or JSON-lines files
   std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: model.path's, else bytes
   std::string validation = "0.05";  // a fraction of the data, or a path
 
@@ -43,9 +43,11 @@ struct RunConfig {
   Precision dtype = Precision::float32;
   std::optional<layout::Recompute> recompute = std::nullopt;  // not set: memory.strategy decides
   bool reproducible = false;
-  int threads = 0;                         // 0: cores per rank; 1 if reproducible
-  int64_t eval_every = 0, log_every = 10;  // 0: at the end only
-  int64_t eval_tokens = 1 << 18;           // of the validation data; 0: all
+  int threads = 0;                                // 0: cores per rank; 1 if reproducible
+  int64_t eval_every = 0, log_every = 10;         // 0: at the end only
+  std::optional<bool> eval_first = std::nullopt;  // not set: where weights are loaded
+  int64_t eval_tokens = 1 << 18;                  // of the validation data; 0: all
+  std::string freeze = {};                        // patterns for names, separated by commas
   DeviceKind device = DeviceKind::automatic;
 
   bool operator==(const RunConfig&) const = default;
@@ -106,6 +108,7 @@ struct CheckpointConfig {
   std::string dir = "auto";     // auto: checkpoints in run.dir; empty: none is written
   int64_t every = 0;            // 0: at the end only
   int64_t keep = 3;             // the newest; 0: all
+  bool best = false;            // that of the lowest validation loss stays too
   std::string resume = "none";  // none, auto (the newest in dir), or a path
   LoadWhat load = LoadWhat::all;
   bool partial = false;     // tensors that are missing, too many or of another shape are let pass
@@ -155,6 +158,7 @@ struct TrainConfig {
   int64_t global_batch(int world) const;
   int accumulation(int world) const;  // micro-batches of a rank in each step
   layout::Recompute recompute() const;
+  bool evaluates_first() const;  // before the first step, if there is validation data
   layout::OffloadOptions offload_options() const;  // `offload`, for the state of `optim`
   int64_t warmup() const;
   int threads(int cores_per_rank) const;

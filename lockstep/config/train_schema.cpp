@@ -114,13 +114,17 @@ void add_model(Schema& schema, TrainConfig& config) {
 
 void add_data(Schema& schema, DataConfig& data) {
   schema.section("data", "Data");
-  schema.add("path", data.path, "Text file, folder of text files, or token file to train on.");
+  schema.add("path", data.path,
+             "Text file, folder of text files, token file (.bin) or JSON lines (.jsonl) to train "
+             "on. Records of JSON lines have text, or prompt and completion; the loss then counts "
+             "the completions only.");
   schema.add("tokenizer", data.tokenizer,
              "Tokenizer: bytes (256 tokens), or the path of a tokenizer.json or of its folder. "
              "auto: the tokenizer in model.path, or bytes without one.");
   schema.add_text_or_number("validation", data.validation,
                             "Validation data: a fraction of the training data, 0 to 0.5, held out "
-                            "from its end; or a separate file.");
+                            "from its end (of its examples, with prompts and completions); or a "
+                            "separate file.");
 }
 
 void add_train(Schema& schema, RunConfig& train) {
@@ -149,9 +153,17 @@ void add_train(Schema& schema, RunConfig& train) {
              kFromZero);
   schema.add("eval_every", train.eval_every,
              "Steps between validations; 0 validates only after the last step.", kFromZero);
+  schema.add("eval_first", train.eval_first,
+             "Validate before the first step, as step 0. auto: true if the run starts with the "
+             "weights of model.path or of checkpoint.load model.");
   schema.add("eval_tokens", train.eval_tokens,
-             "Tokens per validation, spread evenly over the validation data; 0 uses all of them.",
+             "Tokens per validation, spread evenly over the validation data; 0 uses all of them. "
+             "An example with prompt and completion counts as train.seq_len tokens.",
              kFromZero);
+  schema.add("freeze", train.freeze,
+             "Parameters that are not trained: patterns for their names, such as embed.* or "
+             "blocks.[0-5].*, separated by commas. Frozen parameters have no gradient, no "
+             "optimizer state and no weight decay. Empty: all are trained.");
   schema.add("log_every", train.log_every, "Steps between progress lines.", kFromOne);
   schema.add_choice("device", train.device, {"auto", "cpu", "cuda"},
                     "Device to train on. auto: this rank's GPU if there is one, else the CPU.");
@@ -343,6 +355,9 @@ void add_output(Schema& schema, TrainConfig& config) {
              "Steps between checkpoints; 0 saves only after the last step.", kFromZero);
   schema.add("keep", config.checkpoint.keep, "Number of newest checkpoints to keep; 0 keeps all.",
              kFromZero);
+  schema.add("best", config.checkpoint.best,
+             "Also save and keep the checkpoint with the lowest validation loss; the link best in "
+             "checkpoint.dir names it. Needs train.eval_every.");
   schema.add("resume", config.checkpoint.resume,
              "Run or checkpoint to resume from. none: start a new run. auto: resume from the "
              "newest checkpoint in checkpoint.dir, if there is one. Otherwise the path of a run "

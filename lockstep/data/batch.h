@@ -9,7 +9,8 @@
 
 namespace lockstep::data {
 
-// The target of padding. Cross entropy, ours and libtorch's by default, leaves it out.
+// The target of padding and of prompts. Cross entropy, ours and libtorch's by default, leaves it
+// out.
 inline constexpr int64_t kIgnoredTarget = -100;
 
 // `count` inputs from `begin` on and their targets, padded to seq_len.
@@ -18,12 +19,21 @@ struct Row {
   int64_t count = 0;
   int64_t seq_len = 0;
   int64_t vocab = 0;
+  int64_t unanswered = 0;  // of the inputs, the first so many have no target that counts
 };
+
+// Samples to train on: examples or, of a stream, windows that have all their targets.
+int64_t sample_count(const Corpus& corpus, int64_t seq_len);
+// The row of a sample. `shape` gives seq_len and vocab.
+Row sample_row(const Corpus& corpus, int64_t sample, const Row& shape);
 
 // (rows, seq_len), row by row. target[i] is the token after input[i].
 struct Batch {
-  std::vector<int64_t> input, target;
+  std::vector<int64_t> input = {}, target = {};
   int64_t rows = 0;
+  // Of a BatchReader: targets that count, and inputs that are not padding, in the rows of all ranks
+  // for this step. The mean loss of the step divides by the former.
+  int64_t step_targets = 0, step_inputs = 0;
 
   // Throws ConfigError for an id outside [0, vocab), with its place in the files.
   void add(const Corpus& corpus, const Row& row);
@@ -39,6 +49,8 @@ struct EvaluationRows {
 // Windows of seq_len, one after another without overlap, that together predict every token but the
 // first exactly once. The last may be shorter.
 int64_t evaluation_windows(int64_t tokens, int64_t seq_len);
+// The same of a corpus. A window of one with examples is an example.
+int64_t evaluation_windows(const Corpus& corpus, int64_t seq_len);
 
 // `rows` windows from `first_window` on. What is beyond the data is padding, whole rows too, so
 // ranks with different shares of the windows can call this equally often.

@@ -34,7 +34,9 @@ void check_plan(const BatchPlan& plan, int64_t depth) {
 }
 
 Sampler sampler_for(const Corpus& corpus, const BatchPlan& plan) {
-  const int64_t samples = window_count(corpus.size(), plan.seq_len);
+  const int64_t samples = sample_count(corpus, plan.seq_len);
+  if (samples < 1 && corpus.has_examples())
+    throw ConfigError("the data has no example whose completion begins within seq_len");
   if (samples < 1) {
     throw ConfigError(
         format("the data has {} tokens, one sample needs seq_len + 1 = {}; add data or shorten "
@@ -60,13 +62,28 @@ struct BatchReader::State {
         sampler(sampler_for(corpus, plan)),
         thread([this](const std::stop_token& stop) { run(stop); }) {}
 
-  Batch read(int64_t number) const {
-    Batch batch;
+  // Every rank knows the samples of all ranks, so none has to ask.
+  void count_step(int64_t step) {
+    const int64_t rows = plan.global_batch();
+    step_targets = step_inputs = rows * plan.seq_len;
+    if (!corpus.has_examples()) return;
+    step_targets = step_inputs = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      const Row row = sample_row(corpus, sampler(plan.first_sample + step * rows + i),
+                                 {.seq_len = plan.seq_len});
+      step_targets += row.count - row.unanswered;
+      step_inputs += row.count;
+    }
+  }
+
+  Batch read(int64_t number) {
+    if (number % plan.accumulation == 0) count_step(number / plan.accumulation);
+    Batch batch{.step_targets = step_targets, .step_inputs = step_inputs};
     batch.input.reserve(static_cast<size_t>(plan.micro_batch * plan.seq_len));
     batch.target.reserve(batch.input.capacity());
     for (int64_t row = 0; row < plan.micro_batch; ++row) {
-      const int64_t begin = sampler(plan.sample_position(number, row)) * plan.seq_len;
-      batch.add(corpus, {begin, plan.seq_len, plan.seq_len, plan.vocab});
+      batch.add(corpus, sample_row(corpus, sampler(plan.sample_position(number, row)),
+                                   {.seq_len = plan.seq_len, .vocab = plan.vocab}));
     }
     return batch;
   }
@@ -91,6 +108,7 @@ struct BatchReader::State {
   const BatchPlan plan;
   const size_t depth;
   const Sampler sampler;
+  int64_t step_targets = 0, step_inputs = 0;  // of the step that is being read
   std::mutex mutex;
   std::condition_variable_any changed;
   std::deque<Batch> ready;

@@ -10,6 +10,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
+#include "lockstep/data/json_lines.h"
 #include "lockstep/data/text_files.h"
 #include "lockstep/data/tokens/token_file.h"
 #include "lockstep/data/tokens/token_source.h"
@@ -47,6 +48,35 @@ std::vector<std::byte> narrowed(std::span<const int32_t> tokens, TokenType type)
   return bytes;
 }
 
+enum class FileKind { text, token_ids, json_lines };
+
+FileKind kind_of(const std::string& path) {
+  if (is_token_file(path)) return FileKind::token_ids;
+  return is_json_lines_file(path) ? FileKind::json_lines : FileKind::text;
+}
+
+const char* name_of(FileKind kind) {
+  switch (kind) {
+    case FileKind::token_ids:
+      return "token ids (.bin)";
+    case FileKind::json_lines:
+      return "JSON lines (.jsonl)";
+    default:
+      return "text";
+  }
+}
+
+FileKind kind_of_all(const DataFiles& files, const std::string& path) {
+  const std::string& first = files.paths.front();
+  const FileKind kind = kind_of(first);
+  const auto other = std::ranges::find_if(
+      files.paths, [&](const std::string& name) { return kind_of(name) != kind; });
+  if (other == files.paths.end()) return kind;
+  throw ConfigError(
+      format("data path {}: {} is {}, but {} is {}; name only one kind, for example with a pattern",
+             path, first, name_of(kind), *other, name_of(kind_of(*other))));
+}
+
 }  // namespace
 
 struct Corpus::Data {
@@ -56,6 +86,8 @@ struct Corpus::Data {
   int64_t unreadable = 0, binary = 0;
   int64_t modified = 0;  // when the file that was changed last was changed
   size_t open = 0;       // files
+  JsonLines records;
+  std::vector<Example> examples;
 
   void add(TokenSource tokens, const std::string& path) {
     if (tokens.in_file() && ++open > kMostOpen) tokens.close();
@@ -83,6 +115,52 @@ struct Corpus::Data {
     note(file, static_cast<int64_t>(file.size()));
     std::vector<int32_t> tokens = tokenizer.encode(read_text(path, kMostText));
     if (!last && tokenizer.end_of_text()) tokens.push_back(*tokenizer.end_of_text());
+    add_ids(tokens, tokenizer, path);
+  }
+
+  // The end of text stands between documents, and after every completion.
+  void add_records(const std::string& path, const Tokenizer& tokenizer) {
+    const InputFile file(path);
+    note(file, static_cast<int64_t>(file.size()));
+    std::vector<int32_t> tokens;
+    const auto append = [&](const std::vector<int32_t>& more) {
+      tokens.insert(tokens.end(), more.begin(), more.end());
+    };
+    const auto end_text = [&] {
+      if (tokenizer.end_of_text()) tokens.push_back(*tokenizer.end_of_text());
+    };
+    const auto position = [&] { return size + static_cast<int64_t>(tokens.size()); };
+    records.read(path, [&](const Record& record) {
+      if (!records.has_examples()) {
+        if (record.text.empty()) return;
+        if (position() > 0) end_text();
+        return append(tokenizer.encode(record.text));
+      }
+      Example example{.begin = position()};
+      append(tokenizer.encode(record.text));
+      example.answer = position();
+      append(tokenizer.encode(record.completion));
+      end_text();
+      example.end = position();
+      if (example.answer == example.begin) {
+        throw ConfigError(
+            format("{}: \"prompt\" is empty, so nothing comes before the completion's first token; "
+                   "use records with \"text\", or give a prompt",
+                   record.where));
+      }
+      if (example.end == example.answer) {
+        throw ConfigError(
+            format("{}: \"completion\" is empty, and the tokenizer {} has no end-of-text token: "
+                   "the record has no token to learn",
+                   record.where, tokenizer.name()));
+      }
+      examples.push_back(example);
+    });
+    add_ids(tokens, tokenizer, path);
+  }
+
+  void add_ids(std::span<const int32_t> tokens, const Tokenizer& tokenizer,
+               const std::string& path) {
     const auto type = tokenizer.vocab_size() <= 65536 ? TokenType::uint16 : TokenType::uint32;
     add({narrowed(tokens, type), type}, path);
   }
@@ -107,28 +185,33 @@ Corpus Corpus::open(const std::string& path, const Tokenizer& tokenizer) {
   auto data = std::make_shared<Data>();
   data->unreadable = files.unreadable;
   data->binary = files.binary;
-  const bool tokens = is_token_file(files.paths.front());
-  const auto other = std::find_if(files.paths.begin(), files.paths.end(),
-                                  [&](const auto& name) { return is_token_file(name) != tokens; });
-  if (other != files.paths.end()) {
-    throw ConfigError(
-        format("data path {}: {} and {}: one is text, the other token ids (.bin); name only one "
-               "kind, for example with a pattern",
-               path, files.paths.front(), *other));
-  }
+  const FileKind kind = kind_of_all(files, path);
   for (const std::string& name : files.paths) {
-    if (tokens) {
+    if (kind == FileKind::token_ids) {
       data->add_tokens(name);
+    } else if (kind == FileKind::json_lines) {
+      data->add_records(name, tokenizer);
     } else if (tokenizer.name() == "bytes") {
       data->add_bytes(name);
     } else {
       data->add_encoded(name, tokenizer, &name == &files.paths.back());
     }
   }
-  if (tokens) data->kind = "token ids";
+  if (kind == FileKind::token_ids) data->kind = "token ids";
+  if (kind == FileKind::json_lines) data->kind = "JSON lines";
   if (data->size == 0) throw ConfigError(format("data path {}: has no tokens", path));
   const int64_t size = data->size;
-  return {std::move(data), 0, size};
+  Examples examples;
+  if (data->records.has_examples())
+    examples = std::make_shared<std::vector<Example>>(std::exchange(data->examples, {}));
+  return {std::move(data), 0, size, std::move(examples)};
+}
+
+void check_files(const std::string& path) {
+  const DataFiles files = find_data_files(path);
+  if (kind_of_all(files, path) != FileKind::json_lines) return;
+  JsonLines records;
+  for (const std::string& name : files.paths) records.read(name, [](const Record&) {});
 }
 
 void Corpus::read(int64_t begin, std::span<int64_t> out) const {
@@ -178,6 +261,7 @@ DataIdentity Corpus::identity() const {
     for (int64_t run = 0; run < kRuns; ++run) add((size() - kRun) / (kRuns - 1) * run, kRun);
     add(size() - kRun, kRun);
   }
+  crc.update(std::as_bytes(examples()));
   identity.crc = crc.value();
   return identity;
 }
@@ -186,7 +270,25 @@ Corpus Corpus::slice(int64_t begin, int64_t end) const {
   if (begin < 0 || end < begin || end > size()) {
     throw ConfigError(format("slice [{}, {}) of data that has tokens [0, {})", begin, end, size()));
   }
-  return {data_, begin_ + begin, begin_ + end};
+  if (!has_examples()) return {data_, begin_ + begin, begin_ + end, nullptr};
+  auto kept = std::make_shared<std::vector<Example>>();
+  for (const Example& each : examples()) {
+    if (each.begin >= begin && each.end <= end)
+      kept->push_back({each.begin - begin, each.answer - begin, each.end - begin});
+  }
+  return {data_, begin_ + begin, begin_ + end, std::move(kept)};
+}
+
+std::span<const Example> Corpus::examples() const {
+  return has_examples() ? std::span<const Example>(*examples_) : std::span<const Example>();
+}
+
+Corpus Corpus::answered(int64_t seq_len) const {
+  if (!has_examples()) return *this;
+  auto kept = *examples_;
+  std::erase_if(kept,
+                [&](const Example& each) { return each.inputs(seq_len) <= each.unanswered(); });
+  return {data_, begin_, end_, std::make_shared<std::vector<Example>>(std::move(kept))};
 }
 
 std::string Corpus::describe() const {
@@ -199,6 +301,7 @@ std::string Corpus::describe() const {
       format("{} {}, {} of {}", files, files == 1 ? "file" : "files", amount, data_->kind);
   text = size() == data_->size ? format("{}, {} tokens", text, size())
                                : format("{} of the {} tokens of {}", size(), data_->size, text);
+  if (has_examples()) text = format("{} examples in {}", examples_->size(), text);
   if (data_->binary > 0) text += format(", {} binary passed over", data_->binary);
   if (data_->unreadable > 0) text += format(", {} unreadable passed over", data_->unreadable);
   return text;
@@ -221,8 +324,12 @@ Split hold_out(const Corpus& corpus, double fraction) {
     throw ConfigError(
         format("the fraction of the data for validation is {}, must be in [0, 1)", fraction));
   }
-  const auto held = static_cast<int64_t>(static_cast<double>(corpus.size()) * fraction);
-  const int64_t border = corpus.size() - held;
+  const auto examples = corpus.examples();
+  const auto count = corpus.has_examples() ? static_cast<int64_t>(examples.size()) : corpus.size();
+  const auto held = static_cast<int64_t>(static_cast<double>(count) * fraction);
+  int64_t border = corpus.size() - held;
+  if (corpus.has_examples())
+    border = held == 0 ? corpus.size() : examples[static_cast<size_t>(count - held)].begin;
   return {corpus.slice(0, border), corpus.slice(border, corpus.size())};
 }
 

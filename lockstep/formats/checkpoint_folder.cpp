@@ -28,6 +28,7 @@ constexpr std::string_view kManifest = "manifest.json";
 constexpr uint64_t kMaxManifest = uint64_t{1} << 30;  // what a damaged disk may claim is not read
 constexpr std::string_view kTemporary = ".tmp";       // being written, or being removed
 constexpr std::string_view kAside = ".old";           // being replaced
+constexpr std::string_view kBest = "best";            // a link
 
 // What DIR has of one step, by the ends of the folders' names.
 struct Remains {
@@ -233,6 +234,21 @@ Manifest read_manifest(const std::string& path) {
   return manifest;
 }
 
+void link_best(const std::string& dir, int64_t step) {
+  if (best_step(dir) == step || !has_manifest(path_of(dir, step))) return;
+  io::replace_link(step_folder_name(step), format("{}/{}", dir, kBest));
+}
+
+std::optional<int64_t> best_step(const std::string& dir) {
+  std::error_code error;
+  const fs::path target = fs::read_symlink(format("{}/{}", dir, kBest), error);
+  if (error) return std::nullopt;
+  for (const Checkpoint& each : list_complete(dir)) {
+    if (target == step_folder_name(each.step)) return each.step;
+  }
+  return std::nullopt;
+}
+
 void prune(const std::string& dir, int keep) {
   if (keep < 1) throw ConfigError(format("[prune] keep {}, must be at least 1", keep));
   const auto steps = scan(dir);
@@ -241,7 +257,10 @@ void prune(const std::string& dir, int keep) {
   std::erase_if(checkpoints, [](const auto& checkpoint) { return !is_sound(checkpoint); });
   if (checkpoints.empty()) return;
   const auto removed = checkpoints.size() - std::min(checkpoints.size(), static_cast<size_t>(keep));
-  for (size_t i = 0; i < removed; ++i) discard(dir, checkpoints[i].step, {});
+  const std::optional<int64_t> best = best_step(dir);
+  for (size_t i = 0; i < removed; ++i) {
+    if (checkpoints[i].step != best) discard(dir, checkpoints[i].step, {});
+  }
   for (const auto& [step, remains] : steps) {
     if (remains.temporary && step <= checkpoints.back().step) {
       io::remove_tree(path_of(dir, step, kTemporary));

@@ -66,8 +66,15 @@ Manifest verify(const std::string& path, const VerifyShare& files = {});
 // Those in the folder that verify() accepts, the newest first. Reads all that is there.
 std::vector<Checkpoint> list_sound(const std::string& dir);
 
-// Removes all but the `keep` newest sound ones (by step), and what saves and removals of steps up
-// to the newest left behind. Damaged ones stay, for inspection.
+// Makes DIR/best a relative link to the checkpoint of this step. Leaves it as it is where there is
+// no complete checkpoint of the step.
+void link_best(const std::string& dir, int64_t step);
+// The step that DIR/best links to; none where there is no link, or no complete checkpoint behind
+// it.
+std::optional<int64_t> best_step(const std::string& dir);
+
+// Removes all but the `keep` newest sound ones (by step) and DIR/best's, and what saves and
+// removals of steps up to the newest left behind. Damaged ones stay, for inspection.
 void prune(const std::string& dir, int keep);
 
 }  // namespace lockstep::formats

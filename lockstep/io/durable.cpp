@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/io/durable.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -107,6 +109,15 @@ void sync_folder(const std::string& path) {
 void rename_path(const std::string& from, const std::string& to) {
   if (calls::rename(from, to) != 0)
     throw SystemError(format("cannot rename {} to {}", from, to), errno);
+}
+
+void replace_link(const std::string& target, const std::string& path) {
+  const std::string temporary = path + ".tmp";
+  remove_tree(temporary);
+  if (symlink(target.c_str(), temporary.c_str()) != 0)
+    throw SystemError(format("cannot make the link {}", temporary), errno);
+  rename_path(temporary, path);
+  sync_folder(fs::path(path).parent_path().string());
 }
 
 void make_folders(const std::string& path) {

@@ -42,6 +42,8 @@ class DurableFile {
 void write_text(const std::string& path, std::string_view text);
 void sync_folder(const std::string& path);
 void rename_path(const std::string& from, const std::string& to);
+// A symbolic link at `path` to `target`, in place of a link that was there.
+void replace_link(const std::string& target, const std::string& path);
 // Makes missing parents too. A folder that is already there is fine.
 void make_folders(const std::string& path);
 // With everything in it; links are removed, not followed. Nothing there is fine.

@@ -31,6 +31,7 @@ class Flats {
   struct Kind {
     bool embedding = false;
     bool has_state = true;
+    bool trained = true;
   };
   // `owners` are those of tensor_owners(); none where ranks share rows.
   void add(const std::string& name, const std::vector<Shape>& shapes,
@@ -39,17 +40,20 @@ class Flats {
     std::vector<int> of_large;
     for (const size_t i : layout::order_of_tensors(shapes.size(), owners)) {
       const bool is_large = whole_ || layout::numel_of(shapes[i]) >= min_sharded_;
-      (is_large ? large : small_).push_back(shapes[i]);
+      (is_large ? large : kind.trained ? small_ : small_frozen_).push_back(shapes[i]);
       if (is_large && !owners.empty()) of_large.push_back(owners[i]);
     }
     add_flat(name, large, of_large, kind, static_cast<int>(of_shards_.size()));
   }
 
   std::vector<std::vector<OffloadFlat>> take() {
-    add_flat("small", small_, {}, {}, 1);
-    if (!small_.empty()) {
+    const auto add_small = [&](const std::vector<Shape>& shapes, Kind kind) {
+      add_flat("small", shapes, {}, kind, 1);
+      if (shapes.empty()) return;
       for (auto& flats : of_shards_) flats.back().stays = true;
-    }
+    };
+    add_small(small_, {});
+    add_small(small_frozen_, {.has_state = false, .trained = false});
     return std::move(of_shards_);
   }
 
@@ -61,20 +65,21 @@ class Flats {
     const auto line = layout::lay_out(shapes, owners, parts, layout::kFlatAlignment / element);
     for (size_t shard = 0; shard < of_shards_.size(); ++shard) {
       const size_t part = parts == 1 ? 0 : shard;
-      of_shards_[shard].push_back(
-          {.name = name,
-           .unit = name,
-           .param = dtype_,
-           .compute = dtype_,
-           .reduce = dtype_,
-           .grad = dtype_,
-           .num_parameters = static_cast<int64_t>(shapes.size()),
-           .shard = line.blocks[part].size(),
-           .size = line.size,
-           .shared = parts > 1,
-           .has_state = kind.has_state,
-           .tensors = layout::optimized_tensors(shapes, line, static_cast<int>(part),
-                                                [&](size_t) { return kind.embedding; })});
+      of_shards_[shard].push_back({.name = name,
+                                   .unit = name,
+                                   .param = dtype_,
+                                   .compute = dtype_,
+                                   .reduce = dtype_,
+                                   .grad = dtype_,
+                                   .num_parameters = static_cast<int64_t>(shapes.size()),
+                                   .shard = line.blocks[part].size(),
+                                   .size = line.size,
+                                   .shared = parts > 1,
+                                   .trained = kind.trained,
+                                   .has_state = kind.has_state});
+      if (!kind.trained) continue;
+      of_shards_[shard].back().tensors = layout::optimized_tensors(
+          shapes, line, static_cast<int>(part), [&](size_t) { return kind.embedding; });
     }
   }
 
@@ -82,7 +87,7 @@ class Flats {
   bool whole_;
   int64_t min_sharded_;
   std::vector<std::vector<OffloadFlat>> of_shards_;
-  std::vector<Shape> small_;
+  std::vector<Shape> small_, small_frozen_;
 };
 
 std::vector<std::vector<OffloadFlat>> flats_of(const Run& run, const Stage& stage, int tp) {
@@ -99,11 +104,14 @@ std::vector<std::vector<OffloadFlat>> flats_of(const Run& run, const Stage& stag
   for (size_t i = stage.first; i < stage.end(); ++i) {
     for (const Unit& unit : units_of_layer(i))
       flats.add(model.layers[i].name + unit.name, unit.shapes, next_owners(),
-                {.embedding = unit.embedding, .has_state = unit.trained && !unit.copy});
+                {.embedding = unit.embedding,
+                 .has_state = unit.trained && !unit.copy,
+                 .trained = unit.trained});
   }
   // The state of a tied matrix is with the embedding.
   if (has_tied_copy(model, stage))
-    flats.add(model.tied, units_of_layer(0).front().shapes, next_owners(), {.has_state = false});
+    flats.add(model.tied, units_of_layer(0).front().shapes, next_owners(),
+              {.has_state = false, .trained = units_of_layer(0).front().trained});
   return flats.take();
 }
 

@@ -66,8 +66,10 @@ std::vector<UnitRun> units_of(const Run& run, const Stage& stage, int tp) {
   }
   if (has_tied_copy(model, stage)) {
     const size_t first = model.layers.front().kind;
-    runs.push_back({.shapes = units_of_kind(first).front().shapes,
+    const Unit& table = units_of_kind(first).front();
+    runs.push_back({.shapes = table.shapes,
                     .is_tied_copy = true,
+                    .trained = table.trained,
                     .owners = next_owners()});
   }
   return runs;

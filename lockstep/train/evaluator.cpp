@@ -15,7 +15,7 @@ Evaluator::Evaluator(data::Corpus corpus, comm::Group group, EvaluatorOptions op
     : corpus_(std::move(corpus)),
       group_(std::move(group)),
       options_(options),
-      windows_(data::evaluation_windows(corpus_.size(), options.seq_len)) {
+      windows_(data::evaluation_windows(corpus_, options.seq_len)) {
   batches_ = (windows_ + options.rows - 1) / options.rows;
   if (options.max_tokens > 0) {
     const int64_t batch = options.seq_len * options.rows;
@@ -29,6 +29,17 @@ int64_t Evaluator::first_window(int64_t batch) const {
 }
 
 int64_t Evaluator::tokens() const {
+  if (corpus_.has_examples()) {
+    int64_t targets = 0;
+    for (int64_t batch = 0; batch < batches_; ++batch) {
+      const int64_t end = std::min(first_window(batch) + options_.rows, windows_);
+      for (int64_t i = first_window(batch); i < end; ++i) {
+        const auto row = data::sample_row(corpus_, i, {.seq_len = options_.seq_len});
+        targets += row.count - row.unanswered;
+      }
+    }
+    return targets;
+  }
   const int64_t most = batches_ * options_.rows * options_.seq_len;
   return std::min(most, std::max<int64_t>(corpus_.size() - 1, 0));
 }

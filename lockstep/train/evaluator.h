@@ -22,9 +22,9 @@ class Evaluator {
  public:
   Evaluator(data::Corpus corpus, comm::Group group, EvaluatorOptions options);
 
-  // Mean over all tokens of all ranks' shares. Collective.
+  // Mean over all targets that count, of all ranks' shares. Collective.
   double loss(TrainedModel& model) const;
-  int64_t tokens() const;  // that are evaluated
+  int64_t tokens() const;  // that are evaluated: targets that count
   bool empty() const { return batches_ == 0; }
 
  private:

@@ -12,7 +12,7 @@ namespace lockstep::train {
 
 struct StepMetrics {
   int64_t step = 0;      // counted from 1
-  double loss = 0;       // mean over all tokens of the global batch
+  double loss = 0;       // mean over all targets of the global batch that count
   double grad_norm = 0;  // before clipping
   double lr = 0;
   double tokens_per_s = 0;

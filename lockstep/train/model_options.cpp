@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/model_options.h"
 
+#include <set>
+#include <utility>
+
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/model/language_model.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/progress.h"
 
@@ -21,6 +26,24 @@ bool is_unit(const std::string& path, torch::nn::Module&) {
 }
 
 }  // namespace
+
+std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device device,
+                                          const std::shared_ptr<nn::RandomContext>& random) {
+  auto layers = model::language_model_layers(config.model, tensor_options(config, device), random);
+  const auto frozen =
+      std::make_shared<const std::set<std::string>>(config::frozen_tensors(config, config.model));
+  if (frozen->empty()) return layers;
+  for (parallel::Layer& layer : layers) {
+    layer.build = [build = std::move(layer.build), frozen](torch::nn::Module& stage) {
+      parallel::LayerForward forward = build(stage);
+      for (const auto& parameter : stage.named_parameters()) {
+        if (frozen->contains(parameter.key())) parameter.value().set_requires_grad(false);
+      }
+      return forward;
+    };
+  }
+  return layers;
+}
 
 at::TensorOptions tensor_options(const TrainConfig& config, c10::Device device) {
   const bool half = config.train.dtype == config::Precision::bfloat16;
@@ -59,6 +82,17 @@ int64_t arenas_of(std::span<const parallel::ShardedModel> models) {
     if (!parameters.empty() && parameters[0].tensor.is_cpu()) bytes += model.stats().gather_bytes;
   }
   return bytes;
+}
+
+std::string describe_frozen(const TrainConfig& config) {
+  const auto frozen = config::frozen_tensors(config, config.model);
+  if (frozen.empty()) return "";
+  int64_t elements = 0;
+  for (const config::TensorSpec& tensor : config.model.tensors())
+    elements += frozen.contains(tensor.name) ? layout::numel_of(tensor.shape) : 0;
+  return format("freeze {} tensors with {} of {} parameters", frozen.size(),
+                short_number(static_cast<double>(elements)),
+                short_number(static_cast<double>(config.model.parameters())));
 }
 
 std::string describe_shards(std::span<const parallel::ShardedModel> models) {

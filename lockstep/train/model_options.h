@@ -7,14 +7,20 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
+#include "lockstep/nn/random/random_context.h"
+#include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/recompute/recompute.h"
 #include "lockstep/parallel/shard/fully_shard.h"
 
 namespace lockstep::train {
 
+// The layers of the configured model, without gradients for what train.freeze names.
+std::vector<parallel::Layer> model_layers(const config::TrainConfig& config, c10::Device device,
+                                          const std::shared_ptr<nn::RandomContext>& random);
 at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
 parallel::MaterializeOptions initializer(const config::TrainConfig& config, c10::Device device);
 parallel::FullyShardOptions shard_options(const config::TrainConfig& config);
@@ -23,6 +29,8 @@ std::shared_ptr<parallel::ActivationStore> activation_store(const config::TrainC
                                                             int rank);
 // Bytes that gathered parameters occupy in arenas.
 int64_t arenas_of(std::span<const parallel::ShardedModel> models);
+// "freeze 12 tensors with 1.2M of 4.8M parameters"; empty where all are trained.
+std::string describe_frozen(const config::TrainConfig& config);
 // "shard  full: 1.2M of 4.8M parameters on this rank, in 14 units"
 std::string describe_shards(std::span<const parallel::ShardedModel> models);
 

@@ -7,7 +7,6 @@
 
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/core/format.h"
-#include "lockstep/model/layers.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/schedule/simulate.h"
@@ -52,10 +51,10 @@ TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device
       updates_in_backward_(config.offload.any() &&
                            config.offload.advanced.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
-      pipeline_(parallel::parallelize(
-          model::language_model_layers(config.model, tensor_options(config, device), random_),
-          config::parallel_config(config, world.size()), world,
-          other_options(config, device, world, random_))) {}
+      frozen_(describe_frozen(config)),
+      pipeline_(parallel::parallelize(model_layers(config, device, random_),
+                                      config::parallel_config(config, world.size()), world,
+                                      other_options(config, device, world, random_))) {}
 
 at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,
                               double scale) const {
@@ -133,6 +132,7 @@ std::vector<std::string> TrainedModel::describe() const {
                layout::name_of(schedule.kind), schedule.stages(), schedule.ranks,
                schedule.microbatches, held, 100 * simulation.bubble_makespan));
   }
+  if (!frozen_.empty()) lines.push_back(frozen_);
   const std::string shards = describe_shards(pipeline_.sharded());
   if (!shards.empty()) lines.push_back(shards);
   const std::string offload = describe_offload(pipeline_.sharded());

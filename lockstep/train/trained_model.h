@@ -27,7 +27,7 @@ struct StepInput {
   std::function<Tensors()> next;  // the next micro-batch
   int64_t step = 0;
   int64_t first_micro_batch = 0;  // counted over all data-parallel ranks
-  double loss_scale = 1;          // of the sum over tokens; gradients are averaged over dp ranks
+  double loss_scale = 1;          // of the sum over targets; gradients are averaged over dp ranks
 };
 
 // A language model over the ranks of a job. All functions are collective.
@@ -66,6 +66,7 @@ class TrainedModel {
   bool exact_norm_;
   bool updates_in_backward_;
   int64_t vocab_;
+  std::string frozen_;
   parallel::Pipeline pipeline_;
 };
 

@@ -2,7 +2,6 @@
 #include "lockstep/train/trainer.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +14,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/comm/control/rank_texts.h"
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/run_folder.h"
@@ -32,13 +32,16 @@
 #include "lockstep/optim/step_guard.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/batches.h"
+#include "lockstep/train/best_checkpoint.h"
 #include "lockstep/train/device.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/run_record.h"
+#include "lockstep/train/step_sums.h"
 #include "lockstep/train/stop_request.h"
+#include "lockstep/train/threads.h"
 #include "lockstep/train/trained_model.h"
 
 namespace lockstep::train {
@@ -47,41 +50,6 @@ namespace {
 using config::TrainConfig;
 
 constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
-
-// Returns the number of compute threads in words. A sum over threads depends on it, so a
-// reproducible run must have the same on every rank. Ranks that share an affinity mask are bound to
-// their share of it: unbound ranks that wait for each other are moved onto one core.
-std::string set_threads(const TrainConfig& config, const comm::Group& group) {
-  const comm::CoreShare share = comm::share_of_cores(group);
-  const int threads = config.threads(share.threads);
-  const bool bound = threads <= static_cast<int>(share.own.size());
-  if (bound) comm::bind_to_cores(share);
-  at::set_num_threads(threads);
-  const at::Tensor mine = at::tensor({static_cast<double>(threads), share.cores}, at::kDouble);
-  const at::Tensor all = at::empty({group.size(), 2}, at::kDouble);
-  comm::all_gather(all, mine.unsqueeze(0), group, {.tag = "threads"}).wait();
-  const at::Tensor of_ranks = all.select(1, 0), cores = all.select(1, 1);
-  const int least = of_ranks.min().item<int>(), most = of_ranks.max().item<int>();
-  if (config.train.reproducible && least != most) {
-    throw ConfigError(
-        format("train.reproducible needs the same number of threads on every rank; "
-               "they have from {} to {}: set train.threads",
-               least, most));
-  }
-  const at::Tensor crowded = of_ranks.gt(cores + 1e-6).nonzero();
-  if (group.rank() == 0 && crowded.numel() > 0) {
-    const auto rank = crowded[0].item<int64_t>();
-    log::warn(
-        format("{} of {} ranks have more compute threads than cores, which makes steps slow (rank "
-               "{}: {} for {:.3g} cores); start fewer ranks, or set train.threads or "
-               "OMP_NUM_THREADS lower",
-               crowded.numel(), group.size(), rank, of_ranks[rank].item<int>(),
-               cores[rank].item<double>()));
-  }
-  const std::string where = bound ? ", bound to cores" : "";
-  if (least != most) return format("{} to {} threads each{}", least, most, where);
-  return format("{} thread{} each{}", threads, threads > 1 ? "s" : "", where);
-}
 
 std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
                                                  const TrainedModel& model) {
@@ -128,6 +96,14 @@ plan::Memory predicted(const TrainConfig& config, const comm::Group& world) {
   return ranks[static_cast<size_t>(world.rank())];
 }
 
+// Validation losses with the same text can be compared.
+std::string measure_of(const Evaluator& evaluator, const config::Data& data,
+                       const TrainConfig& config) {
+  if (!config.checkpoint.best) return "";
+  return format("{} tokens of data with {}, seq_len {}", evaluator.tokens(),
+                data.validation.identity().describe(), config.train.seq_len);
+}
+
 }  // namespace
 
 struct Trainer::State {
@@ -137,7 +113,7 @@ struct Trainer::State {
   TrainingResult run();
   StepMetrics step();
   void say_what_is_trained();
-  void evaluate();
+  bool evaluate();
   void save(checkpoint::WhenBusy when_busy);
   void say_what_was_saved();
 
@@ -156,10 +132,11 @@ struct Trainer::State {
   const optim::LrSchedule schedule;
   optim::StepGuard guard;
   const Evaluator evaluator;
+  BestCheckpoint best;
   std::optional<checkpoint::Saver> saver;
-  int64_t done = 0;     // steps
-  int64_t samples = 0;  // that these steps have seen
-  int64_t saved_at = -1;
+  int64_t done = 0;                 // steps
+  int64_t samples = 0, tokens = 0;  // that these steps have seen
+  int64_t saved_at = -1, evaluated_at = -1;
   int64_t skipped_in_a_row = 0;
   bool stopping = false;
   std::string resumed_from;
@@ -190,7 +167,8 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                  .rows = config.train.micro_batch,
                  .vocab = config.model.vocab,
                  .max_tokens = config.train.eval_tokens,
-                 .device = device}) {
+                 .device = device}),
+      best(config.checkpoint, measure_of(evaluator, data, config), world) {
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   }
@@ -243,9 +221,11 @@ void Trainer::State::resume() {
   if (name == "none") return;
   const bool goes_on = config.checkpoint.load == config::LoadWhat::all;
   const auto slices = goes_on ? model.slices(*optimizer) : model.slices();
-  const checkpoint::LoadOptions options{
-      .may_ignore = goes_on ? std::vector<std::string>{} : std::vector<std::string>{"optim."},
-      .partial = config.checkpoint.partial};
+  checkpoint::LoadOptions options{.partial = config.checkpoint.partial};
+  if (!goes_on) options.may_ignore = {"optim."};
+  // The state of parameters that were trained before they were frozen.
+  for (const std::string& frozen : config::frozen_tensors(config, config.model))
+    options.may_ignore.push_back(format("optim.{}.", frozen));
   const auto loaded = name == "auto"
                           ? checkpoint::load_newest(config.checkpoint.dir, slices, world, options)
                           : std::optional(load_named(name, slices, world, options));
@@ -263,6 +243,9 @@ void Trainer::State::resume() {
                loaded->path));
   }
   samples = std::stoll(position->second);
+  if (const auto seen = loaded->state.find("tokens"); seen != loaded->state.end())
+    tokens = std::stoll(seen->second);
+  best.restore(loaded->state);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
 }
 
@@ -276,9 +259,20 @@ void Trainer::State::say_what_is_trained() {
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));
   for (const std::string& line : model.describe()) progress->line(line);
-  progress->line(format("data   {}; {} tokens held out", data.train.describe(),
-                        short_number(static_cast<double>(data.validation.size()))));
-  if (config.model.vocab <= 256) {
+  const bool examples = data.validation.has_examples();
+  const size_t held =
+      examples ? data.validation.examples().size() : static_cast<size_t>(data.validation.size());
+  progress->line(format("data   {}; {} {} held out", data.train.describe(),
+                        short_number(static_cast<double>(held)), examples ? "examples" : "tokens"));
+  if (data.cut + data.dropped > 0) {
+    log::warn(
+        format("of {} examples, {} are longer than train.seq_len {} and cut, and {} are left out: "
+               "nothing of their completion fits",
+               data.train.examples().size() + data.validation.examples().size() +
+                   static_cast<size_t>(data.dropped),
+               data.cut, config.train.seq_len, data.dropped));
+  }
+  if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {
       progress->line(
           format("       a model that knows how often each token occurs has loss {:.3f}; "
@@ -303,49 +297,22 @@ void Trainer::State::say_what_is_trained() {
   }
 }
 
-// One exchange for the losses of all micro-batches, which are summed in the order of the batch, and
-// for whether any rank was asked to stop.
-struct StepSums {
-  double loss;
-  bool stop;
-};
-
-static StepSums combine(const at::Tensor& losses, bool stop, const mesh::Mesh& mesh) {
-  const int64_t count = losses.numel();
-  const at::Tensor mine = at::cat({losses, at::full({1}, stop ? 1 : 0, at::kDouble)});
-  const at::Tensor all = at::empty({mesh.size(), count + 1}, at::kDouble);
-  comm::all_gather(all, mine, mesh.group(), {.tag = "losses"}).wait();
-  StepSums sums{0, false};
-  const auto values = all.accessor<double, 2>();
-  // Ranks that differ on other axes have the same losses: those at the beginning of these count.
-  const std::vector<std::string> names = mesh.axis_names();
-  const auto counts = [&](int rank) {
-    const std::vector<int> at = mesh.coordinate_of(rank).value();
-    for (size_t i = 0; i < names.size(); ++i) {
-      if (names[i] != "dp" && at[i] != 0) return false;
-    }
-    return true;
-  };
-  for (int rank = 0; rank < mesh.size(); ++rank) {
-    for (int64_t i = 0; i < count && counts(rank); ++i) sums.loss += values[rank][i];
-    sums.stop = sums.stop || values[rank][count] != 0;
-  }
-  sums.loss /= mesh.size("dp");
-  return sums;
-}
-
 StepMetrics Trainer::State::step() {
   const trace::Span span("train", "step");
   const auto start = Clock::now();
   const auto blocked = world.blocked_time();
-  const auto tokens = static_cast<double>(global_batch * config.train.seq_len);
+  std::vector<data::Batch> batches;
+  for (int64_t i = 0; i < accumulation; ++i) batches.push_back(reader->next());
+  const int64_t step_tokens = batches[0].step_inputs;
+  const auto targets = static_cast<double>(batches[0].step_targets);
+  auto batch = batches.begin();
   optimizer->set_lr(schedule.lr(done));  // before backward, in which parameters may be updated
   // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
   const at::Tensor losses =
-      model.step({.next = [&] { return to_tensors(reader->next(), config.train.seq_len, device); },
+      model.step({.next = [&] { return to_tensors(*batch++, config.train.seq_len, device); },
                   .step = done,
                   .first_micro_batch = dp.rank() * accumulation,
-                  .loss_scale = dp.size() / tokens});
+                  .loss_scale = dp.size() / targets});
   const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
@@ -363,44 +330,51 @@ StepMetrics Trainer::State::step() {
   const StepSums sums = combine(on_host, stop.signal() != 0, mesh);
   ++done;
   samples += global_batch;
+  tokens += step_tokens;
   stopping = sums.stop;
   result.loss = sums.loss;
   const double seconds = seconds_since(start);
   result.step_ms = 1e3 * seconds;
-  result.tokens_per_s = tokens / seconds;
+  result.tokens_per_s = static_cast<double>(step_tokens) / seconds;
   result.comm_ms =
       std::chrono::duration<double, std::milli>(world.blocked_time() - blocked).count();
   result.peak_bytes = peak_bytes(device);
   return result;
 }
 
-void Trainer::State::evaluate() {
-  if (evaluator.empty()) return;
+// Whether the loss is the lowest so far, so that the weights are to be saved.
+bool Trainer::State::evaluate() {
+  evaluated_at = done;
+  if (evaluator.empty()) return false;
   progress->pause();
   const double loss = evaluator.loss(model);
   progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
                         loss, std::exp(loss),
                         short_number(static_cast<double>(evaluator.tokens()))));
   metrics->write_evaluation(done, loss);
+  const bool is_best = done > 0 && best.offer(done, loss);
   progress->resume();
+  return is_best;
 }
 
 // Weights that give gradients that are not finite do not push out good ones.
 void Trainer::State::save(checkpoint::WhenBusy when_busy) {
-  if (!saver || saved_at == done) return;
+  if (!saver) return;
   progress->pause();
   auto state = config::state_of(identities);
   state["samples"] = std::to_string(samples);
-  state["tokens"] = std::to_string(samples * config.train.seq_len);
+  state["tokens"] = std::to_string(tokens);
   state["seed"] = std::to_string(config.train.seed);
   state["global_batch"] = std::to_string(global_batch);
   if (!record.tokenizer.empty()) state["tokenizer"] = record.tokenizer;
+  best.add_to(state);
   const bool begun =
       saver->save({.step = done,
                    .slices = model.slices(*optimizer),
                    .state = state,
                    .config = record.config,
-                   .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0},
+                   .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0,
+                   .best = best.step()},
                   when_busy);
   if (begun) {
     saved_at = done;
@@ -415,6 +389,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
 void Trainer::State::say_what_was_saved() {
   if (!saver) return;
   for (const checkpoint::SaveResult& saved : saver->take_finished()) {
+    if (saved.path.empty()) best.not_saved(saved.step);
     if (saved.path.empty()) continue;  // of a failure there was a warning
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
@@ -425,16 +400,13 @@ void Trainer::State::say_what_was_saved() {
 
 TrainingResult Trainer::State::run() {
   say_what_is_trained();
-  int64_t evaluated_at = -1;
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
+  if (done == 0 && config.evaluates_first()) evaluate();
   while (done < config.train.steps && !stopping) {
     const StepMetrics result = step();
     metrics->write(result);
     progress->step(result);
-    if (due(config.train.eval_every)) {
-      evaluate();
-      evaluated_at = done;
-    }
+    if (due(config.train.eval_every) && evaluate()) save(checkpoint::WhenBusy::wait);
     if (skipped_in_a_row == kHopeless) {
       throw Error(
           format("the gradients of the last {} steps were not finite, the last at step {}; "
@@ -444,16 +416,20 @@ TrainingResult Trainer::State::run() {
     }
     // Weights that give such gradients must not replace good ones.
     const bool last = stopping || done == config.train.steps;
-    if (!last && due(config.checkpoint.every) && skipped_in_a_row == 0) {
+    if (!last && saved_at != done && due(config.checkpoint.every) && skipped_in_a_row == 0) {
       save(config.checkpoint.when_busy == config::WhenBusy::skip ? checkpoint::WhenBusy::skip
                                                                  : checkpoint::WhenBusy::wait);
     }
     say_what_was_saved();
   }
-  save(checkpoint::WhenBusy::wait);
+  // The last weights may be the best, of which the last checkpoint must know.
+  const bool finished = done >= config.train.steps;
+  const bool is_best = finished && config.checkpoint.best && evaluated_at != done && evaluate();
+  if (is_best || saved_at != done) save(checkpoint::WhenBusy::wait);
   if (saver) saver->wait();
   say_what_was_saved();
-  if (stopping && done < config.train.steps) {
+  if (const std::string line = best.describe(); !line.empty()) progress->line(line);
+  if (!finished) {
     progress->line(format("stopped at step {} of {}", done, config.train.steps));
     return TrainingResult::stopped;
   }

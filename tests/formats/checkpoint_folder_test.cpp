@@ -215,6 +215,25 @@ TEST_F(Folder, Prunes) {
   EXPECT_THAT([&] { prune(dir_, 0); }, ThrowsMessage<ConfigError>(HasSubstr("keep 0")));
 }
 
+TEST_F(Folder, TheBestIsKept) {
+  for (int step = 1; step <= 5; ++step) save(dir_, step * 10);
+  EXPECT_EQ(best_step(dir_), std::nullopt);
+  link_best(dir_, 20);
+  EXPECT_EQ(best_step(dir_), 20);
+  EXPECT_EQ(fs::read_symlink(dir_ + "/best"), "step-00000020");
+  prune(dir_, 2);
+  EXPECT_THAT(names(), ElementsAre("best", "step-00000020", "step-00000040", "step-00000050"));
+  EXPECT_EQ(read_manifest(dir_ + "/best").step, 20);
+  link_best(dir_, 30);  // is no longer there
+  EXPECT_EQ(best_step(dir_), 20);
+  link_best(dir_, 40);
+  prune(dir_, 1);
+  EXPECT_THAT(names(), ElementsAre("best", "step-00000040", "step-00000050"));
+  EXPECT_EQ(newest_complete(dir_)->step, 50);
+  fs::rename(dir_, temp_.path() + "/moved");
+  EXPECT_EQ(read_manifest(temp_.path() + "/moved/best").step, 40);
+}
+
 TEST_F(Folder, CannotBeWritten) {
   test::write_file(temp_.path() + "/file", "x");
   for (const auto& dir :

@@ -108,6 +108,8 @@ const std::vector<Layout>& layouts() {
          c.train.micro_batch = 1;
          c.train.seq_len = 256;
        }},
+      // Activations of frozen parameters are an upper bound.
+      {"gpt_frozen", 1, [](auto& c) { c.train.freeze = "blocks.2.*,blocks.3.*,embed.*"; }},
       {"gpt_dropout", 1, [](auto& c) { c.model.dropout = 0.1; }},
       {"gpt_micro_batches", 1, [](auto& c) { c.train.global_batch = 8; }},
       {"gpt_selective", 1, [](auto& c) { c.train.recompute = Recompute::selective; }},

@@ -102,6 +102,11 @@ class Train : public testing::Test {
     EXPECT_NO_THROW(train_in_threads(arguments));
     return read_steps(path(name + ".jsonl"));
   }
+  // The same, but it throws where the command would end with an error.
+  void steps_or_throw(const std::string& name, const Words& options) const {
+    const Words arguments = command(in_folders(name) + options);
+    train_in_threads(Words(arguments.begin() + 1, arguments.end()));
+  }
   std::vector<json> steps_of_processes(const std::string& name, const Words& options) const {
     const Result result = run(in_folders(name) + options);
     EXPECT_EQ(result.code, 0) << result.out << result.err;

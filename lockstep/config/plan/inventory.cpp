@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/format.h"
@@ -78,12 +80,21 @@ std::vector<std::vector<int>> parts_of(const std::vector<layout::Shape>& shapes,
 std::vector<std::vector<int>> parts_of_tensors(const plan::Run& run, int tp) {
   std::vector<std::vector<int>> parts;
   for (const plan::Stage& stage : plan::stages_of(run)) {
-    auto units = plan::tensor_owners(run, stage, tp);
-    if (plan::has_tied_copy(run.model, stage)) units.pop_back();
-    for (const std::vector<int>& owners : units) {
-      for (const int owner : owners)
-        parts.push_back(owner == layout::kEveryRank ? all_parts(run.shards)
-                                                    : std::vector<int>{owner});
+    const auto owners = plan::tensor_owners(run, stage, tp);
+    size_t next = 0;
+    for (size_t layer = stage.first; layer < stage.end(); ++layer) {
+      std::map<int64_t, std::vector<int>> of_layer;  // by place in it
+      int64_t place = 0;
+      for (const plan::Unit& unit :
+           run.model.kinds[run.model.layers[layer].kind].units[static_cast<size_t>(tp)]) {
+        const std::vector<int>& of_unit = owners[next++];
+        for (size_t i = 0; i < of_unit.size(); ++i, ++place) {
+          const bool given = !unit.places.empty() && unit.places[i] >= 0;
+          of_layer[given ? unit.places[i] : place] =
+              of_unit[i] == layout::kEveryRank ? all_parts(run.shards) : std::vector{of_unit[i]};
+        }
+      }
+      for (auto& [at, ranks] : of_layer) parts.push_back(std::move(ranks));
     }
   }
   return parts;
@@ -162,15 +173,18 @@ std::vector<std::vector<size_t>> owners_of(const TrainConfig& config, const Mode
   const std::vector<int> stage_ranks = plan::rank_per_layer(run);
   const int shards = run.shards, tp = run.dims.tp;
   const bool whole = run.sharding == layout::ShardingStrategy::no_shard;
-  std::map<std::string, std::vector<size_t>> units;
-  for (size_t i = 0; i < tensors.size(); ++i) units[unit_of(tensors[i].name)].push_back(i);
+  // Frozen parameters of a unit are laid out apart from those that are trained.
+  const std::set<std::string> frozen = frozen_tensors(config, model);
+  std::map<std::pair<std::string, bool>, std::vector<size_t>> units;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    units[{unit_of(tensors[i].name), frozen.contains(tensors[i].name)}].push_back(i);
   std::vector<std::vector<size_t>> owners(tensors.size());
   const bool by_tensors = run.granularity == layout::ShardGranularity::tensors;
   std::vector<std::vector<std::vector<int>>> parts_of_columns(static_cast<size_t>(tp));
   for (int column = 0; by_tensors && column < tp; ++column)
     parts_of_columns[static_cast<size_t>(column)] = parts_of_tensors(run, column);
   for (const auto& [unit, members] : units) {
-    const int pp = stage_ranks[layer_of(unit, run.model)];
+    const int pp = stage_ranks[layer_of(unit.first, run.model)];
     for (int column = 0; column < tp; ++column) {
       std::vector<layout::Shape> shapes;
       for (const size_t i : members)

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/plan/planned_run.h"
 
+#include <algorithm>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <utility>
 
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/model/layer_cost.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/tensor_parallel.h"
@@ -49,49 +53,113 @@ LayerSizes sizes_of(const TrainConfig& config, const ModelSpec& model) {
           .kernels = kernels_of(config)};
 }
 
-// Of one tensor-parallel rank.
-struct LayerUnits {
-  std::vector<plan::Unit> embedding, block, head;
+// The layers of the model that are not blocks, and one block.
+enum class Part { embedding, block, head };
+
+struct PartTensor {
+  TensorSpec tensor;
+  std::string unit;  // that it is gathered and reduced with
 };
 
-LayerUnits local_units(const ModelSpec& model, int tp, int rank) {
-  ModelSpec one = model;  // blocks are alike
+// In the order of the model. Blocks are alike but for what is frozen: `index` is that of the block.
+std::vector<PartTensor> tensors_of(const ModelSpec& model, Part part, int64_t index) {
+  const std::string prefix = "blocks.0.";
+  ModelSpec one = model;
   one.layers = 1;
-  plan::Unit embed{.name = "embed", .embedding = true}, positions{"positions", {}, true};
-  plan::Unit block, norm{.name = "norm"}, head{.name = "head"};
-  for (const TensorSpec& tensor : one.tensors()) {
-    auto& unit = tensor.name == "embed.weight"          ? embed
-                 : tensor.name == "positions.weight"    ? positions
-                 : tensor.name == "head.weight"         ? head
-                 : tensor.name.starts_with("blocks.0.") ? block
-                                                        : norm;
-    unit.shapes.push_back(tensor_split(model, tensor, tp, rank).local_shape());
+  std::vector<PartTensor> found;
+  for (TensorSpec tensor : one.tensors()) {
+    const bool of_block = tensor.name.starts_with(prefix);
+    const bool of_embedding = tensor.name == "embed.weight" || tensor.name == "positions.weight";
+    const Part its = of_block ? Part::block : of_embedding ? Part::embedding : Part::head;
+    if (its != part) continue;
+    const std::string unit = of_block       ? ""
+                             : of_embedding ? tensor.name.substr(0, tensor.name.find('.'))
+                             : tensor.name == "head.weight" ? "head"
+                                                            : "norm";
+    if (of_block) tensor.name = format("blocks.{}.{}", index, tensor.name.substr(prefix.size()));
+    found.push_back({std::move(tensor), unit});
   }
-  if (model.is_tied()) embed.places = {-1};
-  LayerUnits units{.embedding = {std::move(embed)}, .block = {std::move(block)}, .head = {norm}};
-  if (!positions.shapes.empty()) units.embedding.push_back(std::move(positions));
-  if (!model.is_tied()) units.head.push_back(std::move(head));
+  return found;
+}
+
+// Of one tensor-parallel rank. Frozen parameters of a unit are apart from those that are trained.
+std::vector<plan::Unit> units_of(const std::vector<PartTensor>& tensors,
+                                 const std::set<std::string>& frozen, const ModelSpec& model,
+                                 const std::pair<int, int>& tp_and_rank) {
+  const auto [tp, rank] = tp_and_rank;
+  const auto is_frozen = [&](const PartTensor& each) { return frozen.contains(each.tensor.name); };
+  const bool in_order = std::ranges::none_of(tensors, is_frozen);
+  std::vector<plan::Unit> units;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [tensor, name] = tensors[i];
+    const bool trained = !is_frozen(tensors[i]);
+    auto found = std::ranges::find_if(units, [&](const plan::Unit& unit) {
+      return unit.name == name && unit.trained == trained;
+    });
+    if (found == units.end()) {
+      const bool embedding = name == "embed" || name == "positions";
+      found = units.insert(units.end(), {.name = name, .embedding = embedding, .trained = trained});
+    }
+    found->shapes.push_back(tensor_split(model, tensor, tp, rank).local_shape());
+    if (name == "embed" && model.is_tied()) {
+      found->places = {-1};
+    } else if (!in_order) {
+      found->places.push_back(static_cast<int64_t>(i));
+    }
+  }
   return units;
 }
 
-plan::Model planned_model(const ModelSpec& model, const LayerSizes& sizes, int tp) {
-  plan::Model planned{.kinds = {{.cost = layer_cost(LayerType::embedding, sizes)},
-                                {.cost = layer_cost(LayerType::block, sizes)},
-                                {.cost = layer_cost(LayerType::head, sizes)}},
-                      .stream_bytes = sizes.stream()};
-  for (int rank = 0; rank < tp; ++rank) {
-    LayerUnits units = local_units(model, tp, rank);
-    planned.kinds[0].units.push_back(std::move(units.embedding));
-    planned.kinds[1].units.push_back(std::move(units.block));
-    planned.kinds[2].units.push_back(std::move(units.head));
+// Frozen parameters leave no gradients behind. What else backward would not need for their sake is
+// not known, and counts.
+plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, Part part,
+                             const std::vector<PartTensor>& tensors,
+                             const std::set<std::string>& frozen) {
+  const LayerSizes sizes = sizes_of(config, model);
+  const LayerType type = part == Part::embedding ? LayerType::embedding
+                         : part == Part::block   ? LayerType::block
+                                                 : LayerType::head;
+  plan::LayerKind kind{.cost = layer_cost(type, sizes)};
+  const int tp = config.parallel.tp;
+  for (int rank = 0; rank < tp; ++rank)
+    kind.units.push_back(units_of(tensors, frozen, model, {tp, rank}));
+  int64_t unused = 0;
+  for (const plan::Unit& unit : kind.units[0]) {
+    for (const layout::Shape& shape : unit.shapes)
+      unused += unit.trained ? 0 : layout::numel_of(shape) * sizes.element;
   }
-  planned.layers.push_back({.kind = 0});
-  for (int64_t i = 0; i < model.layers; ++i)
-    planned.layers.push_back({.name = format("blocks.{}", i), .kind = 1});
-  planned.layers.push_back({.kind = 2});
+  // The head's gradient of a tied table.
+  if (part == Part::head && model.is_tied() && frozen.contains("embed.weight"))
+    unused += sizes.vocab * sizes.hidden * sizes.element;
+  plan::LayerCost& cost = kind.cost;
+  cost.weights = std::max<int64_t>(0, cost.weights - unused);
+  cost.backward_peak_keeping =
+      std::min(cost.backward_peak_keeping, cost.backward_peak + cost.weights);
+  cost.weight_peak_keeping = std::min(cost.weight_peak_keeping, cost.weight_peak + cost.weights);
+  return kind;
+}
+
+plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
+  const LayerSizes sizes = sizes_of(config, model);
+  const std::set<std::string> frozen = frozen_tensors(config, model);
+  plan::Model planned{.stream_bytes = sizes.stream()};
+  // Layers with the same frozen tensors are of one kind.
+  std::map<std::pair<Part, std::vector<bool>>, size_t> kinds;
+  const auto add = [&](const std::string& name, Part part, int64_t index) {
+    const auto tensors = tensors_of(model, part, index);
+    std::vector<bool> mask;
+    for (const PartTensor& each : tensors) mask.push_back(frozen.contains(each.tensor.name));
+    const auto [kind, is_new] = kinds.emplace(std::pair(part, mask), planned.kinds.size());
+    if (is_new) planned.kinds.push_back(planned_kind(config, model, part, tensors, frozen));
+    planned.layers.push_back({.name = name, .kind = kind->second});
+  };
+  add("", Part::embedding, 0);
+  for (int64_t i = 0; i < model.layers; ++i) add(format("blocks.{}", i), Part::block, i);
+  add("", Part::head, 0);
   if (model.is_tied()) {
     planned.tied = "head";
-    planned.tied_bytes = sizes.vocab * sizes.hidden * sizes.element;
+    planned.tied_bytes =
+        frozen.contains("embed.weight") ? 0 : sizes.vocab * sizes.hidden * sizes.element;
     planned.reserved = 1;
   }
   return planned;
@@ -119,9 +187,8 @@ int64_t element_bytes_of(const TrainConfig& config) {
 }
 
 plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int world) {
-  const LayerSizes sizes = sizes_of(config, model);
   plan::Run run{
-      .model = planned_model(model, sizes, config.parallel.tp),
+      .model = planned_model(config, model),
       .dims = config.dims(world),
       .order = config.parallel.order,
       .sharding = config.parallel.shard,
@@ -132,7 +199,7 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
       .dtype = config.train.dtype == Precision::bfloat16 ? DType::bfloat16 : DType::float32,
       .state_bytes = state_bytes_of(config),
       .reproducible = config.train.reproducible,
-      .cuda = sizes.kernels.cuda};
+      .cuda = kernels_of(config).cuda};
   if (is_pipelined(config.parallel)) {
     run.pipeline = schedule_options(config, world);
     run.layers_per_stage = layers_per_stage(config.parallel, model.layers);

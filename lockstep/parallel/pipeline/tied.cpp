@@ -131,6 +131,10 @@ at::Tensor TiedParameters::find(int chunk, const std::string& name) const {
   for (const auto& parameter : stage.named_parameters()) {
     if (parameter.name == name) return parameter.tensor;
   }
+  // Frozen: not among those for an optimizer.
+  for (const NamedShard& part : stage.sharded()->sharded_state_dict()) {
+    if (part.placement.name == name && !part.placement.is_empty()) return part.tensor;
+  }
   return {};  // a rank that has no rows of it
 }
 

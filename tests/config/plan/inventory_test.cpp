@@ -147,6 +147,30 @@ TEST(Inventory, OwnersOfWholeTensors) {
   EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(1));
 }
 
+// They are counted, and laid out, apart from the others.
+TEST(Inventory, OwnersOfFrozenTensors) {
+  TrainConfig config = config_of(layout::ShardingStrategy::full_shard);
+  config.train.freeze = "blocks.1.attention.*";
+  // The trained matrices of the block are 16384 elements each, the frozen ones 12288 and 4096.
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.up.weight"), ElementsAre(0, 1));
+  EXPECT_THAT(owners(config, 4, "blocks.1.mlp.down.weight"), ElementsAre(2, 3));
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.qkv.weight"), ElementsAre(0, 1, 2));
+  EXPECT_THAT(owners(config, 4, "blocks.1.attention.out.weight"), ElementsAre(3));
+  config = config_of(layout::ShardingStrategy::optimizer);
+  config.parallel.shard_granularity = layout::ShardGranularity::tensors;
+  config.train.freeze = "positions.weight,blocks.0.mlp.*";
+  // Trained: embed, qkv, out of block 0, then those of block 1.
+  EXPECT_THAT(owners(config, 2, "embed.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 2, "blocks.0.attention.qkv.weight"), ElementsAre(1));
+  EXPECT_THAT(owners(config, 2, "blocks.0.attention.out.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 2, "blocks.1.attention.qkv.weight"), ElementsAre(1));
+  // Frozen, after the index that is reserved for the tied embedding.
+  EXPECT_THAT(owners(config, 2, "positions.weight"), ElementsAre(1));
+  EXPECT_THAT(owners(config, 2, "blocks.0.mlp.up.weight"), ElementsAre(0));
+  EXPECT_THAT(owners(config, 2, "blocks.0.mlp.down.weight"), ElementsAre(1));
+  EXPECT_THAT(owners(config, 2, "norm.weight"), ElementsAre(0, 1));
+}
+
 TEST(Inventory, ListHasTheOwners) {
   const TrainConfig config = config_of(layout::ShardingStrategy::full_shard);
   const std::string list = tensor_list(config, config.model.resolved(16, 100), 4);

@@ -72,6 +72,40 @@ TEST(Memory, CountsParametersGradientsAndState) {
   EXPECT_EQ(plan_for(config, 1)[0].optimizer, 4 * all);
 }
 
+TEST(Memory, FrozenParametersHaveNoGradientsAndNoState) {
+  TrainConfig config = small();
+  const Memory plain = plan_for(config, 1)[0];
+  config.train.freeze = "embed.*,blocks.1.*";
+  const int64_t trained = 3 * kBlock + kPositions + kNorm;
+  const Memory memory = plan_for(config, 1)[0];
+  EXPECT_EQ(memory.parameters, plain.parameters);
+  EXPECT_EQ(memory.gradients, 4 * trained);
+  EXPECT_EQ(memory.optimizer, 8 * trained);
+  EXPECT_LT(memory.total(), plain.total());
+
+  // One matrix of each block, shared out or not; and the last stage's copy of the embedding.
+  config = large();
+  const auto all = plan_for(config, 2)[0];
+  config.train.freeze = "*.mlp.up.weight,embed.weight";
+  const int64_t frozen = 8 * 4 * 512 * 512 + 4096 * 512;
+  const auto whole = plan_for(config, 2)[0];
+  EXPECT_EQ(whole.parameters, all.parameters);
+  EXPECT_EQ(whole.gradients, all.gradients - 4 * frozen);
+  EXPECT_EQ(whole.optimizer, all.optimizer - 8 * frozen);
+  config.parallel.shard = ShardingStrategy::full_shard;
+  for (const Memory& rank : plan_for(config, 2)) {
+    EXPECT_NEAR(static_cast<double>(rank.optimizer), static_cast<double>(whole.optimizer) / 2,
+                0.01 * static_cast<double>(whole.optimizer));
+    EXPECT_NEAR(static_cast<double>(rank.gradients), static_cast<double>(whole.gradients) / 2,
+                0.01 * static_cast<double>(whole.gradients));
+  }
+  config.parallel.shard = ShardingStrategy::no_shard;
+  config.parallel.pp = 2;
+  const auto stages = plan_for(config, 2);
+  EXPECT_EQ(stages[0].optimizer + stages[1].optimizer, whole.optimizer);
+  EXPECT_EQ(stages[0].gradients + stages[1].gradients, 4 * whole.optimizer / 8);
+}
+
 TEST(Memory, SixteenBitParametersHaveAMaster) {
   TrainConfig config = large();
   const Memory whole = plan_for(config, 1)[0];
