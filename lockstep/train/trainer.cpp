@@ -11,7 +11,6 @@
 
 #include "lockstep/checkpoint/background_saver.h"
 #include "lockstep/checkpoint/checkpoint.h"
-#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/rank_consistency.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/freeze.h"
