@@ -16,6 +16,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/reducer.h"
 #include "lockstep/parallel/data/same_model.h"
+#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -77,7 +78,10 @@ class Ddp {
     NamedTensors all = parameters;
     all.insert(all.end(), buffers_.begin(), buffers_.end());
     for (const auto& [name, tensor] : all) tensors_.push_back(tensor);
-    if (group_.size() == 1 && !options_.reproducible) return;
+    if (group_.size() == 1 && !options_.reproducible) {
+      check_usage(parameters);
+      return;
+    }
     // Of its own, so that collectives of the user, or of layers in backward, do not mix with ours.
     private_group_ = group_.size() == 1 ? group_ : group_.split(0, group_.rank());
     check_same_model(all, private_group_);
@@ -110,26 +114,42 @@ class Ddp {
     reducer_->start();
   }
 
+  // Nothing is averaged on a group of one, but what would fail on several ranks fails there.
+  void check_usage(const NamedTensors& parameters) {
+    if (options_.find_unused_parameters || options_.static_graph) return;
+    std::set<const void*> seen;
+    std::vector<Parameter> trained;
+    for (const auto& [name, tensor] : parameters) {
+      if (tensor.requires_grad() && seen.insert(tensor.unsafeGetTensorImpl()).second)
+        trained.push_back({.name = name, .tensor = tensor});
+    }
+    usage_ = std::make_shared<UsageCheck>(std::move(trained));
+    usage_->start();
+  }
+
   void before_forward() {
     if (!reducer_) return;
     if (no_sync_ > 0 || !model_->is_training() || !at::GradMode::is_enabled()) return;
     if (!options_.broadcast_buffers || buffers_.empty() || group_.size() == 1) return;
     const int root = options_.uneven_inputs ? reducer_->take_part(Activity::buffers).leader : 0;
-    broadcast_tensors(buffers_, private_group_, root);
+    with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs,
+                   [&] { broadcast_tensors(buffers_, private_group_, root); });
   }
 
   void after_forward(const std::vector<at::Tensor>& outputs) {
-    if (!reducer_ || !at::GradMode::is_enabled()) return;
+    if ((!reducer_ && !usage_) || !at::GradMode::is_enabled()) return;
     // The gradient of an output comes first, and on the outermost graph: blocks that recompute run
     // graphs of their own, whose end is not the end of backward.
     for (const at::Tensor& output : outputs) {
       if (output.defined() && output.grad_fn()) {
-        output.register_hook([weak = std::weak_ptr(reducer_)](const at::Tensor&) {
-          // autograd::grad() does not touch parameters' gradients, unless it is asked for them.
-          const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-          if (wanted && !wanted->empty()) return;
-          if (const auto reducer = weak.lock()) reducer->begin_backward();
-        });
+        output.register_hook(
+            [weak = std::weak_ptr(reducer_), usage = std::weak_ptr(usage_)](const at::Tensor&) {
+              // autograd::grad() does not touch parameters' gradients, unless it is asked for them.
+              const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+              if (wanted && !wanted->empty()) return;
+              if (const auto reducer = weak.lock()) reducer->begin_backward();
+              if (const auto check = usage.lock()) check->begin_backward();
+            });
       }
     }
   }
@@ -137,6 +157,7 @@ class Ddp {
   void change_no_sync(int change) {
     no_sync_ += change;
     if (reducer_) reducer_->set_syncing(no_sync_ == 0);
+    if (usage_) usage_->set_syncing(no_sync_ == 0);
   }
 
   std::optional<c10::Device> input_device() const {
@@ -160,6 +181,7 @@ class Ddp {
   void zero_grad() {
     model_->zero_grad();
     if (reducer_) reducer_->drop_accumulated();
+    if (usage_) usage_->drop_accumulated();
   }
 
   void to(c10::Device device) {
@@ -169,6 +191,7 @@ class Ddp {
       lay_out_again(options_.bucket_bytes, device);
     } else {
       move_model(device);
+      if (usage_) usage_->start();
     }
   }
 
@@ -200,7 +223,9 @@ class Ddp {
   }
 
   void sync_gradients() {
-    if (reducer_ && model_->is_training()) reducer_->reduce_now();
+    if (!model_->is_training()) return;
+    if (reducer_) reducer_->reduce_now();
+    if (usage_) usage_->check_now();
   }
 
   void join(const std::function<void()>& step) {
@@ -238,7 +263,8 @@ class Ddp {
   NamedTensors buffers_;
   std::vector<at::Tensor> tensors_;  // all parameters and buffers
   int no_sync_ = 0;
-  std::shared_ptr<Reducer> reducer_;  // none on a group of one
+  std::shared_ptr<Reducer> reducer_;   // none on a group of one
+  std::shared_ptr<UsageCheck> usage_;  // on a group of one
 };
 
 }  // namespace lockstep::parallel::detail

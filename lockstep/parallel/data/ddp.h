@@ -260,8 +260,8 @@ class DistributedDataParallel : public DdpHandle {
 };
 
 // Makes all ranks' models equal to rank 0's, and returns the wrapper to train with. Pass a module
-// (*model), its holder, or a std::shared_ptr to it. Collective. Nothing is installed on a group of
-// one, unless reproducible.
+// (*model), its holder, or a std::shared_ptr to it. Collective. On a group of one nothing is
+// averaged; the check for unused parameters is made there, too.
 template <std::derived_from<torch::nn::Module> Module>
 DistributedDataParallel<std::shared_ptr<Module>> ddp(Module& model, const comm::Group& group,
                                                      DdpOptions options = {}) {

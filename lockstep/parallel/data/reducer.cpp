@@ -13,6 +13,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/parallel/data/sparse_average.h"
+#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -266,7 +267,7 @@ void Reducer::launch(size_t position) {
 
 void Reducer::close_round() {
   if (round_syncs_) {
-    average_round();
+    with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs, [this] { average_round(); });
   } else {
     accumulate_round();
   }
@@ -361,27 +362,19 @@ void Reducer::check_flags(const at::Tensor& totals, const at::Tensor& mine) cons
     if (flag[wrong[0]] >= kStopped || (total[wrong[0]] < kStopped && flag[wrong[0]] == 0))
       ranks.push_back(rank);
   }
-  std::vector<std::string> others;
-  for (size_t i = 1; i < wrong.size(); ++i) others.push_back(parameters_[wrong[i]].name);
-  if (others.size() > 5) {
-    others.resize(5);
-    others.push_back("...");
-  }
+  std::vector<std::string> names;
+  for (const size_t i : wrong) names.push_back(parameters_[i].name);
   const int64_t kind = total[wrong[0]];
   const char* const what = kind >= kLate      ? "got another gradient after its own was sent"
                            : kind >= kStopped ? "got no gradient, unlike in the first step,"
-                                              : "got no gradient";
+                                              : kNoGradient;
   const char* const rule =
       options_.static_graph
           ? "under static_graph all steps must use the same parameters equally often"
       : kind >= kLate
           ? "if every step does this (recomputed blocks that share it), set static_graph"
-          : "if steps may leave parameters unused, set find_unused_parameters";
-  throw Error(format(
-      "[ddp] parameter {} {} on rank{} {} of {}{}; {}", parameters_[wrong[0]].name, what,
-      ranks.size() > 1 ? "s" : "", join(ranks), group_.size(),
-      others.empty() ? "" : format(" (so with {} others: {})", wrong.size() - 1, join(others)),
-      rule));
+          : kMayBeUnused;
+  throw Error(wrong_gradients(names, what, ranks, group_.size(), rule));
 }
 
 // Gives every parameter its averaged gradient.

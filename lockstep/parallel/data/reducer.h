@@ -17,10 +17,17 @@
 #include "lockstep/parallel/data/bucket.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "lockstep/parallel/data/uneven_inputs.h"
+#include "lockstep/parallel/data/usage_check.h"
 #include "lockstep/parallel/gradients/backward_rounds.h"
 #include "lockstep/parallel/gradients/sum_tree.h"
 
 namespace lockstep::parallel::detail {
+
+// What is likely wrong where a rank waits in vain.
+inline constexpr const char* kUnevenInputs =
+    "where ranks have different numbers of batches, set uneven_inputs, and call join() on a rank "
+    "that has no more";
+inline constexpr const char* kJoin = "a rank that has no more batches must call join()";
 
 class Reducer final : public BackwardRounds::Listener,
                       public std::enable_shared_from_this<Reducer> {

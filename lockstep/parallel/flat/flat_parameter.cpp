@@ -7,6 +7,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/arena.h"
+#include "lockstep/parallel/intercept/fault_report.h"
 #include "lockstep/parallel/intercept/recording.h"
 
 namespace lockstep::parallel::detail {
@@ -18,6 +20,10 @@ int64_t alignment(const FlatPlan& plan) {
       std::min({c10::elementSize(plan.gather_dtype), c10::elementSize(plan.compute_dtype),
                 c10::elementSize(plan.reduce_dtype)});
   return layout::kFlatAlignment / static_cast<int64_t>(smallest);
+}
+
+int world_rank(const FlatPlan& plan) {
+  return plan.shard.members()[static_cast<size_t>(plan.shard.rank())];
 }
 
 }  // namespace
@@ -74,18 +80,53 @@ Tag FlatParameter::tag(Tag::Kind kind, std::shared_ptr<void> memory) const {
           .memory = std::move(memory)};
 }
 
+// Addresses without memory. The storage that has them keeps them.
+struct FlatParameter::Nowhere {
+  memory::AddressRange range;
+  FaultReport report;
+};
+
+std::shared_ptr<FlatParameter::Nowhere> FlatParameter::make_nowhere(
+    Tag::Kind kind, size_t bytes, std::shared_ptr<const FlatNames> names) const {
+  auto made = std::make_shared<Nowhere>();
+  made->range = {bytes, memory::AddressRange::Access::none};
+  const std::string of_unit = format(" of unit {}", plan_.unit);
+  FaultReport::Text text{.before = format("lockstep error: rank {}: ", world_rank(plan_)),
+                         .names = std::move(names),
+                         .after = {}};
+  if (kind == Tag::Kind::parameter) {
+    text.before += "the program reads or writes the memory of parameter ";
+    text.after = of_unit +
+                 ", whose values are not gathered. data_ptr(), accessors, torch::save and kernels "
+                 "of your own need summon() of what fully_shard returned; lockstep::checkpoint "
+                 "saves a sharded model (docs/sharding.md)\n";
+  } else {
+    text.before += "the program reads or writes the memory of the gradient of parameter ";
+    text.after =
+        of_unit + (kind == Tag::Kind::gradient
+                       ? ", which has gone into the shards. Use the gradients of the parameters() "
+                         "of what fully_shard returned (docs/sharding.md)\n"
+                       : ", but the last backward was under no_sync() and reduced nothing. Run one "
+                         "without it first (docs/sharding.md)\n");
+  }
+  made->report = {made->range.data(), made->range.size(), std::move(text)};
+  return made;
+}
+
 c10::Storage FlatParameter::empty_storage(Tag::Kind kind, size_t bytes, c10::Device device,
                                           std::shared_ptr<const FlatNames> names) const {
-  Tag made = tag(kind, nullptr);
-  if (names) made.names = std::move(names);
-  return make_storage(nowhere_.data(), bytes, device, std::move(made));
+  if (!names) names = names_;
+  const auto nowhere = device.is_cpu() ? make_nowhere(kind, bytes, names) : nullptr;
+  Tag made = tag(kind, nowhere);
+  made.names = std::move(names);
+  return make_storage(nowhere ? nowhere->range.data() : nullptr, bytes, device, std::move(made));
 }
 
 void FlatParameter::make_views() {
   const c10::impl::ExcludeDispatchKeyGuard unseen(kShardKey);
   const size_t bytes = static_cast<size_t>(layout_.size) * c10::elementSize(plan_.compute_dtype);
-  if (plan_.device.is_cpu()) nowhere_ = {bytes, memory::AddressRange::Access::none};
-  storage_ = empty_storage(Tag::Kind::parameter, bytes, plan_.device);
+  if (plan_.device.is_cpu()) nowhere_ = make_nowhere(Tag::Kind::parameter, bytes, names_);
+  storage_ = make_storage(nowhere_data(), bytes, plan_.device, tag(Tag::Kind::parameter, nowhere_));
   for (const Member& member : members_) {
     const at::Tensor view =
         tagged_tensor(storage_, plan_.compute_dtype, member.shape, member.offset);
@@ -98,6 +139,8 @@ void FlatParameter::make_views() {
   }
 }
 
+void* FlatParameter::nowhere_data() const { return nowhere_ ? nowhere_->range.data() : nullptr; }
+
 void FlatParameter::show(const at::Tensor& line) {
   line_ = line;
   repoint(storage_, line.data_ptr(), plan_.device,
@@ -107,14 +150,15 @@ void FlatParameter::show(const at::Tensor& line) {
 void FlatParameter::hide() {
   if (!line_.defined()) return;
   line_.reset();
-  repoint(storage_, nowhere_.data(), plan_.device, tag(Tag::Kind::parameter, nullptr));
+  repoint(storage_, nowhere_data(), plan_.device, tag(Tag::Kind::parameter, nowhere_));
 }
 
 void FlatParameter::leave(std::shared_ptr<const LeftShard> left) {
-  Tag last =
-      tag(Tag::Kind::parameter, line_.defined() ? std::make_shared<at::Tensor>(line_) : nullptr);
+  const std::shared_ptr<void> memory =
+      line_.defined() ? std::shared_ptr<void>(std::make_shared<at::Tensor>(line_)) : nowhere_;
+  Tag last = tag(Tag::Kind::parameter, memory);
   last.left = std::move(left);
-  repoint(storage_, line_.defined() ? line_.data_ptr() : nowhere_.data(), plan_.device,
+  repoint(storage_, line_.defined() ? line_.data_ptr() : nowhere_data(), plan_.device,
           std::move(last));
 }
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "lockstep/layout/placement.h"
-#include "lockstep/memory/arena.h"
 #include "lockstep/parallel/flat/flat_plan.h"
 #include "lockstep/parallel/intercept/tag.h"
 
@@ -73,8 +72,9 @@ class FlatParameter {
   // Throws Error, naming the parameter, where one is no longer the view that it was made.
   void check_views() const;
 
-  // Storage with nothing behind it, for tensors that stand for what is elsewhere. `names`: of the
-  // parameters in it; null: those of the line.
+  // Storage with nothing behind it, for tensors that stand for what is elsewhere: on the CPU,
+  // addresses that fault at a use and say why. `names`: of the parameters in it; null: those of the
+  // line.
   c10::Storage empty_storage(Tag::Kind kind, size_t bytes, c10::Device device,
                              std::shared_ptr<const FlatNames> names = nullptr) const;
   Tag tag(Tag::Kind kind, std::shared_ptr<void> memory) const;
@@ -87,7 +87,11 @@ class FlatParameter {
   layout::FlatLayout layout_;
   std::shared_ptr<FlatNames> names_;
   c10::Storage storage_;  // behind the views; null: the parameters are the model's own
-  memory::AddressRange nowhere_;
+  struct Nowhere;
+  std::shared_ptr<Nowhere> make_nowhere(Tag::Kind kind, size_t bytes,
+                                        std::shared_ptr<const FlatNames> names) const;
+  void* nowhere_data() const;
+  std::shared_ptr<Nowhere> nowhere_;  // of the views; null on a device
   at::Tensor line_;
 };
 

@@ -28,6 +28,7 @@ struct FlatPlan {
   bool whole_gradients = false;                // all-reduced instead of reduce-scattered
   bool updates_as_one = true;                  // the optimizer has one tensor for all of them
   bool reproducible = false;                   // sums are those of one fixed tree
+  bool rehearsed = false;                      // on one rank, by the rules of several
   bool keeps_copy_on_host = false;             // of what was gathered, until the next step
   comm::Group shard = {};                      // ranks that share the parameters out
   comm::Group reduce = {};                     // the same ranks: what gradients are reduced over
@@ -49,7 +50,7 @@ struct FlatPlan {
            (!offload || offload->params == layout::Tier::device);
   }
   // The parameters stay the model's own: there is no other memory.
-  bool is_own() const { return is_in_place() && !offload; }
+  bool is_own() const { return is_in_place() && !offload && !rehearsed; }
   // Parameters are encoded where they rest.
   bool is_encoded() const { return offload && offload->param_codec != codec::Codec::none; }
   // Gradients are reduced into the shards.

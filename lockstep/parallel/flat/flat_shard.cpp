@@ -131,6 +131,19 @@ void FlatShard::tag_values() {
                         width);
     }
   }
+  if (encoded_) {
+    fault_report_ = {
+        values_.data_ptr(),
+        values_.nbytes(),
+        {.before = "lockstep error: the program reads or writes the memory of the shard of "
+                   "parameter ",
+         .names = names_,
+         .after =
+             format(" of unit {}, whose values are encoded. Operators decode them; data_ptr(), "
+                    "accessors and kernels of your own need summon() of what fully_shard "
+                    "returned (docs/offload.md)\n",
+                    plan.unit)}};
+  }
   Tag tag = parameter_.tag(Tag::Kind::shard, std::make_shared<at::Tensor>(values_));
   tag.names = names_;
   storage_ = make_storage(values_.data_ptr(), values_.nbytes(), values_.device(), std::move(tag));

@@ -15,6 +15,7 @@
 #include "lockstep/parallel/flat/encoded_shard.h"
 #include "lockstep/parallel/flat/flat_parameter.h"
 #include "lockstep/parallel/flat/stray_writes.h"
+#include "lockstep/parallel/intercept/fault_report.h"
 
 namespace lockstep::parallel::detail {
 
@@ -98,6 +99,7 @@ class FlatShard {
   StrayWrites stray_writes_;
   mutable memory::Event updating_;
   std::vector<memory::Budget::Share> shares_;
+  FaultReport fault_report_;  // of values that are encoded
 };
 
 }  // namespace lockstep::parallel::detail

@@ -13,7 +13,7 @@ namespace lockstep::parallel::detail {
 namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_INTERCEPT";
-constexpr std::array<std::string_view, 2> kNames{"operators", "saved_tensors"};
+constexpr std::array<std::string_view, 3> kNames{"operators", "saved_tensors", "faults"};
 
 std::string_view value() {
   const char* const given = std::getenv(kVariable);

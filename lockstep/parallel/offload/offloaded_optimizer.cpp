@@ -326,6 +326,7 @@ void OffloadedOptimizer::step() {
                  "and the next forward",
                  state_->rule.name));
     }
+    engine.gradients().before_step();
     for (const auto& [index, flat] : model->flats) {
       if (exact) state_->update(*model, index);
     }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lockstep/core/error.h"
+#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 
@@ -86,11 +87,11 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
 void ShardEngine::before_operator(std::span<const size_t> flats) {
   if (replaced_ != nullptr && !replaced_->tensor.key_set().has(kShardKey)) check_replaced();
   if (tiers_) tiers_->activations.resume();
-  window_.close_before_use();
+  with_peer_hint(kUseByAllRanks, [this] { window_.close_before_use(); });
   // The first operator of a backward is in its outermost graph; gradients may come from inner ones.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted != nullptr && wanted->empty()) gradients_.begin_backward();
-  units_.before_operator(flats);
+  with_peer_hint(kUseByAllRanks, [&] { units_.before_operator(flats); });
 }
 
 // A parameter that was replaced stays an error: also for a caller who catches the first one.

@@ -7,8 +7,10 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <set>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -123,7 +125,7 @@ using FlatKind =
 
 class Plans {
  public:
-  explicit Plans(const ShardGroups& groups) : groups_(groups) {}
+  Plans(const ShardGroups& groups, bool rehearsed) : groups_(groups), rehearsed_(rehearsed) {}
 
   std::vector<FlatPlan> make(const torch::nn::Module& model, const std::vector<UnitPlan>& units,
                              const FullyShardOptions& outermost, c10::Device meta_device) {
@@ -246,6 +248,7 @@ class Plans {
         plan.shard = groups_.shard;
         plan.reduce = groups_.reduce;
         plan.replicas = groups_.replicas;
+        plan.rehearsed = rehearsed_;
         if (!owners_.empty()) assign_owners(plan);
       }
       choose_types(plan, options.mixed_precision);
@@ -263,6 +266,7 @@ class Plans {
   }
 
   const ShardGroups& groups_;
+  const bool rehearsed_;
   std::vector<std::pair<Options, Kinds>> small_;
   std::map<const c10::TensorImpl*, int> owners_;  // where ranks share whole tensors
   std::vector<FlatPlan> plans_;
@@ -314,6 +318,16 @@ void check_not_sharded(const NamedTensors& parameters, const std::vector<NestedM
           format("[fully_shard] parameter {} is already part of a sharded model", name));
     }
   }
+}
+
+// A group of one is to refuse what several ranks would: the optimizer gets tensors of its own.
+bool rehearses(const mesh::Mesh& mesh) {
+  constexpr const char* kVariable = "LOCKSTEP_REHEARSE";
+  const char* const given = std::getenv(kVariable);
+  const std::string_view value = given == nullptr ? "" : given;
+  if (value == "1") return mesh.size() == 1;
+  if (value.empty() || value == "0") return false;
+  throw ConfigError(format("[fully_shard] {} is '{}', must be 0 or 1", kVariable, value));
 }
 
 bool needs_engine(const FullyShardOptions& options) {
@@ -374,8 +388,10 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   without_values =
       recording == nullptr && std::any_of(parameters.begin(), parameters.end(),
                                           [](const auto& named) { return named.second.is_meta(); });
-  const bool needed = std::any_of(units.begin(), units.end(),
-                                  [](const UnitPlan& unit) { return needs_engine(*unit.options); });
+  const bool rehearsed = rehearses(mesh);
+  const bool needed =
+      rehearsed || std::any_of(units.begin(), units.end(),
+                               [](const UnitPlan& unit) { return needs_engine(*unit.options); });
   if (without_values || (mesh.size() == 1 && !needed && !needs_engine(options))) {
     require_nestable(nested, options, ranks, recording != nullptr);
     if (without_values) require_later(options, nested);
@@ -407,7 +423,7 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   check_own_devices("fully_shard", parameters, groups.all);
   if (options.reproducible) check_same_threads("fully_shard", groups.all);
   engine = std::make_shared<ShardEngine>(groups, options, model);
-  auto plans = Plans(groups).make(*model, units, options, initializer.device);
+  auto plans = Plans(groups, rehearsed).make(*model, units, options, initializer.device);
   std::shared_ptr<OffloadTiers> tiers;
   if (const auto* offload = std::get_if<layout::OffloadOptions>(&options.offload)) {
     tiers = arrange_offload(

@@ -173,7 +173,8 @@ class ShardedModel {
 
 // Shards the model over the group, or over the axes of the mesh: with hybrid_shard the second of
 // two, along the first of which the shards are replicated. All ranks get rank 0's parameters and
-// buffers. Collective. Nothing is installed on a group of one, unless options ask for it.
+// buffers. Collective. Nothing is installed on a group of one, unless options ask for it or
+// LOCKSTEP_REHEARSE is 1: then it refuses what several ranks would.
 //
 // Sharded submodules become a part of the model; what was returned for them is not needed, and
 // throws Error from then on. Their units keep the options that they were sharded with; the

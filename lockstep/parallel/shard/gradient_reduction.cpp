@@ -10,11 +10,13 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 
 void GradientReduction::start(FlatEnvironment& environment, std::weak_ptr<GradientReduction> self) {
   environment_ = &environment;
+  scaling_.start(flats_);
   std::vector<at::Tensor> parameters;
   for (size_t f = 0; f < flats_.size(); ++f) {
     const auto& members = flats_[f]->members();
@@ -134,7 +136,7 @@ bool GradientReduction::make_room() {
 
 void GradientReduction::close_round() {
   events_.ends();
-  if (round_syncs_) return reduce_round();
+  if (round_syncs_) return with_peer_hint(kUseByAllRanks, [this] { reduce_round(); });
   for (const size_t index : launch_order_)
     flats_[index]->gradients->keep_for_later([this] { return make_room(); }, micro_batch_);
 }
@@ -170,6 +172,7 @@ void GradientReduction::reduce_round() {
   const trace::Span span("shard", "finish gradients");
   const Member* const unfrozen = find_unfrozen();
   std::vector<int64_t> mine{late_ ? 1 : 0, unfrozen != nullptr ? 1 : 0};
+  for (const int64_t fact : scaling_.facts()) mine.push_back(fact);
   for (const auto& members : arrived_) mine.insert(mine.end(), members.begin(), members.end());
   for (auto& members : arrived_) std::fill(members.begin(), members.end(), 0);
   while (num_launched_ < launch_order_.size()) {
@@ -193,6 +196,9 @@ void GradientReduction::reduce_round() {
         "gradients are not averaged, and no optimizer has it; unfreeze first, then shard",
         unfrozen != nullptr ? unfrozen->name : "of another rank"));
   }
+  scaling_.require_same(
+      std::span<const int64_t, ScalingWatch::kFacts>(total, ScalingWatch::kFacts));
+  total += ScalingWatch::kFacts;
   const int64_t* members = total;
   for (const auto& flat : flats_) {
     require_not_frozen(*flat, {members, flat->members().size()});
@@ -204,6 +210,7 @@ void GradientReduction::reduce_round() {
     total += count;
   }
   for (const auto& flat : flats_) flat->gradients->wait_delivered();
+  scaling_.after_reduction();
   events_.reduced();
   if (!learned_ && in_backward_) learn_launch_order();
 }

@@ -15,8 +15,14 @@
 #include "lockstep/parallel/flat/flat.h"
 #include "lockstep/parallel/gradients/backward_rounds.h"
 #include "lockstep/parallel/shard/options.h"
+#include "lockstep/parallel/shard/scaling_watch.h"
 
 namespace lockstep::parallel::detail {
+
+// What is likely wrong where a rank waits in vain.
+inline constexpr const char* kUseByAllRanks =
+    "all ranks must use a sharded model equally often: give them the same number of batches, "
+    "evaluate on all of them, and let none leave before the others (comm::barrier)";
 
 class GradientReduction final : public BackwardRounds::Listener {
  public:
@@ -40,6 +46,8 @@ class GradientReduction final : public BackwardRounds::Listener {
   void set_micro_batch(std::optional<int64_t> index) { micro_batch_ = index; }
   // Reduces what backward passes under no_sync left; collective.
   void reduce_now();
+  // Shards are about to be written.
+  void before_step() { scaling_.before_step(); }
   // In a backward, before gradients come: the round has begun.
   void begin_backward();
 
@@ -78,6 +86,7 @@ class GradientReduction final : public BackwardRounds::Listener {
   bool late_ = false;
   bool learned_ = false;
   std::vector<Flat*> under_way_;
+  ScalingWatch scaling_;
   BackwardRounds rounds_;
 };
 

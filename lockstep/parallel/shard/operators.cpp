@@ -117,7 +117,8 @@ void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,
   if (is_write && !engine->window().is_summoned_to_write() && !changes_no_values(name)) {
     throw Error(
         format("[fully_shard] {} writes into parameter {}, of which this is a copy that will be "
-               "dropped; write under summon(), or into the shard",
+               "dropped; give an optimizer the parameters() of what fully_shard returned; write "
+               "yourself under summon(), or into the shard",
                name, tag.name_of(view)));
   }
   auto used = std::find_if(found.models.begin(), found.models.end(),
@@ -180,7 +181,10 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
             const FlatShard& shard = engine->flats()[tag->flat]->shard;
             const bool changes = is_write && !changes_no_values(schema.name());
             shard.wait_updated();
-            if (changes) engine->window().before_write(*tag, tensor);
+            if (changes) {
+              engine->window().before_write(*tag, tensor);
+              engine->gradients().before_step();
+            }
             shard.open(changes);
           }
           break;

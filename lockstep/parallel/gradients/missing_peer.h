@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is likely wrong where a rank waits for another that does not come. Private: not installed.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::parallel::detail {
+
+// Calls `work`. An error because a peer has left, or did not come in time, ends with the hint.
+template <class Work>
+decltype(auto) with_peer_hint(const char* hint, Work&& work) {
+  const auto longer = [hint](const Error& error) {
+    const std::string text = error.what();
+    return text.find(hint) == std::string::npos ? text + "; " + hint : text;
+  };
+  try {
+    return std::forward<Work>(work)();
+  } catch (const PeerLost& error) {
+    throw PeerLost(error.rank(), longer(error));
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(longer(error));
+  }
+}
+
+}  // namespace lockstep::parallel::detail
