@@ -112,7 +112,7 @@ EncodedShard::EncodedShard(const FlatParameter& parameter, at::Tensor codes, at:
   values_ = at::from_blob(
       range_->data(), sizes, [range = range_](void*) {}, at::TensorOptions().dtype(plan_.dtype));
   if (is_lossless()) {
-    packed_.emplace(codes_, count, plan_.dtype, plan_.offload->tiers->host_budget,
+    packed_.emplace(codes_, count, plan_.dtype, *plan_.offload->tiers,
                     "parameters of " + plan_.name);
   }
 }

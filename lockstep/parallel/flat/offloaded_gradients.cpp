@@ -76,11 +76,9 @@ at::Tensor OffloadedGradients::gradient_memory() {
                          : tiers().on_device(count, plan_.gradient_dtype, what);
 }
 
-// Of the device: there is no memory behind what LZ4 compresses.
 at::Tensor OffloadedGradients::scatter_target() {
-  const int64_t count = parameter_.block().size();
-  if (!packs() || count == 0) return ShardedGradients::scatter_target();
-  return scratch(count);
+  if (packed_) begin_packed();  // it may be what LZ4 compresses
+  return ShardedGradients::scatter_target();
 }
 
 at::Tensor OffloadedGradients::scratch(int64_t count) {
@@ -91,14 +89,16 @@ at::Tensor OffloadedGradients::scratch(int64_t count) {
 void OffloadedGradients::deliver(std::span<const int64_t> num_ranks) {
   consumed_ = hands_over() && !accumulates();
   if (!consumed_) make_gradient();
-  if (packed_) begin_packed();
+  if (packed_ && !has_begun_) begin_packed();
   ShardedGradients::deliver(num_ranks);
-  if (packed_) end(*packed_, is_fresh_);
+  if (!packed_) return;
+  has_begun_ = false;
+  end(*packed_, is_fresh_);
 }
 
 std::unique_ptr<PackedGradient> OffloadedGradients::make_packed(int64_t count, at::ScalarType dtype,
                                                                 const std::string& what) const {
-  return std::make_unique<PackedGradient>(count, dtype, tiers().host_budget, what);
+  return std::make_unique<PackedGradient>(count, dtype, tiers(), what);
 }
 
 // Gradients on their way to LZ4 have memory of their own, in addition to the budget: of those that
@@ -123,6 +123,7 @@ void OffloadedGradients::begin_packed() {
     return each.tensor.grad().defined() && owns(each.tensor.grad());
   });
   if (is_fresh_) begin(*packed_);
+  has_begun_ = true;
 }
 
 void OffloadedGradients::wait_unused() const {
@@ -162,6 +163,8 @@ void OffloadedGradients::deliver_one(const OptimizedTensor& target, const at::Te
   at::Tensor& gradient = target.tensor.mutable_grad();
   if (consumed_) {
     gradient = arrived.to(plan_.gradient_dtype).view(target.tensor.sizes()).detach();
+  } else if (packed_ && gradient_.data_ptr() == reduced_.data_ptr()) {
+    gradient = shown_at(target);
   } else if (rests_on_host() && gradient_.data_ptr() != reduced_.data_ptr()) {
     const bool adds = gradient.defined();
     if (!adds) gradient = shown_at(target);
@@ -249,6 +252,7 @@ void OffloadedGradients::restore() {
 
 void OffloadedGradients::abandon() {
   in_spilled_.clear();
+  has_begun_ = false;
   ShardedGradients::abandon();
 }
 

@@ -13,15 +13,15 @@ namespace lockstep::parallel::detail {
 
 using Access = memory::AddressRange::Access;
 
-PackedGradient::PackedGradient(int64_t count, at::ScalarType dtype, memory::Budget budget,
+PackedGradient::PackedGradient(int64_t count, at::ScalarType dtype, OffloadTiers& tiers,
                                std::string what)
     : range_(std::make_shared<memory::AddressRange>(
           static_cast<size_t>(count) * c10::elementSize(dtype), Access::none)),
       values_(at::from_blob(
           range_->data(), std::array<int64_t, 1>{count}, [range = range_](void*) {},
           at::TensorOptions().dtype(dtype))),
-      packed_(at::empty({PackedValues::memory_size(count, dtype)}, at::kByte), count, dtype,
-              std::move(budget), std::move(what)) {}
+      packed_(at::empty({PackedValues::memory_size(count, dtype)}, at::kByte), count, dtype, tiers,
+              std::move(what)) {}
 
 // No change of a single word goes unseen, so that writes past torch's operators count too.
 uint64_t PackedGradient::checksum() const {

@@ -19,8 +19,8 @@ namespace lockstep::parallel::detail {
 // One thread at a time: the caller orders them.
 class PackedGradient {
  public:
-  // `budget` counts what they take compressed, under the name `what`.
-  PackedGradient(int64_t count, at::ScalarType dtype, memory::Budget budget, std::string what);
+  // The host budget of `tiers`, which must outlive this, counts what they take compressed.
+  PackedGradient(int64_t count, at::ScalarType dtype, OffloadTiers& tiers, std::string what);
   PackedGradient(const PackedGradient&) = delete;
   PackedGradient& operator=(const PackedGradient&) = delete;
 

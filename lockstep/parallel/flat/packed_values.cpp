@@ -63,11 +63,11 @@ int64_t PackedValues::memory_size(int64_t count, at::ScalarType dtype) {
 }
 
 PackedValues::PackedValues(at::Tensor memory, int64_t count, at::ScalarType dtype,
-                           memory::Budget budget, std::string what)
+                           OffloadTiers& tiers, std::string what)
     : memory_(std::move(memory)),
       count_(count),
       dtype_(dtype),
-      budget_(std::move(budget)),
+      tiers_(tiers),
       what_(std::move(what)) {
   check(memory_.numel() == memory_size(count, dtype), "packed values have the memory they need");
 }
@@ -96,13 +96,16 @@ void PackedValues::write(const std::byte* values) {
   // In the middle of a run values may compress worse than before. They cannot be anywhere else:
   // optimizer state gives way to them.
   const size_t used = memory::HostMemory::rounded(end);
+  const memory::Budget& budget = tiers_.host_budget;
   share_ = {};
-  if (!budget_.fits(used) && !std::exchange(exceeded_, true)) {
-    log::warn(format("[{}] {} have {} now, compressed, and exceed it: {} of {} are taken by others",
-                     budget_.name(), what_, size_text(used), size_text(budget_.used()),
-                     size_text(budget_.limit())));
+  if (!budget.fits(used) && !tiers_.exceeded.exchange(true)) {
+    log::warn(format("[{}] {} have grown to {}, compressed, where others have {} of {}: {}",
+                     budget.name(), what_, size_text(used), size_text(budget.used()),
+                     size_text(budget.limit()),
+                     tiers_.disk ? "optimizer state goes to the disk for them"
+                                 : "the budget is exceeded, name a folder in offload.disk"));
   }
-  share_ = budget_.take_over(used);
+  share_ = budget.take_over(used);
   bytes_ = used;
 }
 

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "lockstep/memory/budget.h"
+#include "lockstep/parallel/tiers/offload_tiers.h"
 
 namespace lockstep::parallel::detail {
 
@@ -34,8 +35,9 @@ class PackedValues {
   // Bytes of memory for so many elements, in whole pages.
   static int64_t memory_size(int64_t count, at::ScalarType dtype);
 
-  // `memory`: 1-d, of so many bytes. `budget` counts the pages in use, under the name `what`.
-  PackedValues(at::Tensor memory, int64_t count, at::ScalarType dtype, memory::Budget budget,
+  // `memory`: 1-d, of so many bytes. The host budget of `tiers`, which must outlive this, counts
+  // the pages in use, for `what`.
+  PackedValues(at::Tensor memory, int64_t count, at::ScalarType dtype, OffloadTiers& tiers,
                std::string what);
 
   void write(const std::byte* values);
@@ -47,11 +49,10 @@ class PackedValues {
   at::Tensor memory_;
   int64_t count_;
   at::ScalarType dtype_;
-  memory::Budget budget_;
+  OffloadTiers& tiers_;
   memory::Budget::Share share_;
   std::string what_;
   std::atomic<size_t> bytes_ = 0;
-  bool exceeded_ = false;
 };
 
 }  // namespace lockstep::parallel::detail

@@ -30,7 +30,7 @@ int64_t agree_on_activations(ShardEngine& model, int64_t activations);
 void agree_on_room(ShardEngine& model);
 
 // What LZ4 leaves of the host that was planned for parameters and gradients is for optimizer state
-// that it compresses too. Where they grow later, that goes to the disk. Before the first update.
+// that it compresses too. Where they grow later, that goes to the disk. While no update runs.
 void give_room(ShardEngine& model);
 
 // Measured, for OffloadStats and the log. By any thread.

@@ -163,6 +163,7 @@ void OffloadedOptimizer::State::add(const ShardedModel& sharded) {
   auto& engine = *sharded.shared()->engine;
   models.push_back(std::make_shared<Model>(*this, sharded, tiers));
   Model& model = *models.back();
+  detail::give_room(engine);  // parameters are compressed already, gradients in the first step
   std::unordered_map<const c10::TensorImpl*, size_t> place;
   for (size_t i = 0; i < tensors.size(); ++i)
     place[tensors[i].parameter.tensor.unsafeGetTensorImpl()] = i;
