@@ -291,7 +291,9 @@ Option codec_option(layout::StateCodecs& codecs) {
           "(second moment quantization), quantization (8 bits, finer near zero) or lossless (LZ4). "
           "Name each kind to encode it separately: exp_avg=bf16,exp_avg_sq=quantization. "
           "Parameters and gradients in host memory can be encoded too: "
-          "quantization,params=int8,grads=bf16 (params: bf16, int8, quantization or lossless)."};
+          "quantization,params=int8,grads=bf16 (params: bf16, int8, quantization or lossless; "
+          "grads: "
+          "bf16 or lossless)."};
   option.get = [&codecs]() -> Value { return layout::name_of(codecs); };
   option.put = [&codecs](const Value& value) {
     try {

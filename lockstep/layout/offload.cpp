@@ -80,16 +80,15 @@ void set_moments(StateCodecs& codecs, codec::Codec both) {
 }
 
 void require_kind_has(Name kind, codec::Codec codec) {
-  const bool lossy = codec::is_lossy(codec);
   if (kind == "params" && codec == codec::Codec::fp16) {
     throw ConfigError(
         "[state codecs] params=fp16: must be none, bf16, int8, quantization or lossless");
   }
-  if (kind == "grads" && codec != codec::Codec::none && codec != codec::Codec::bf16) {
-    throw ConfigError(format(
-        "[state codecs] grads={}: must be none or bf16; {}", codec::name_of(codec),
-        lossy ? "what is smaller would lose small gradients"
-              : "all gradients are read at once for their norm, so nothing would be gained"));
+  if (kind == "grads" && codec::is_lossy(codec) && codec != codec::Codec::bf16) {
+    throw ConfigError(
+        format("[state codecs] grads={}: must be none, bf16 or lossless; what is smaller would "
+               "lose small gradients",
+               codec::name_of(codec)));
   }
 }
 

@@ -41,7 +41,7 @@ struct StateCodecs {
   // On the host. Not fp16. bf16, int8, quantization: the model computes with what they keep of a
   // float32 master, and a byte for each element keeps most of the rest, so that updates add up.
   codec::Codec params = codec::Codec::none;
-  codec::Codec grads = codec::Codec::none;  // on the host: none or bf16
+  codec::Codec grads = codec::Codec::none;  // on the host: none, bf16 or lossless
 
   bool has_moments() const {
     return exp_avg != codec::Codec::none || exp_avg_sq != codec::Codec::none;
@@ -49,7 +49,7 @@ struct StateCodecs {
   // LZ4 is decoded by the CPU.
   bool is_lossless() const {
     return exp_avg == codec::Codec::lossless || exp_avg_sq == codec::Codec::lossless ||
-           params == codec::Codec::lossless;
+           params == codec::Codec::lossless || grads == codec::Codec::lossless;
   }
   bool operator==(const StateCodecs&) const = default;
 };

@@ -45,7 +45,7 @@ void require_float64_fits(const OffloadFlat& flat, const OffloadOptions& options
   }
   const bool coded_state = codec::is_lossy(codecs.exp_avg) || codec::is_lossy(codecs.exp_avg_sq);
   const bool coded_params = codec::is_lossy(codecs.params);
-  if ((is_float64(flat.param) && (coded_state || coded_params || codecs.grads != Codec::none)) ||
+  if ((is_float64(flat.param) && (coded_state || coded_params || codec::is_lossy(codecs.grads))) ||
       (is_float64(flat.compute) && coded_params)) {
     throw ConfigError(
         format("[offload] parameters of '{}' are {} and computed with as {}, but codec is {}: "
@@ -187,13 +187,12 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
     // On CUDA codes cross the link, and are decoded there.
     if (plan.machine.cuda && !flat.shared) all.bytes.line += rounded(codes, grain);
   }
-  if (codec == Codec::lossless) {
-    const int64_t width = static_cast<int64_t>(size_of(flat.param)), piece = kPackedParams * width;
-    const int64_t bytes = flat.shard * width;
-    all.bytes.host_params =
-        bytes / piece * packed_bound(piece, size_of(flat.param)) +
-        (bytes % piece > 0 ? packed_bound(bytes % piece, size_of(flat.param)) : 0);
-  }
+  const auto packed = [&](DType dtype) {
+    return rounded(packed_values_bound(flat.shard, size_of(dtype)), plan.machine.host_grain);
+  };
+  if (codec == Codec::lossless) all.bytes.host_params = flat.shard > 0 ? packed(flat.param) : 0;
+  if (all.bytes.grads > 0 && options.grads && options.codec.grads == Codec::lossless)
+    all.bytes.host_grads = packed(flat.grad);
   if (all.bytes.grads > 0 && options.grads && options.codec.grads == Codec::bf16 &&
       flat.grad == DType::float32) {
     all.bytes.host_grads = rounded(bytes_of(flat.shard, DType::bfloat16), plan.machine.host_grain);
@@ -371,7 +370,13 @@ void count(OffloadPlan& plan) {
     if (flat.sizes.has_state) count_states(plan, flat);
     if (!flat.sizes.trained) continue;
     const bool on_host = flat.grads == Tier::host;
-    if (on_host) plan.unreduced_on_host += flat.gradient_line;
+    if (on_host) {
+      plan.unreduced_on_host +=
+          flat.grad_codec == Codec::lossless
+              ? rounded(packed_values_bound(flat.sizes.size, size_of(flat.sizes.reduce)),
+                        plan.machine.host_grain)
+              : flat.gradient_line;
+    }
     if (!on_host && flat.sizes.shared) plan.unreduced_on_device += flat.gradient_line;
     if (on_host || flat.sizes.shared || updates_in_backward(plan.options))
       gradient = std::max(gradient, flat.gradient_line);
@@ -448,6 +453,15 @@ void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats) {
     place_empty_states(plan.flats[i]);
   }
   count(plan);
+}
+
+int64_t packed_values_bound(int64_t elements, size_t width) {
+  const auto bound = [&](int64_t count) {
+    return count == 0 ? 0
+                      : static_cast<int64_t>(sizeof(uint64_t)) +
+                            packed_bound(count * static_cast<int64_t>(width), width);
+  };
+  return elements / kPackedElements * bound(kPackedElements) + bound(elements % kPackedElements);
 }
 
 Codec weight_codec(Codec wanted, int64_t count, bool embedding) {

@@ -121,8 +121,10 @@ OffloadPlan plan_again(const OffloadPlan& plan, int64_t activations);
 // agree on where they rest.
 void move_to_host(OffloadPlan& plan, const std::vector<bool>& flats);
 
-// Elements of parameters that LZ4 packs together.
-inline constexpr int64_t kPackedParams = int64_t{1} << 20;
+// Elements of parameters and gradients that LZ4 packs together, and the bytes that it makes of so
+// many elements of `width` bytes at most, with a table of where each pack ends.
+inline constexpr int64_t kPackedElements = int64_t{1} << 20;
+int64_t packed_values_bound(int64_t elements, size_t width);
 
 // How the parameters of a tensor of `count` elements are kept, where `wanted` is asked for: 8 bits
 // are not for small tensors and embeddings, which have bf16.

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
 
 namespace lockstep::memory {
 namespace {
@@ -50,6 +52,18 @@ AddressRange& AddressRange::operator=(AddressRange&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
+}
+
+void give_back_pages(std::span<std::byte> bytes) {
+  const auto page = static_cast<uintptr_t>(page_size());
+  const auto start = reinterpret_cast<uintptr_t>(bytes.data());
+  const uintptr_t begin = (start + page - 1) / page * page;
+  const uintptr_t end = (start + bytes.size()) / page * page;
+  if (begin >= end) return;
+  void* const first = bytes.data() + (begin - start);
+  // REMOVE is for shared memory, which DONTNEED would only unmap here.
+  if (madvise(first, end - begin, MADV_REMOVE) == 0) return;
+  madvise(first, end - begin, MADV_DONTNEED);
 }
 
 struct Arena::Books {

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 
 namespace lockstep::memory {
 
@@ -31,6 +32,10 @@ class AddressRange {
   std::byte* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// The whole pages in these bytes have nothing behind them any more, and read as zeros until they
+// are written to again; on all ranks, where the memory is shared. Pinned pages keep what they have.
+void give_back_pages(std::span<std::byte> bytes);
 
 struct ArenaStats {
   size_t used = 0;      // bytes in use now

@@ -16,10 +16,13 @@ struct Budget::Books {
   Books(std::string given_name, size_t given_limit)
       : name(std::move(given_name)), limit(given_limit) {}
 
-  size_t room() const { return (limit == 0 ? std::numeric_limits<size_t>::max() : limit) - used; }
+  size_t room() const {
+    const size_t most = limit == 0 ? std::numeric_limits<size_t>::max() : limit;
+    return most - std::min(used, most);
+  }
 
   const std::string name;
-  const size_t limit;
+  size_t limit;
   mutable std::mutex mutex;
   std::condition_variable returned;
   size_t used = 0, peak = 0;
@@ -38,6 +41,19 @@ Budget::Share Budget::take(size_t bytes, std::string_view what) const {
   books_->used += bytes;
   books_->peak = std::max(books_->peak, books_->used);
   return {books_, bytes};
+}
+
+Budget::Share Budget::take_over(size_t bytes) const {
+  const std::lock_guard lock(books_->mutex);
+  books_->used += bytes;
+  books_->peak = std::max(books_->peak, books_->used);
+  return {books_, bytes};
+}
+
+void Budget::extend(size_t bytes) const {
+  const std::lock_guard lock(books_->mutex);
+  check(books_->limit > 0, "a budget without a limit cannot be extended");
+  books_->limit += bytes;
 }
 
 bool Budget::fits(size_t bytes) const {
@@ -62,7 +78,10 @@ size_t Budget::peak() const {
 
 const std::string& Budget::name() const { return books_->name; }
 
-size_t Budget::limit() const { return books_->limit; }
+size_t Budget::limit() const {
+  const std::lock_guard lock(books_->mutex);
+  return books_->limit;
+}
 
 double Budget::pressure() const {
   return limit() == 0 ? 0 : static_cast<double>(used()) / static_cast<double>(limit());

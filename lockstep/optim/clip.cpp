@@ -59,6 +59,7 @@ void clip_grad_value_(std::span<const at::Tensor> parameters, double max_value) 
   const at::NoGradGuard no_grad;
   for (const at::Tensor& gradient : detail::gradients_of(parameters)) {
     gradient.clamp_(-max_value, max_value);
+    announce_done(gradient);
   }
 }
 

@@ -190,6 +190,7 @@ void ElementwiseOptimizer::step() {
     if (update.master.defined()) update.param.copy_(update.master);
   }
   for (Slot* slot : stepped) {
+    announce_done(slot->parameter.tensor.grad());
     if (slot->step.defined()) ++*slot->step.data_ptr<int64_t>();
   }
 }

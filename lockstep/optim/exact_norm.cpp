@@ -128,12 +128,17 @@ double exact_norm(std::span<const at::Tensor> gradients, const comm::Group& grou
     scale = std::exchange(exponent, 0);
     for (const at::Tensor& gradient : gradients) {
       scaled.push_back(times_power_of_two(gradient, -scale));
+      announce_done(gradient);
     }
     gradients = scaled;
   }
 
   const Grid grid = grid_for(2 * exponent);
-  FixedLimbs limbs = sum_squares(gradients, grid);
+  FixedLimbs limbs = {};
+  for_each_part(gradients, [&](std::span<const at::Tensor> part) {
+    const FixedLimbs sums = sum_squares(part, grid);
+    for (size_t limb = 0; limb < limbs.size(); ++limb) limbs[limb] += sums[limb];
+  });
   const at::Tensor sums =
       at::from_blob(limbs.data(), {static_cast<int64_t>(limbs.size())}, at::kLong);
   comm::all_reduce(sums, group, {.tag = "grad norm"}).wait();

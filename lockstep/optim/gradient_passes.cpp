@@ -18,8 +18,21 @@
 
 namespace lockstep::optim {
 
+namespace {
+
+// Operators on no elements come to it.
+bool has_owner(const at::Tensor& gradient) {
+  return gradient.key_set().has(c10::DispatchKey::DeferredInit);
+}
+
+}  // namespace
+
 void announce_read(const at::Tensor& gradient) {
-  if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.as_strided({0}, {1}).sum();
+  if (has_owner(gradient)) gradient.as_strided({0}, {1}).sum();
+}
+
+void announce_done(const at::Tensor& gradient) {
+  if (has_owner(gradient)) gradient.as_strided({0}, {1}).any();
 }
 
 namespace detail {
@@ -77,7 +90,6 @@ std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   for (const at::Tensor& parameter : parameters) {
     at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    announce_read(gradient);
     if (gradient.is_sparse()) {
       gradient = gradient.coalesce();
       gradients.push_back(gradient._values());
@@ -89,9 +101,26 @@ std::vector<at::Tensor> gradients_of(std::span<const at::Tensor> parameters) {
   return gradients;
 }
 
-double norm_of(std::span<const at::Tensor> gradients, NormType type, const comm::Group& group) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> in_memory, elsewhere;
+void for_each_part(std::span<const at::Tensor> gradients,
+                   const std::function<void(std::span<const at::Tensor>)>& body) {
+  const auto owner = [](const at::Tensor& gradient) -> const void* {
+    return has_owner(gradient) ? gradient.storage().unsafeGetStorageImpl() : nullptr;
+  };
+  for (size_t begin = 0, end = 0; begin < gradients.size(); begin = end) {
+    const void* const mine = owner(gradients[begin]);
+    while (end < gradients.size() && owner(gradients[end]) == mine) ++end;
+    announce_read(gradients[begin]);
+    body(gradients.subspan(begin, end - begin));
+    announce_done(gradients[begin]);
+  }
+}
+
+namespace {
+
+// Norms of blocks of those that are in memory follow `parts`; the others, `elsewhere`.
+void add_norms(std::span<const at::Tensor> gradients, NormType type, std::vector<double>& parts,
+               std::vector<at::Tensor>& elsewhere) {
+  std::vector<at::Tensor> in_memory;
   std::vector<NormKernel> kernels;
   Blocks blocks;
   for (const at::Tensor& gradient : gradients) {
@@ -105,11 +134,22 @@ double norm_of(std::span<const at::Tensor> gradients, NormType type, const comm:
     kernels.push_back(find(*dtype_of(gradient)));
     blocks.add(gradient.numel());
   }
-  std::vector<double> parts(blocks.size());
+  const auto first = static_cast<int64_t>(parts.size());
+  parts.resize(parts.size() + static_cast<size_t>(blocks.size()));
   blocks.for_each([&](const Block& block) {
     const void* data = in_memory[block.array].data_ptr();
-    parts[block.index] = kernels[block.array](data, block.begin, block.end);
+    parts[first + block.index] = kernels[block.array](data, block.begin, block.end);
   });
+}
+
+}  // namespace
+
+double norm_of(std::span<const at::Tensor> gradients, NormType type, const comm::Group& group) {
+  const at::NoGradGuard no_grad;
+  std::vector<double> parts;
+  std::vector<at::Tensor> elsewhere;
+  for_each_part(gradients,
+                [&](std::span<const at::Tensor> part) { add_norms(part, type, parts, elsewhere); });
   for (const double norm : norms_by_operators(elsewhere, type)) {
     parts.push_back(type == NormType::l2 ? norm * norm : norm);
   }
@@ -150,16 +190,21 @@ std::vector<at::Tensor> scale_memory(std::span<const at::Tensor> gradients, doub
 void scale(std::span<const at::Tensor> gradients, double factor) {
   const at::NoGradGuard no_grad;
   double largest = 0;
-  const std::vector<at::Tensor> rest = scale_memory(gradients, factor, largest);
-  if (!rest.empty()) at::_foreach_mul_(rest, at::Scalar(factor));
+  for_each_part(gradients, [&](std::span<const at::Tensor> part) {
+    const std::vector<at::Tensor> rest = scale_memory(part, factor, largest);
+    if (!rest.empty()) at::_foreach_mul_(rest, at::Scalar(factor));
+  });
 }
 
 double scale_and_measure(std::span<const at::Tensor> gradients, double factor) {
   const at::NoGradGuard no_grad;
   double largest = 0;
-  const auto rest = scale_memory(gradients, factor, largest);
-  for (const at::Tensor& gradient : rest) gradient.mul_(factor);
-  for (const double norm : norms_by_operators(rest, NormType::max)) largest = larger(largest, norm);
+  for_each_part(gradients, [&](std::span<const at::Tensor> part) {
+    const auto rest = scale_memory(part, factor, largest);
+    for (const at::Tensor& gradient : rest) gradient.mul_(factor);
+    for (const double norm : norms_by_operators(rest, NormType::max))
+      largest = larger(largest, norm);
+  });
   return largest;
 }
 

@@ -82,7 +82,8 @@ TEST(Offload, CodecsOfStates) {
        "int8,params=quantization,grads=bf16"},
       {"params=lossless,exp_avg=bf16",
        {.exp_avg = Codec::bf16, .params = Codec::lossless},
-       "exp_avg=bf16,params=lossless"}};
+       "exp_avg=bf16,params=lossless"},
+      {"grads=lossless", {.grads = Codec::lossless}, "grads=lossless"}};
   for (const auto& [text, codecs, name] : cases) {
     EXPECT_EQ(parse_state_codecs(text), codecs) << text;
     EXPECT_EQ(name_of(codecs), name);
@@ -102,8 +103,8 @@ TEST(Offload, WrongCodecsOfStates) {
                       "params, grads"));
   EXPECT_THAT([] { parse_state_codecs("bf16,exp_avg=int8"); }, says("exp_avg is given twice"));
   EXPECT_THAT([] { parse_state_codecs("params=fp16"); }, says("params=fp16: must be none, bf16"));
-  EXPECT_THAT([] { parse_state_codecs("grads=int8"); }, says("grads=int8: must be none or bf16"));
-  EXPECT_THAT([] { parse_state_codecs("grads=lossless"); }, says("read at once for their norm"));
+  EXPECT_THAT([] { parse_state_codecs("grads=int8"); },
+              says("grads=int8: must be none, bf16 or lossless"));
 
   EXPECT_THAT([] { parse_state_codecs("exp_avg=bf16,exp_avg=int8"); },
               refused("[state codecs] 'exp_avg=bf16,exp_avg=int8': exp_avg is given twice"));
@@ -129,10 +130,13 @@ TEST(Offload, CodecsAreForWhatMayLeave) {
   EXPECT_THAT(given(grads, [](auto& options) { options.advanced.clip_mode = ClipMode::none; }),
               refused("offload.codec has grads=bf16, but offload.clip_mode is none: gradients are "
                       "used at once and do not rest"));
-  EXPECT_THAT(given({.params = Codec::lossless},
-                    [](auto& options) { options.advanced.update_site = UpdateSite::device; }),
-              refused("offload.update_site is device, but offload.codec is params=lossless: LZ4 is "
-                      "decoded by the CPU"));
+  for (const StateCodecs& codecs :
+       {StateCodecs{.params = Codec::lossless}, StateCodecs{.grads = Codec::lossless}}) {
+    EXPECT_THAT(
+        given(codecs, [](auto& options) { options.advanced.update_site = UpdateSite::device; }),
+        refused("offload.update_site is device, but offload.codec is " + name_of(codecs) +
+                ": LZ4 is decoded by the CPU"));
+  }
 }
 
 TEST(Offload, CodecsAreForMomentsThatTheOptimizerHas) {

@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,6 +17,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/system_memory.h"
 
 namespace lockstep::memory {
 namespace {
@@ -39,6 +42,43 @@ TEST(Arena, TakesTheFirstGapThatIsLargeEnough) {
   EXPECT_EQ(small.get(), start);
   EXPECT_EQ(next.get(), start + 64);
   EXPECT_EQ(arena.take(1).get(), d.get() + 64) << "no gap is left";
+}
+
+// Bytes that have memory behind them.
+size_t resident(std::span<std::byte> bytes) {
+  std::vector<unsigned char> pages(bytes.size() / page_size());
+  EXPECT_EQ(mincore(bytes.data(), bytes.size(), pages.data()), 0);
+  size_t sum = 0;
+  for (const unsigned char page : pages) sum += (page & 1) * page_size();
+  return sum;
+}
+
+TEST(Pages, AreGivenBackWhole) {
+  const size_t page = page_size(), size = 8 * page;
+  const Fd file(memfd_create("pages", MFD_CLOEXEC));
+  ASSERT_EQ(ftruncate(file.get(), static_cast<off_t>(size)), 0);
+  for (const bool shared : {false, true}) {
+    void* const start =
+        mmap(nullptr, size, PROT_READ | PROT_WRITE,
+             shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? file.get() : -1, 0);
+    ASSERT_NE(start, MAP_FAILED);
+    const std::span bytes(static_cast<std::byte*>(start), size);
+    std::memset(start, 7, size);
+    EXPECT_EQ(resident(bytes), size);
+    give_back_pages(bytes.subspan(page + 1, 4 * page));  // three of them are in it wholly
+    EXPECT_EQ(resident(bytes), 5 * page) << shared;
+    EXPECT_EQ(bytes[2 * page - 1], std::byte{7});
+    EXPECT_EQ(bytes[2 * page], std::byte{0});
+    EXPECT_EQ(bytes[5 * page], std::byte{7});
+    give_back_pages(bytes.first(page - 1));
+    EXPECT_EQ(bytes[0], std::byte{7});
+    struct stat status {};
+    ASSERT_EQ(fstat(file.get(), &status), 0);
+    if (shared) {  // not only unmapped here: reading has brought one of them back
+      EXPECT_LE(status.st_blocks * 512, static_cast<int64_t>(6 * page));
+    }
+    munmap(start, size);
+  }
 }
 
 TEST(Arena, SizesAreRoundedAndAligned) {

@@ -18,6 +18,22 @@ using testing::ThrowsMessage;
 
 constexpr size_t kMega = size_t{1} << 20;
 
+TEST(Budget, MayBeExceededAndExtended) {
+  const Budget budget("offload.host_budget", 100);
+  auto most = budget.take(90, "state");
+  auto over = budget.take_over(30);
+  EXPECT_EQ(budget.used(), 120u);
+  EXPECT_FALSE(budget.fits(1));
+  EXPECT_THROW((void)budget.take(1, "more"), OverBudget);
+  most = {};
+  EXPECT_TRUE(budget.fits(70));
+  EXPECT_FALSE(budget.fits(71));
+  budget.extend(10);
+  EXPECT_EQ(budget.limit(), 110u);
+  EXPECT_TRUE(budget.fits(80));
+  EXPECT_EQ(budget.peak(), 120u);
+}
+
 TEST(Budget, CountsWhatIsHeld) {
   const Budget budget("offload.host_budget", 100);
   {

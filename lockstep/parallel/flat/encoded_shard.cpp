@@ -111,6 +111,10 @@ EncodedShard::EncodedShard(const FlatParameter& parameter, at::Tensor codes, at:
   const std::array<int64_t, 1> sizes{count};
   values_ = at::from_blob(
       range_->data(), sizes, [range = range_](void*) {}, at::TensorOptions().dtype(plan_.dtype));
+  if (is_lossless()) {
+    packed_.emplace(codes_, count, plan_.dtype, *plan_.offload->tiers,
+                    "parameters of " + plan_.name);
+  }
 }
 
 codec::CodedArray EncodedShard::array(const EncodedTensor& tensor) const {
@@ -147,14 +151,8 @@ void EncodedShard::decode(const EncodedTensor& tensor, const std::byte* codes, i
 }
 
 void EncodedShard::decode_all(at::ScalarType dtype, std::byte* line) const {
+  if (packed_) return packed_->view().read_all(dtype, line);
   const size_t width = c10::elementSize(dtype);
-  if (is_lossless()) {
-    for (const Packed& packed : packed_) {
-      codec::decompress(packed.bytes, {line + static_cast<size_t>(packed.range.begin) * width,
-                                       static_cast<size_t>(packed.range.size()) * width});
-    }
-    return;
-  }
   for (const EncodedTensor& tensor : block_.tensors) {
     decode(tensor, static_cast<const std::byte*>(codes_.data_ptr()), 0, tensor.range.size(), dtype,
            line + static_cast<size_t>(tensor.range.begin) * width);
@@ -165,7 +163,7 @@ void EncodedShard::open() {
   if (open_) return;
   open_ = true;
   range_->set_access(memory::AddressRange::Access::read_write);
-  if (is_lossless()) return decode_all(plan_.dtype, range_->data());
+  if (packed_) return decode_all(plan_.dtype, range_->data());
   const bool half = is_half(plan_.dtype);
   for (const EncodedTensor& tensor : block_.tensors) {
     const codec::CodedArray all = array(tensor);
@@ -198,34 +196,15 @@ void EncodedShard::encode_all() {
   }
 }
 
-void EncodedShard::compress_all() {
-  const auto width = c10::elementSize(plan_.dtype);
-  const std::string what = "parameters of " + plan_.name;
-  const int64_t count = values_.numel();
-  packed_.resize(static_cast<size_t>((count + layout::kPackedParams - 1) / layout::kPackedParams));
-  for (size_t i = 0; i < packed_.size(); ++i) {
-    Packed& packed = packed_[i];
-    const int64_t begin = static_cast<int64_t>(i) * layout::kPackedParams;
-    packed.range = {begin, std::min(begin + layout::kPackedParams, count)};
-    packed.bytes = codec::compress({range_->data() + static_cast<size_t>(begin) * width,
-                                    static_cast<size_t>(packed.range.size()) * width},
-                                   width);
-    packed.share = {};
-    packed.share = plan_.offload->tiers->host_budget.take(packed.bytes.size(), what);
-  }
-}
-
 void EncodedShard::settle() {
   if (!open_) return;
-  if (written_) is_lossless() ? compress_all() : encode_all();
+  if (written_) packed_ ? packed_->write(range_->data()) : encode_all();
   range_->set_access(memory::AddressRange::Access::none);
   open_ = written_ = false;
 }
 
 size_t EncodedShard::bytes() const {
-  size_t bytes = block_.code_bytes + block_.remainder_bytes;
-  for (const Packed& packed : packed_) bytes += packed.bytes.size();
-  return bytes;
+  return packed_ ? packed_->bytes() : block_.code_bytes + block_.remainder_bytes;
 }
 
 size_t EncodedShard::plain_bytes() const {

@@ -2,20 +2,22 @@
 // A rank's part of a flat whose parameters are encoded where they rest, in host memory.
 //
 // Lossy codecs keep a float32 master in two parts (codec/master.h): codes, which models compute
-// with and peers read, and remainders. Lossless keeps the values, as LZ4 makes them. The values
-// themselves have addresses of their own, with memory behind them only while someone reads or
-// writes them: from open() to settle(). Private: not installed.
+// with and peers read, and remainders. Lossless keeps the values as LZ4 makes them, which peers
+// read too. The values themselves have addresses of their own, with memory behind them only while
+// someone reads or writes them: from open() to settle(). Private: not installed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lockstep/codec/master.h"
 #include "lockstep/memory/arena.h"
 #include "lockstep/parallel/flat/flat_parameter.h"
+#include "lockstep/parallel/flat/packed_values.h"
 
 namespace lockstep::parallel::detail {
 
@@ -27,14 +29,14 @@ struct EncodedTensor {
 };
 struct EncodedBlock {
   std::vector<EncodedTensor> tensors;
-  size_t code_bytes = 0, remainder_bytes = 0;
+  size_t code_bytes = 0, remainder_bytes = 0;  // of lossy codecs
 };
 // The block of one rank of the flat's group.
 EncodedBlock encoded_block(const FlatParameter& parameter, int rank);
 
 class EncodedShard {
  public:
-  // `codes`: memory that peers read; undefined for lossless. `remainders`: this rank's alone.
+  // `codes`: memory that peers read, of PackedValues for lossless. `remainders`: this rank's alone.
   EncodedShard(const FlatParameter& parameter, at::Tensor codes, at::Tensor remainders);
   EncodedShard(const EncodedShard&) = delete;
   EncodedShard& operator=(const EncodedShard&) = delete;
@@ -66,19 +68,13 @@ class EncodedShard {
   size_t plain_bytes() const;
 
  private:
-  struct Packed {
-    layout::Range range;
-    std::vector<std::byte> bytes;
-    memory::Budget::Share share;
-  };
   void encode_all();
-  void compress_all();
 
   const FlatPlan& plan_;
   codec::Codec codec_;
   EncodedBlock block_;
   at::Tensor codes_, remainders_;
-  std::vector<Packed> packed_;                   // lossless
+  std::optional<PackedValues> packed_;           // lossless
   std::shared_ptr<memory::AddressRange> range_;  // the values' tensors may outlive this
   at::Tensor values_;
   bool open_ = true, written_ = true;  // first the caller fills the values

@@ -61,7 +61,14 @@ void FlatShard::make_encoded() {
   const FlatPlan& plan = parameter_.plan();
   const EncodedBlock block = encoded_block(parameter_, plan.shard.rank());
   at::Tensor remainders;
-  if (plan.offload->param_codec != codec::Codec::lossless) {
+  if (plan.offload->param_codec == codec::Codec::lossless) {
+    // Counted by the pages in use, not as a whole.
+    const std::array<int64_t, 1> bytes{
+        PackedValues::memory_size(parameter_.block().size(), plan.dtype)};
+    sent_ = bytes[0] == 0 || plan.shard.size() == 1
+                ? at::empty(bytes, at::kByte)
+                : comm::symmetric_empty(bytes, DType::uint8, plan.shard);
+  } else {
     sent_ = memory_for(static_cast<int64_t>(block.code_bytes), at::kByte);
     sent_.zero_();  // values that are zero are not written over what another model left there
     remainders = plan.offload->tiers->on_host(static_cast<int64_t>(block.remainder_bytes),

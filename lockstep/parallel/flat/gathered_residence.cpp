@@ -10,6 +10,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/layout/offload_plan.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -66,6 +67,15 @@ void GatheredResidence::plan_encoded_slices() {
     const int rank = (plan_.shard.rank() + step) % plan_.shard.size();  // each begins elsewhere
     const auto part = static_cast<size_t>(rank);
     const int64_t block = parameter_.layout().blocks[part].begin;
+    if (is_packed()) {
+      const int64_t size = parameter_.layout().blocks[part].size();
+      for (int64_t begin = 0; begin < size; begin += layout::kPackedElements) {
+        slices_.push_back({rank, begin, block + begin,
+                           std::min(layout::kPackedElements, size - begin),
+                           static_cast<size_t>(begin / layout::kPackedElements)});
+      }
+      continue;
+    }
     for (size_t tensor = 0; tensor < blocks_[part].tensors.size(); ++tensor) {
       const layout::Range range = blocks_[part].tensors[tensor].range;
       for (int64_t begin = 0; begin < range.size(); begin += kMost) {
@@ -78,10 +88,15 @@ void GatheredResidence::plan_encoded_slices() {
 
 void GatheredResidence::decode_slice(const at::Tensor& line, const PeerSlice& slice,
                                      const std::byte* sent) const {
-  const EncodedTensor& tensor = blocks_[static_cast<size_t>(slice.rank)].tensors[slice.tensor];
-  EncodedShard::decode(tensor, sent, slice.source, slice.count, line.scalar_type(),
-                       static_cast<std::byte*>(line.data_ptr()) +
-                           static_cast<size_t>(slice.target) * line.element_size());
+  const auto part = static_cast<size_t>(slice.rank);
+  std::byte* const to = static_cast<std::byte*>(line.data_ptr()) +
+                        static_cast<size_t>(slice.target) * line.element_size();
+  if (is_packed()) {
+    const PackedView packed{sent, parameter_.layout().blocks[part].size(), plan_.dtype};
+    return packed.read(static_cast<int64_t>(slice.tensor), line.scalar_type(), to);
+  }
+  EncodedShard::decode(blocks_[part].tensors[slice.tensor], sent, slice.source, slice.count,
+                       line.scalar_type(), to);
 }
 
 void GatheredResidence::copy_slice(const at::Tensor& line, const PeerSlice& slice) const {
@@ -119,7 +134,13 @@ void GatheredResidence::begin(bool beside_computation) {
   arriving_ = shard_.whole_line().defined() ? shard_.whole_line()
                                             : line_memory(plan_.gather_dtype, plan_.rest_device);
   if (!has_line) line_ = same ? arriving_ : line_memory(plan_.compute_dtype, plan_.device);
-  if (!peers_ && !blocks_.empty()) {
+  if (!peers_ && is_packed()) {
+    // Sizes that follow from values are not known to others: the values themselves travel.
+    plain_ = at::empty({parameter_.block().size()}, plan_.gather_dtype);
+    shard_.encoded()->decode_all(plan_.gather_dtype, static_cast<std::byte*>(plain_.data_ptr()));
+    gathering_ = comm::all_gather(arriving_, plain_, plan_.shard,
+                                  {.counts = parameter_.layout().counts(), .tag = plan_.name});
+  } else if (!peers_ && !blocks_.empty()) {
     std::vector<int64_t> counts;
     int64_t sum = 0;
     for (const EncodedBlock& block : blocks_) {
@@ -144,6 +165,7 @@ void GatheredResidence::begin(bool beside_computation) {
 void GatheredResidence::wait() {
   if (pulling_.valid()) pull(arriving_);
   std::exchange(gathering_, {}).wait();
+  plain_.reset();
   if (!codes_.defined()) return;
   std::vector<const std::byte*> sent{static_cast<const std::byte*>(codes_.data_ptr())};
   for (const EncodedBlock& block : blocks_) sent.push_back(sent.back() + block.code_bytes);

@@ -48,10 +48,12 @@ class GatheredResidence : public Residence {
     int64_t source;  // elements into what that rank sends
     int64_t target;  // elements into the line
     int64_t count;
-    size_t tensor = 0;  // where parameters are encoded: of the rank's block, and `source` is in it
+    // Where parameters are encoded: of the rank's block, and `source` is in it. Of LZ4: the pack.
+    size_t tensor = 0;
   };
   void plan_slices();
   void plan_encoded_slices();
+  bool is_packed() const { return plan_.is_encoded() && shard_.is_packed(); }
   // From what the slice's rank sends.
   void decode_slice(const at::Tensor& line, const PeerSlice& slice, const std::byte* sent) const;
   void copy_slice(const at::Tensor& line, const PeerSlice& slice) const;
@@ -64,6 +66,7 @@ class GatheredResidence : public Residence {
   std::vector<PeerSlice> slices_;
   std::vector<EncodedBlock> blocks_;  // of all ranks, where parameters are encoded
   at::Tensor codes_;                  // of all ranks, gathered where ranks cannot read each other
+  at::Tensor plain_;                  // this rank's, sent where what LZ4 packs cannot be read
   at::Tensor arriving_;               // where the line is gathered, if that is not where it is used
   at::Tensor copy_;                   // of the line, on the host
   bool copy_is_valid_ = false;

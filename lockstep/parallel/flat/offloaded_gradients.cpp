@@ -21,7 +21,24 @@ bool keeps_line(const FlatPlan& plan) {
 
 OffloadedGradients::OffloadedGradients(FlatParameter& parameter, FlatShard& shard,
                                        FlatEnvironment& environment)
-    : ShardedGradients(parameter, shard, environment, detail::keeps_line(parameter.plan())) {}
+    : ShardedGradients(parameter, shard, environment, detail::keeps_line(parameter.plan())) {
+  if (!packs() || shard.optimized().empty()) return;
+  packed_ = make_packed(shard.values().numel(), plan_.gradient_dtype, "gradients of " + plan_.name);
+  const at::Tensor& values = packed_->values();
+  Tag tag = parameter.tag(Tag::Kind::packed, std::make_shared<at::Tensor>(values));
+  tag.names = shard.names();
+  packed_storage_ = make_storage(values.data_ptr(), values.nbytes(), at::kCPU, std::move(tag));
+}
+
+OffloadedGradients::~OffloadedGradients() {
+  // Tensors that the program still holds keep their values.
+  if (!packed_) return;
+  for (const OptimizedTensor& each : shard_.optimized()) {
+    at::Tensor& gradient = each.tensor.mutable_grad();
+    if (each.tensor.use_count() == 1 && gradient.defined() && owns(gradient)) gradient.reset();
+  }
+  if (packed_storage_.use_count() > 1 && packed_->bytes() > 0) packed_->open();
+}
 
 void OffloadedGradients::begin_round(bool is_last) {
   ShardedGradients::begin_round(is_last);
@@ -54,8 +71,14 @@ at::Tensor OffloadedGradients::gradient_memory() {
     return line_;  // a group of one: all of it is this rank's
   const std::string what = "gradients of " + plan_.name;
   const int64_t count = shard_.values().numel();
+  if (packed_) return packed_->values();
   return rests_on_host() ? tiers().on_host(count, plan_.gradient_dtype, what)
                          : tiers().on_device(count, plan_.gradient_dtype, what);
+}
+
+at::Tensor OffloadedGradients::scatter_target() {
+  if (packed_) begin_packed();  // it may be what LZ4 compresses
+  return ShardedGradients::scatter_target();
 }
 
 at::Tensor OffloadedGradients::scratch(int64_t count) {
@@ -66,17 +89,86 @@ at::Tensor OffloadedGradients::scratch(int64_t count) {
 void OffloadedGradients::deliver(std::span<const int64_t> num_ranks) {
   consumed_ = hands_over() && !accumulates();
   if (!consumed_) make_gradient();
+  if (packed_ && !has_begun_) begin_packed();
   ShardedGradients::deliver(num_ranks);
+  if (!packed_) return;
+  has_begun_ = false;
+  end(*packed_, is_fresh_);
+}
+
+std::unique_ptr<PackedGradient> OffloadedGradients::make_packed(int64_t count, at::ScalarType dtype,
+                                                                const std::string& what) const {
+  return std::make_unique<PackedGradient>(count, dtype, tiers(), what);
+}
+
+// Gradients on their way to LZ4 have memory of their own, in addition to the budget: of those that
+// are being compressed, and of the next.
+void OffloadedGradients::begin(PackedGradient& packed) {
+  constexpr size_t kAtOnce = 2;
+  auto& packing = tiers().packing;
+  for (; packing.size() >= kAtOnce; packing.pop_front()) packing.front().wait();
+  packed.begin();
+}
+
+void OffloadedGradients::end(PackedGradient& packed, bool has_begun) {
+  tiers().driver->wait(moved_);
+  tiers().driver->run([&packed] { packed.settle(); }, plan_.name);
+  settled_ = tiers().driver->record();
+  if (has_begun) tiers().packing.push_back(settled_);
+}
+
+void OffloadedGradients::begin_packed() {
+  wait_unused();
+  is_fresh_ = std::ranges::none_of(shard_.optimized(), [&](const OptimizedTensor& each) {
+    return each.tensor.grad().defined() && owns(each.tensor.grad());
+  });
+  if (is_fresh_) begin(*packed_);
+  has_begun_ = true;
+}
+
+void OffloadedGradients::wait_unused() const {
+  shard_.updating().wait();  // which reads them
+  moved_.wait();
+  settled_.wait();
+}
+
+void OffloadedGradients::wait_delivered() {
+  std::exchange(moved_, {}).wait();
+  std::exchange(settled_, {}).wait();
+}
+
+void OffloadedGradients::open() {
+  if (!packed_) return;
+  wait_unused();
+  packed_->open();
+}
+
+void OffloadedGradients::settle() {
+  if (!packed_) return;
+  wait_unused();
+  packed_->settle();
+}
+
+at::Tensor OffloadedGradients::shown_at(const OptimizedTensor& target) const {
+  if (!packed_) return place_of(target);
+  return tagged_tensor(packed_storage_, gradient_.scalar_type(), target.tensor.sizes(),
+                       target.range.begin);
+}
+
+size_t OffloadedGradients::bytes() const {
+  return packed_ ? packed_->bytes() : ShardedGradients::bytes();
 }
 
 void OffloadedGradients::deliver_one(const OptimizedTensor& target, const at::Tensor& arrived) {
   at::Tensor& gradient = target.tensor.mutable_grad();
   if (consumed_) {
     gradient = arrived.to(plan_.gradient_dtype).view(target.tensor.sizes()).detach();
+  } else if (packed_ && gradient_.data_ptr() == reduced_.data_ptr()) {
+    gradient = shown_at(target);
   } else if (rests_on_host() && gradient_.data_ptr() != reduced_.data_ptr()) {
     const bool adds = gradient.defined();
-    if (!adds) gradient = place_of(target);
-    send_to_host(gradient, arrived, adds);
+    if (!adds) gradient = shown_at(target);
+    send_to_host(owns(gradient) ? values_of(target) : gradient, arrived, adds);
   } else {
     ShardedGradients::deliver_one(target, arrived);
   }
@@ -88,7 +180,9 @@ void OffloadedGradients::send_to_host(const at::Tensor& gradient, const at::Tens
   memory::Queue& send = *tiers().send;
   send.wait(memory::computed(plan_.device));
   send.wait(shard_.updating());  // which reads what was there
-  if (!adds) {
+  // What others have in packed_ stays: the driver opens it first.
+  PackedGradient* const opened = packed_ && !is_fresh_ ? packed_.get() : nullptr;
+  if (!adds && opened == nullptr) {
     tiers().to_host(send, gradient.data_ptr(), source.data_ptr(), source.nbytes(), plan_.name);
     moved_ = send.record();
   } else {
@@ -96,9 +190,10 @@ void OffloadedGradients::send_to_host(const at::Tensor& gradient, const at::Tens
     tiers().to_host(send, stage.data_ptr(), source.data_ptr(), source.nbytes(), plan_.name);
     tiers().driver->wait(send.record());
     tiers().driver->run(
-        [sum = gradient.view({-1}), stage] {
+        [sum = gradient.view({-1}), stage, adds, opened] {
           const at::NoGradGuard no_grad;
-          sum.add_(stage);
+          if (opened != nullptr) opened->open();
+          adds ? sum.add_(stage) : sum.copy_(stage);
         },
         "add gradients");
     moved_ = tiers().driver->record();
@@ -119,15 +214,22 @@ void OffloadedGradients::spill() {
   if (!rests_on_host() || !line_.defined() || plan_.reproducible) return;
   const at::NoGradGuard no_grad;
   fill_gaps();
-  if (!spilled_.defined()) {
-    spilled_ = tiers().on_host(
-        parameter_.layout().size, plan_.reduce_dtype,
-        "unreduced gradients of " + plan_.name + " (NoSyncGradients::sharded needs less)");
+  const std::string what =
+      "unreduced gradients of " + plan_.name + " (NoSyncGradients::sharded needs less)";
+  const int64_t size = parameter_.layout().size;
+  if (packs()) {
+    if (!packed_line_) packed_line_ = make_packed(size, plan_.reduce_dtype, what);
+    wait_unused();
+    begin(*packed_line_);
+    spilled_ = packed_line_->values();
+  } else if (!spilled_.defined()) {
+    spilled_ = tiers().on_host(size, plan_.reduce_dtype, what);
   }
   memory::Queue& send = *tiers().send;
   send.wait(memory::computed(plan_.device));
   tiers().to_host(send, spilled_.data_ptr(), line_.data_ptr(), line_.nbytes(), plan_.name);
   moved_ = send.record();
+  if (packs()) end(*packed_line_, /*has_begun=*/true);
   in_spilled_ = std::exchange(filled_, std::vector<bool>(members().size(), false));
   close_line(moved_);
 }
@@ -137,13 +239,20 @@ void OffloadedGradients::restore() {
   memory::Queue& fetch = *tiers().fetch;
   fetch.wait(memory::computed(plan_.device));
   fetch.wait(moved_);
+  if (packs()) {
+    settled_.wait();
+    packed_line_->open();
+  }
   tiers().to_device(fetch, line_.data_ptr(), spilled_.data_ptr(), line_.nbytes(), plan_.name);
-  memory::compute_after(fetch.record(), plan_.device);
+  moved_ = fetch.record();
+  memory::compute_after(moved_, plan_.device);
+  if (packs()) end(*packed_line_, /*has_begun=*/false);
   filled_ = std::exchange(in_spilled_, {});
 }
 
 void OffloadedGradients::abandon() {
   in_spilled_.clear();
+  has_begun_ = false;
   ShardedGradients::abandon();
 }
 

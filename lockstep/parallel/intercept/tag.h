@@ -34,6 +34,7 @@ struct Tag {
     parameter,  // whole parameters, there only while they are gathered
     shard,      // what the optimizer updates
     gradient,   // stands for a whole gradient that has gone into the shards
+    packed,     // a shard's gradient, in memory only while it is used
     unreduced   // stands for a shard's gradient while there are only those of each rank
   };
   Kind kind = Kind::parameter;

@@ -39,6 +39,34 @@ int64_t rounded_up(int64_t bytes, int64_t limit) {
   return (bytes + grain - 1) / grain * grain;
 }
 
+// State that LZ4 compresses gives way to parameters and gradients that grow: it goes to the disk.
+// So what these have now can be planned with, instead of what they have at most.
+bool state_gives_way(const OffloadTiers& tiers) {
+  const layout::StateCodecs& codecs = tiers.options.codec;
+  return tiers.disk &&
+         (codecs.exp_avg == codec::Codec::lossless || codecs.exp_avg_sq == codec::Codec::lossless);
+}
+
+// The plan has what a flat's parameters and gradients take of the host, where LZ4 compresses them.
+// Returns the bytes that are planned no more.
+int64_t take_measured(ShardEngine& model, size_t index) {
+  if (!state_gives_way(*model.tiers())) return 0;
+  const Flat& flat = *model.flats()[index];
+  OffloadPlan::Flat& planned = model.tiers()->plan.flats[index];
+  int64_t saved = 0;
+  const auto take = [&](std::optional<int64_t>& bytes, size_t kept) {
+    if (!bytes || kept == 0) return;
+    saved += *bytes - static_cast<int64_t>(kept);
+    bytes = static_cast<int64_t>(kept);
+  };
+  if (planned.params == Tier::host && flat.shard.is_packed())
+    take(planned.bytes.host_params, flat.shard.bytes());
+  const PackedGradient* const gradient = flat.offloaded->packed();
+  if (planned.grads == Tier::host && gradient != nullptr)
+    take(planned.bytes.host_grads, gradient->bytes());
+  return saved;
+}
+
 // What has moved, and what should have.
 struct Moves {
   int64_t states_to_host = 0, states_to_disk = 0, grads = 0;
@@ -55,6 +83,7 @@ class Mover {
 
   // What LZ4 made of state has moved some of it since the plan was made.
   void update_plan() {
+    for (size_t f = 0; f < tiers_.plan.flats.size(); ++f) take_measured(model_, f);
     for_each_slice([&](layout::StateSlice& planned, int64_t& on_host, OffloadedState* state,
                        OffloadedState::Slice* slice) {
       if (slice == nullptr) return;
@@ -263,6 +292,12 @@ void agree_on_room(ShardEngine& model) {
   comm::all_reduce(room, ranks, {.op = comm::ReduceOp::min, .tag = "room for gathered parameters"})
       .wait();
   tiers.line_room = static_cast<size_t>(*room.data_ptr<int64_t>());
+}
+
+void give_room(ShardEngine& model) {
+  int64_t saved = 0;
+  for (size_t f = 0; f < model.tiers()->plan.flats.size(); ++f) saved += take_measured(model, f);
+  if (saved > 0) model.tiers()->state_room.extend(static_cast<size_t>(saved));
 }
 
 void decide_again(ShardEngine& model, int64_t activations, const ModelUpdates& updates) {

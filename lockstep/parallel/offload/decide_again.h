@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/shard/engine.h"
 #include "lockstep/parallel/tiers/offloaded_state.h"
 #include "lockstep/parallel/tiers/update_ring.h"
@@ -27,6 +28,14 @@ int64_t agree_on_activations(ShardEngine& model, int64_t activations);
 // The same for the room for gathered parameters, which the last decision may have changed: only
 // where gathers are collectives, which ranks must begin alike. Collective.
 void agree_on_room(ShardEngine& model);
+
+// What LZ4 leaves of the host that was planned for parameters and gradients is for optimizer state
+// that it compresses too. Where they grow later, that goes to the disk. While no update runs.
+void give_room(ShardEngine& model);
+
+// Measured, for OffloadStats and the log. By any thread.
+OffloadStats::Kept kept_params(const ShardEngine& engine);
+OffloadStats::Kept kept_grads(const ShardEngine& engine);
 
 // How the optimizer updates a model.
 struct ModelUpdates {

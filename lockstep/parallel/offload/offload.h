@@ -47,7 +47,8 @@ struct OffloadStats {
   int64_t state_on_device = 0, state_on_host = 0, state_on_disk = 0;
   // What rests outside the device, by kind: bytes as it is kept, measured, and as it would be kept
   // without its codec. Of coded parameters (bf16, int8, quantization) that is the whole float32
-  // master; of gradients, what a backward leaves; of state, the optimizer's, once there is one.
+  // master; of gradients, what a backward leaves, of lossless ones once there was one; of state,
+  // the optimizer's, once there is one. Lossless parameters and gradients have whole pages.
   struct Kept {
     int64_t bytes = 0, plain = 0;
     double ratio() const {

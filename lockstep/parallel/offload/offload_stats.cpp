@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optim/kernels/packed_update.h"
+#include "lockstep/parallel/offload/decide_again.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 #include "lockstep/parallel/tiers/offload_tiers.h"
@@ -8,6 +9,41 @@ namespace lockstep::parallel {
 
 using detail::OffloadTiers;
 using layout::Tier;
+
+OffloadStats::Kept detail::kept_params(const ShardEngine& engine) {
+  OffloadStats::Kept kept;
+  for (const auto& flat : engine.flats()) {
+    if (flat->plan().offload->params == Tier::device) continue;
+    const EncodedShard* const encoded = flat->shard.encoded();
+    const size_t bytes = flat->shard.bytes();
+    kept.bytes += static_cast<int64_t>(bytes);
+    kept.plain += static_cast<int64_t>(encoded != nullptr ? encoded->plain_bytes() : bytes);
+  }
+  return kept;
+}
+
+OffloadStats::Kept detail::kept_grads(const ShardEngine& engine) {
+  OffloadStats::Kept kept;
+  for (const auto& flat : engine.flats()) {
+    const FlatOffload& offload = *flat->plan().offload;
+    if (offload.grads == Tier::device || !flat->plan().trained ||
+        offload.tiers->updates_in_backward()) {
+      continue;
+    }
+    const auto plain = static_cast<int64_t>(static_cast<size_t>(flat->shard.values().numel()) *
+                                            c10::elementSize(flat->plan().gradient_dtype));
+    if (offload.grad_codec == codec::Codec::lossless) {
+      const PackedGradient* const packed = flat->offloaded->packed();
+      if (packed == nullptr || packed->bytes() == 0) continue;  // no backward yet
+      kept.bytes += static_cast<int64_t>(packed->bytes());
+      kept.plain += plain;
+    } else {
+      kept.bytes += plain;
+      kept.plain += offload.grad_codec == codec::Codec::bf16 ? 2 * plain : plain;
+    }
+  }
+  return kept;
+}
 
 OffloadStats offload_stats(const ShardedModel& model) {
   OffloadStats stats;
@@ -33,18 +69,6 @@ OffloadStats offload_stats(const ShardedModel& model) {
     const detail::FlatOffload& offload = *flat->plan().offload;
     (offload.params == Tier::device ? stats.params_on_device : stats.params_on_host) +=
         bytes(flat->shard.bytes());
-    if (offload.params != Tier::device) {
-      const detail::EncodedShard* const encoded = flat->shard.encoded();
-      stats.params_kept.bytes += bytes(flat->shard.bytes());
-      stats.params_kept.plain +=
-          bytes(encoded != nullptr ? encoded->plain_bytes() : flat->shard.bytes());
-    }
-    if (offload.grads != Tier::device && flat->plan().trained && !tiers.updates_in_backward()) {
-      const int64_t kept = bytes(static_cast<size_t>(flat->shard.values().numel()) *
-                                 c10::elementSize(flat->plan().gradient_dtype));
-      stats.grads_kept.bytes += kept;
-      stats.grads_kept.plain += offload.grad_codec == codec::Codec::bf16 ? 2 * kept : kept;
-    }
     for (const detail::StatePlan& state : offload.states) {
       for (const detail::StateSlice& slice : state.slices) {
         int64_t& sum = slice.tier == Tier::device ? stats.state_on_device
@@ -56,6 +80,8 @@ OffloadStats offload_stats(const ShardedModel& model) {
   }
   stats.state_on_host += tiers.kept.moved_to_host;
   stats.state_on_disk -= tiers.kept.moved_to_host;
+  stats.params_kept = detail::kept_params(*engine);
+  stats.grads_kept = detail::kept_grads(*engine);
   stats.state_kept = {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain};
   stats.site = tiers.site;
   stats.activation_peak = tiers.activation_peak;

@@ -31,6 +31,8 @@ using layout::Tier;
 
 namespace {
 
+constexpr const char* kState = "optimizer state";
+
 // State is about to be read or written together with its parameters: a coded parameter's are its
 // codes, into which what others wrote goes first; others' are their values.
 void expose(const Flat& flat, bool to_write) {
@@ -38,22 +40,27 @@ void expose(const Flat& flat, bool to_write) {
   flat.shard.settle();
 }
 
-// What LZ4 made of optimizer state in the first step. By the driver.
-void say_ratio(const OffloadTiers& tiers) {
+// What LZ4 made of each kind in the first step. By the driver, when its updates are over.
+void say_ratios(const detail::ShardEngine& engine) {
+  const OffloadTiers& tiers = *engine.tiers();
   const layout::StateCodecs& codecs = tiers.options.codec;
-  const bool lossless =
-      codecs.exp_avg == codec::Codec::lossless || codecs.exp_avg_sq == codec::Codec::lossless;
-  const int64_t bytes = tiers.kept.bytes, plain = tiers.kept.plain;
-  if (!lossless || bytes == 0 || plain == 0) return;
-  const double ratio = static_cast<double>(bytes) / static_cast<double>(plain);
-  const int64_t moved = tiers.kept.moved_to_host;
-  log::info(format(
-      "[offload] optimizer state outside the device is kept in {:.3f} of its bytes: the host "
-      "budget of {} is one of {}{}",
-      ratio, size_text(tiers.options.host_budget),
-      size_text(layout::effective_budget(tiers.options.host_budget, ratio)),
-      moved > 0 ? format("; {} that were planned for the disk are on the host", size_text(moved))
-                : ""));
+  const auto is_lossless = [](codec::Codec codec) { return codec == codec::Codec::lossless; };
+  const auto say = [&](bool lossless, const char* what, const OffloadStats::Kept& kept) {
+    if (!lossless || kept.bytes == 0 || kept.plain == 0) return;
+    const int64_t moved = what == kState ? tiers.kept.moved_to_host.load() : 0;
+    log::info(format(
+        "[offload] {} outside the device {} kept in {:.3f} of {} bytes: the host budget of {} is "
+        "one of {}{}",
+        what, what == kState ? "is" : "are", kept.ratio(), what == kState ? "its" : "their",
+        size_text(tiers.options.host_budget),
+        size_text(layout::effective_budget(tiers.options.host_budget, kept.ratio())),
+        moved > 0 ? format("; {} that were planned for the disk are on the host", size_text(moved))
+                  : ""));
+  };
+  say(is_lossless(codecs.params), "parameters", detail::kept_params(engine));
+  say(is_lossless(codecs.grads), "gradients", detail::kept_grads(engine));
+  say(is_lossless(codecs.exp_avg) || is_lossless(codecs.exp_avg_sq), kState,
+      {.bytes = tiers.kept.bytes, .plain = tiers.kept.plain});
 }
 
 }  // namespace
@@ -70,6 +77,7 @@ struct OffloadedOptimizer::State {
     size_t group;
     std::unique_ptr<OffloadedState> state;
     Flat* flat = nullptr;
+    int64_t begin = 0;  // of its elements in the flat's shard
     at::Tensor step = at::zeros({}, at::kLong);
     bool updated = false;  // in this step already
     // Shown to others, who keep them: 12 bytes of an element are too many to hold for the next
@@ -106,6 +114,7 @@ struct OffloadedOptimizer::State {
     std::map<size_t, OffloadedFlat> flats = {};
     memory::Event last = {};  // everything that was queued
     bool measured = false;    // what LZ4 makes of the state
+    bool has_room = false;    // that LZ4 makes of parameters and gradients, for state
   };
 
   State(std::vector<ShardedModel> given, std::vector<optim::ParameterGroup> groups, Rule rule);
@@ -154,6 +163,7 @@ void OffloadedOptimizer::State::add(const ShardedModel& sharded) {
   auto& engine = *sharded.shared()->engine;
   models.push_back(std::make_shared<Model>(*this, sharded, tiers));
   Model& model = *models.back();
+  detail::give_room(engine);  // parameters are compressed already, gradients in the first step
   std::unordered_map<const c10::TensorImpl*, size_t> place;
   for (size_t i = 0; i < tensors.size(); ++i)
     place[tensors[i].parameter.tensor.unsafeGetTensorImpl()] = i;
@@ -168,6 +178,7 @@ void OffloadedOptimizer::State::add(const ShardedModel& sharded) {
       const detail::EncodedShard* const encoded = flat.shard.encoded();
       const bool coded = encoded != nullptr && !flat.shard.is_packed();
       tensors[found->second].flat = &flat;
+      tensors[found->second].begin = range.begin;
       tensors[found->second].state = std::make_unique<OffloadedState>(
           name, flat.plan().offload->states[i],
           flat.shard.values().narrow(0, range.begin, range.size()), flat.plan().offload->params,
@@ -201,7 +212,11 @@ UpdateInput OffloadedOptimizer::State::input_for(Tensor& tensor, const Flat& fla
   // Updates in backward are given gradients before they leave the device, unless they add up there.
   const bool on_host =
       flat.plan().offload->grads == Tier::host && (own || !tiers.updates_in_backward());
-  const at::Tensor there = gradient.detach().to(on_host ? at::kCPU : tiers.device).reshape({-1});
+  const detail::PackedGradient* const packed = flat.offloaded->packed();
+  const at::Tensor there =
+      own && packed != nullptr
+          ? packed->values().narrow(0, tensor.begin, tensor.parameter.tensor.numel())
+          : gradient.detach().to(on_host ? at::kCPU : tiers.device).reshape({-1});
   const optim::ParameterGroup& group = groups[tensor.group];
   const int64_t step = ++*tensor.step.data_ptr<int64_t>();
   return {
@@ -216,12 +231,14 @@ UpdateInput OffloadedOptimizer::State::input_for(Tensor& tensor, const Flat& fla
 void OffloadedOptimizer::State::update(Model& model, size_t index) {
   OffloadedFlat& offloaded = model.flats.at(index);
   OffloadTiers& tiers = *model.tiers;
+  if (!std::exchange(model.has_room, true)) detail::give_room(*model.model.shared()->engine);
   struct TensorUpdate {
     OffloadedState* state;
     UpdateInput input;
   };
   std::vector<TensorUpdate> updates;
   std::vector<at::Tensor> gradients;
+  detail::PackedGradient* packed = nullptr;  // whose memory the driver makes
   const detail::FlatShard& shard = offloaded.flat->shard;
   if (shard.is_packed()) shard.wait_updated();  // the driver opens and settles it too
   for (const size_t i : offloaded.tensors) {
@@ -240,8 +257,9 @@ void OffloadedOptimizer::State::update(Model& model, size_t index) {
                  "call step() after each, or accumulate under no_sync()",
                  rule.name, tensor.parameter.name));
     }
-    optim::announce_read(gradient);
     const bool own = offloaded.flat->offloaded->owns(gradient);
+    if (own && packed == nullptr) packed = offloaded.flat->offloaded->packed();
+    if (!own || packed == nullptr) optim::announce_read(gradient);
     if (tiers.updates_in_backward()) {
       // What everybody has counts once.
       const auto& engine = *model.model.shared()->engine;
@@ -259,15 +277,15 @@ void OffloadedOptimizer::State::update(Model& model, size_t index) {
   }
   memory::LaterEvent read, written;
   tiers.driver->run(
-      [updates = std::move(updates), ring = model.ring, read, written, &shard]() mutable {
+      [updates = std::move(updates), ring = model.ring, read, written, &shard, packed]() mutable {
         const at::NoGradGuard no_grad;
         if (shard.is_packed()) shard.open(/*to_write=*/true);
+        if (packed != nullptr) packed->open();
         detail::UpdateEvents done;  // each is after those before it
         for (const TensorUpdate& each : updates) done = ring->update(*each.state, each.input);
-        if (shard.is_packed()) {
-          done.written.wait();
-          shard.settle();
-        }
+        if (shard.is_packed() || packed != nullptr) done.written.wait();
+        if (packed != nullptr) packed->settle();
+        if (shard.is_packed()) shard.settle();
         read.set(done.read);
         written.set(done.written);
       },
@@ -333,9 +351,9 @@ void OffloadedOptimizer::step() {
     model->tiers->consumed.clear();
     const bool measures = !std::exchange(model->measured, true);
     model->tiers->driver->run(
-        [ring = model->ring, tiers = model->tiers.get(), measures] {
+        [ring = model->ring, &engine, measures] {
           ring->end_step();
-          if (measures) say_ratio(*tiers);
+          if (measures) say_ratios(engine);
         },
         "fetch state");
   }

@@ -29,15 +29,6 @@ DType dtype_of(at::ScalarType dtype, const std::string& name) {
              name, c10::toString(dtype)));
 }
 
-// Ranks read each other's parameters where they lie, at places that follow from sizes.
-void require_codec_fits(const FlatPlan& plan, const layout::OffloadOptions& options) {
-  if (options.codec.params != codec::Codec::lossless || plan.shard.size() == 1) return;
-  throw ConfigError(
-      format("[offload] codec params=lossless, but {} ranks share the parameters of '{}' and read "
-             "them from each other: use bf16, int8, quantization or none, or shard none",
-             plan.shard.size(), plan.name));
-}
-
 layout::OffloadFlat sizes_of(const FlatPlan& plan,
                              const std::function<bool(const std::string&)>& is_embedding) {
   const layout::FlatLayout layout = lay_out(plan);
@@ -107,10 +98,7 @@ std::shared_ptr<OffloadTiers> arrange_offload(
         "memory is taken in the grains that are planned with");
   tiers->site = machine.site = choose_site(tiers, layout::slice_elements(wanted, device.is_cuda()));
   std::vector<layout::OffloadFlat> flats;
-  for (const FlatPlan& plan : plans) {
-    require_codec_fits(plan, wanted);
-    flats.push_back(sizes_of(plan, is_embedding));
-  }
+  for (const FlatPlan& plan : plans) flats.push_back(sizes_of(plan, is_embedding));
   layout::OffloadPlan plan = layout::plan_offload(std::move(flats), wanted, machine);
   tiers->line_room = static_cast<size_t>(agree_on_parameters(plans, plan));
   tiers->state_room = {"offload.host_budget",

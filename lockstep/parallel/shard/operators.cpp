@@ -176,6 +176,14 @@ void on_sharded_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys
               engine->flats()[tag->flat]->gradients->on_zero(*tag, tensor);
           }
           break;
+        case Tag::Kind::packed:
+          if (const auto engine = tag->engine.lock(); engine && !views) {
+            OffloadedGradients& gradients = *engine->flats()[tag->flat]->offloaded;
+            // What optim::announce_done() says.
+            const bool is_done = tensor.numel() == 0 && schema.name() == "aten::any";
+            is_done ? gradients.settle() : gradients.open();
+          }
+          break;
         case Tag::Kind::shard:
           if (const auto engine = tag->engine.lock(); engine && !views) {
             const FlatShard& shard = engine->flats()[tag->flat]->shard;

@@ -13,6 +13,9 @@ void WriteWindow::close_before_use() {
   const trace::Span span("shard", "new parameters");
   for (const auto& flat : flats_) flat->parameter.check_views();
   for (const auto& flat : flats_) flat->residence->publish();
+  for (const auto& flat : flats_) {
+    if (flat->offloaded != nullptr) flat->offloaded->settle();
+  }
   if (environment_->one_sided) {
     comm::barrier(group_, {.tag = format("parameters after backward {}", backwards_)}).wait();
   }

@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
-
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -88,6 +88,9 @@ class OffloadTiers {
   int64_t decisions = 0;
   // Of host_budget, for state that LZ4 packs.
   memory::Budget state_room = {"offload.host_budget", 0};
+  std::atomic<bool> exceeded = false;  // host_budget, by what LZ4 compresses; said once
+  // Of gradients that LZ4 is compressing, in the order of their beginning.
+  std::deque<memory::Event> packing;
   // Norms of the gradients that updates in backward took, since grad_norm() was last asked for.
   std::vector<at::Tensor> consumed;
 

@@ -153,7 +153,11 @@ void OffloadedState::store_packed(Slice& slice, std::shared_ptr<std::byte> memor
     slice.packed = std::move(packed);
     return;
   }
-  check(tiers_->disk.has_value(), "what is planned for the host fits there");
+  if (!tiers_->disk) {  // parameters and gradients have grown, and it cannot be anywhere else
+    slice.share = tiers_->host_budget.take_over(packed.size());
+    slice.packed = std::move(packed);
+    return;
+  }
   if (tier == Tier::host) tiers_->kept.moved_to_host -= moved;
   tier = Tier::disk;
   slice.packed = {};

@@ -6,6 +6,7 @@
 
 #include <csignal>
 #include <filesystem>
+#include <tuple>
 
 #include "lockstep/core/error.h"
 #include "tests/parallel/offload/training.h"
@@ -120,6 +121,57 @@ TEST(OffloadDisk, LosslessStateIsWhereItFits) {
   EXPECT_LE(moved.stats.state_on_disk, planned.stats.state_on_disk);
   EXPECT_EQ(moved.stats.state_on_disk + moved.stats.state_on_host,
             planned.stats.state_on_disk + planned.stats.state_on_host);
+}
+
+// State has the room that LZ4 leaves of that for parameters, and gives it back when these grow.
+TEST(OffloadDisk, LosslessParametersLeaveRoomForState) {
+  const TempDir folder;
+  const auto run = [&](const char* codecs) {
+    OffloadOptions offload = on_disk(folder.path(), UpdateSite::cpu);
+    offload.codec = layout::parse_state_codecs(codecs);
+    Tower model(6, 112);
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : model->parameters()) parameter.fill_(0.01);
+    auto sharded = parallel::fully_shard(*model, comm::Group{},
+                                         {.units = parallel::ByType{{"Layer"}},
+                                          .min_num_params = 100,
+                                          .use_orig_params = true,
+                                          .offload = offload});
+    parallel::OffloadedAdamW optimizer(sharded, {.lr = 0, .weight_decay = 0});
+    at::manual_seed(5);
+    auto state = optimizer.state();
+    for (auto& [name, tensor] : state) {
+      tensor = tensor.clone();
+      if (tensor.dim() > 0) tensor.uniform_(0.1, 1);
+    }
+    optimizer.load_state(state);
+    const auto step = [&] {
+      const at::AutoGradMode grad(true);
+      model->forward(at::ones({2, 112})).square().mean().backward();
+      optimizer.step();
+      optimizer.wait();
+      optimizer.zero_grad();
+      return parallel::offload_stats(sharded);
+    };
+    const parallel::OffloadStats first = step();
+    std::vector<optim::NamedTensor> random;
+    for (const auto& [name, tensor] : sharded.full_state_dict())
+      random.push_back({name, at::rand_like(tensor)});
+    sharded.load_full_state_dict(random);
+    step();
+    const parallel::OffloadStats grown = step();
+    EXPECT_LE(grown.host_bytes, offload.host_budget) << codecs;
+    const auto after = sharded.full_state_dict();
+    for (size_t i = 0; i < after.size(); ++i)
+      EXPECT_TRUE(after[i].tensor.equal(random[i].tensor)) << codecs << " " << after[i].name;
+    return std::tuple(first.state_on_disk, grown.state_on_disk, optimizer.state());
+  };
+  const auto [whole, whole_later, whole_state] = run("lossless");
+  const auto [packed, packed_later, packed_state] = run("lossless,params=lossless");
+  EXPECT_GT(whole, packed + 150 * kKiB);
+  EXPECT_GT(packed_later, packed) << "parameters have grown";
+  for (size_t i = 0; i < whole_state.size(); ++i)
+    EXPECT_TRUE(whole_state[i].tensor.equal(packed_state[i].tensor)) << whole_state[i].name;
 }
 
 TEST(OffloadDisk, UpdatesInBackward) {
