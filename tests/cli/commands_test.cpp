@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -90,14 +91,14 @@ TEST(Commands, BenchCalibratesForAdaptive) {
     write_file(table, text);
     const Result result = bench({"--strategy", "adaptive"});
     EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_THAT(result.err, HasSubstr(table + " is ignored: " + why));
+    EXPECT_THAT(result.err, says(table + " is ignored ... " + why));
     const std::string said = without_waits(result.err);
     EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << result.err;
   };
   expect_ignored(good.substr(0, good.size() / 2), "");
   auto foreign = nlohmann::json::parse(good);
   foreign["machine"] = "elsewhere, 3 cores";
-  expect_ignored(foreign.dump(), "it was measured on \"elsewhere, 3 cores\", this is ");
+  expect_ignored(foreign.dump(), "measured on \"elsewhere, 3 cores\"");
 }
 
 TEST(Commands, SelftestSaysWhatRanAndWhatHolds) {
@@ -121,31 +122,28 @@ TEST(Commands, SelftestSaysWhatRanAndWhatHolds) {
   const Result twice =
       lockstep_command({"run", "-n", "2", LOCKSTEP_COMMAND, "selftest", "-n", "2"});
   EXPECT_EQ(twice.code, 2);
-  EXPECT_THAT(twice.err, HasSubstr("which has started the ranks already; leave -n out"));
+  EXPECT_THAT(twice.err, says("ranks already ... -n"));
 }
 
 // One line, exit status 2, and no rank was started: ranks would put their number before the line.
 TEST(Commands, WrongOptionsAreOneLine) {
   const std::pair<std::vector<std::string>, std::string> cases[] = {
-      {{"selftest", "-n", "0"}, "selftest: -n is 0, must be at least 1"},
+      {{"selftest", "-n", "0"}, "selftest: -n is 0 ... at least 1"},
       {{"selftest", "--backend", "pigeon"},
-       "--backend: 'pigeon' is unknown, must be one of auto, thread, shm, mpi, gloo, nccl"},
-      {{"bench", "collectives", "--ops", "juggle"},
-       "--ops: 'juggle' is unknown, must be one of all_reduce,"},
-      {{"bench", "collectives", "--bytes", "-4"}, "--bytes: -4 must be a whole number from 1 to"},
-      {{"bench", "collectives", "--bytes", "many"},
-       "--bytes: many must be a whole number from 1 to"},
-      {{"bench", "collectives", "--strategy", "star"},
-       "'star' is unknown, must be one of all-reduce"},
+       "--backend: 'pigeon' ... auto, thread, shm, mpi, gloo, nccl"},
+      {{"bench", "collectives", "--ops", "juggle"}, "--ops: 'juggle' ... all_reduce"},
+      {{"bench", "collectives", "--bytes", "-4"}, "--bytes: -4 ... whole number ... 1 to"},
+      {{"bench", "collectives", "--bytes", "many"}, "--bytes: many ... whole number ... 1 to"},
+      {{"bench", "collectives", "--strategy", "star"}, "'star' ... all-reduce"},
       {{"bench", "everything"}, "bench: 'everything' is not known"},
       {{"selftest", "--fast"}, "unknown argument --fast"},
-      {{"selftest", "-n", "two"}, "-n: 'two' is not a whole number"},
+      {{"selftest", "-n", "two"}, "-n: 'two' ... whole number"},
       {{"selftest", "-n"}, "-n takes one value"},
       {{"dance"}, "unknown command 'dance'"}};
   for (const auto& [arguments, words] : cases) {
     const Result result = lockstep_command(arguments);
     EXPECT_EQ(result.code, 2) << words;
-    EXPECT_THAT(result.err, HasSubstr(words));
+    EXPECT_THAT(result.err, says(words));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
     EXPECT_TRUE(result.err.starts_with("lockstep: ")) << result.err;
   }

@@ -8,6 +8,7 @@
 #include "lockstep/data/corpus.h"
 #include "lockstep/data/tokens/token_file.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -110,9 +111,8 @@ TEST_F(DataPack, ReplacesOnlyByForce) {
 TEST_F(DataPack, WrongUseIsOneLineAndLeavesNothing) {
   const std::pair<Result, const char*> cases[] = {
       {pack("x.txt"), "must end in .bin"},
-      {pack("x.bin", {"--layout", "parquet"}),
-       "'parquet' is unknown, must be one of llm.c, nanogpt, megatron"},
-      {pack("x.bin", {"--append-end-of-text"}), "tokenizer bytes has no end-of-text token"},
+      {pack("x.bin", {"--layout", "parquet"}), "'parquet' ... llm.c, nanogpt, megatron"},
+      {pack("x.bin", {"--append-end-of-text"}), "tokenizer bytes ... end-of-text"},
       {lockstep_command({"data", "pack", "--output", path("x.bin")}), "--input is required"},
       {lockstep_command({"data", "pack", "--input", path("none"), "--output", path("x.bin")}),
        "none: No such file"},
@@ -120,11 +120,11 @@ TEST_F(DataPack, WrongUseIsOneLineAndLeavesNothing) {
       {lockstep_command({"data"}), "data: '' is not known"}};
   for (const auto& [result, words] : cases) {
     EXPECT_EQ(result.code, 2);
-    EXPECT_THAT(result.err, HasSubstr(words));
+    EXPECT_THAT(result.err, says(words));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
   write_file(path("text/tokens.bin"), "xx");
-  EXPECT_THAT(pack("x.bin").err, HasSubstr("has token ids already"));
+  EXPECT_THAT(pack("x.bin").err, says("token ids already"));
   fs::remove_all(path("text"));
   EXPECT_TRUE(fs::is_empty(dir_.path()));
 }

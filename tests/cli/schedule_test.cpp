@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/schedule/render/render.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -88,32 +89,31 @@ TEST(ScheduleCommand, WrongUseIsOneLine) {
   const TempDir dir;
   const std::pair<Result, const char*> cases[] = {
       {command({"--kind", "1F1B", "--stages", "2", "--microbatches", "2"}),
-       "'1F1B' is unknown, must be one of round-robin, sequential"},
+       "'1F1B' ... round-robin, sequential"},
       {command({"--microbatches", "2"}), "--stages is required"},
       {command({"--stages", "2"}), "--microbatches is required"},
-      {command({"--stages", "x", "--microbatches", "2"}), "is not a whole number"},
-      {command({"--stages", "0", "--microbatches", "2"}), "ranks is 0, must be at least 1"},
-      {command(kSmall, {"--chunks", "2"}), "chunks is 2, but 1f1b has one chunk per rank"},
+      {command({"--stages", "x", "--microbatches", "2"}), "'x' ... whole number"},
+      {command({"--stages", "0", "--microbatches", "2"}), "ranks is 0 ... at least 1"},
+      {command(kSmall, {"--chunks", "2"}), "chunks is 2 ... 1f1b ... one chunk"},
       {command(kSmall, {"--group", "2"}), "only interleaved and zb-1p have groups"},
-      {command(kSmall, {"--file", "x"}), "only the kind file reads one"},
-      {command({"--kind", "file"}), "the file must be named"},
+      {command(kSmall, {"--file", "x"}), "file is x ... kind file"},
+      {command({"--kind", "file"}), "[schedule] file ... named"},
       {command({"--kind", "file", "--file", dir.path() + "/none"}), "none: No such file"},
-      {command(kSmall, {"--cost", "F=x"}), "--cost F is 'x', must be a number, 0 or more"},
-      {command(kSmall, {"--cost", "F=-1"}), "--cost F is '-1', must be a number, 0 or more"},
+      {command(kSmall, {"--cost", "F=x"}), "--cost F is 'x' ... number, 0 or more"},
+      {command(kSmall, {"--cost", "F=-1"}), "--cost F is '-1' ... number, 0 or more"},
       {command(kSmall, {"--cost", "G=1"}), "--cost has 'G=1', must be F=, B=, I= or W="},
       {command(kSmall, {"--cost", "F=1,,W=2"}), "--cost has ''"},
-      {command(kSmall, {"--hop", "inf"}), "--hop is 'inf', must be a number, 0 or more"},
-      {command(kSmall, {"--format", "png"}),
-       "'png' is unknown, must be one of text, csv, json, svg"},
+      {command(kSmall, {"--hop", "inf"}), "--hop is 'inf' ... number, 0 or more"},
+      {command(kSmall, {"--format", "png"}), "'png' ... text, csv, json, svg"},
       {command(kSmall, {"--lower", "--format", "csv"}), "--lower is for --format text, not csv"},
-      {command(kSmall, {"--step", "3"}), "--step is of a trace: it needs --trace"},
+      {command(kSmall, {"--step", "3"}), "--step ... --trace"},
       {command(kSmall, {"--trace", dir.path()}), "--trace and --kind exclude each other"},
       {command({"--trace", dir.path(), "--lower"}), "--trace and --lower exclude each other"},
-      {command({"--trace", dir.path() + "/none"}), "none: is not a folder"},
-      {command({"--trace", dir.path()}), "have no events of a pipeline"}};
+      {command({"--trace", dir.path() + "/none"}), "none ... not a folder"},
+      {command({"--trace", dir.path()}), "no events ... pipeline"}};
   for (const auto& [result, words] : cases) {
     EXPECT_EQ(result.code, 2) << words;
-    EXPECT_THAT(result.err, HasSubstr(words));
+    EXPECT_THAT(result.err, says(words));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
   const Result unwritable = command(kSmall, {"--output", dir.path() + "/none/x"});
@@ -189,7 +189,7 @@ TEST_F(ScheduleTrace, TheLastCompleteStep) {
   const Result incomplete = show({"--step", "3"});
   EXPECT_EQ(incomplete.code, 2);
   EXPECT_THAT(incomplete.err, HasSubstr("step 3 is not complete"));
-  EXPECT_THAT(show({"--step", "7"}).err, HasSubstr("--step is 7, but the trace has steps 1 to 3"));
+  EXPECT_THAT(show({"--step", "7"}).err, says("--step is 7 ... steps 1 to 3"));
 }
 
 TEST_F(ScheduleTrace, RanksOfOtherAxesAreNotMixedIn) {
@@ -246,7 +246,7 @@ TEST_F(ScheduleTrace, StagesInAV) {
 
 TEST_F(ScheduleTrace, NoStepIsComplete) {
   event(0, "F0.0", 0, 1, "\"stage\":0,\"rank\":0,\"step\":4");
-  EXPECT_THAT(show().err, HasSubstr("no step is complete: [schedule] file: rank 0: B0 is missing"));
+  EXPECT_THAT(show().err, says("[schedule] file: rank 0: B0 is missing"));
   text_.clear();
   event(0, "F0.0", 0, 1, "\"stage\":0");
   const Result result = show();

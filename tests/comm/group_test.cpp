@@ -19,10 +19,12 @@
 #include "lockstep/comm/conformance/conformance.h"
 #include "lockstep/core/error.h"
 #include "tests/comm/unfinished_group.h"
+#include "tests/support/says.h"
 
 namespace lockstep::comm {
 namespace {
 
+using lockstep::test::says;
 using ::testing::HasSubstr;
 
 TEST(Group, AGroupOfOneDoesNothing) {
@@ -240,8 +242,7 @@ TEST(SymmetricMemory, NoRoomIsAnError) {
                   (void)symmetric_empty(shape, DType::uint8, group);
                   ADD_FAILURE() << "256 TiB were allocated";
                 } catch (const SystemError& error) {
-                  EXPECT_THAT(error.what(),
-                              HasSubstr("cannot allocate 281474976710656 bytes of shared memory"));
+                  EXPECT_THAT(error.what(), says("281474976710656 bytes ... shared memory"));
                 }
               },
               {.backend = "shm"});
@@ -267,7 +268,7 @@ TEST(Errors, AWaitEndsAtItsOwnDeadlineAndNamesTheTag) {
     FAIL() << "nothing was thrown";
   } catch (const TimeoutError& error) {
     EXPECT_THAT(error.what(), HasSubstr("all_reduce(float32[5], sum, tag 'bucket7')"));
-    EXPECT_THAT(error.what(), HasSubstr("rank 1 has not called any operation yet"));
+    EXPECT_THAT(error.what(), says("rank 1 ... not called"));
   }
 }
 

@@ -9,6 +9,8 @@
 
 #include "lockstep/config/input_files.h"
 #include "lockstep/core/error.h"
+#include "tests/support/refused.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::config {
@@ -18,8 +20,8 @@ using codec::Codec;
 using layout::ClipMode;
 using layout::OffloadOptions;
 using layout::UpdateSite;
-using testing::HasSubstr;
-using testing::StrEq;
+using test::refused;
+using test::says;
 using testing::ThrowsMessage;
 
 constexpr int64_t kGB = int64_t{1} << 30;
@@ -42,7 +44,7 @@ void expect_valid(const Change& change) {
 void expect_refused(const Change& change, const std::string& message) {
   TrainConfig config = offloading();
   change(config);
-  EXPECT_THAT([&] { config.validate(1); }, ThrowsMessage<ConfigError>(StrEq(message)));
+  EXPECT_THAT([&] { config.validate(1); }, ThrowsMessage<ConfigError>(says(message)));
 }
 
 TEST(OffloadConfig, IsOffUntilItIsAskedFor) {
@@ -104,13 +106,12 @@ TEST(OffloadConfig, FlagsOfEveryKey) {
 TEST(OffloadConfig, WrongFlags) {
   TrainConfig config;
   Schema schema = train_schema(config);
-  const auto says = [](const char* text) { return ThrowsMessage<ConfigError>(HasSubstr(text)); };
-  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, says("offload.codec: "));
-  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, says("'zip'"));
+  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, refused("offload.codec: "));
+  EXPECT_THAT([&] { schema.set_flag("offload.codec", "zip"); }, refused("'zip'"));
   EXPECT_THAT([&] { schema.set_flag("offload.prefetch", "0"); },
-              says("offload.prefetch is '0', must be a whole number at least 1"));
+              refused("offload.prefetch is '0' ... whole number ... at least 1"));
   EXPECT_THAT([&] { schema.set_flag("offload.host_budget", "-1"); },
-              says("offload.host_budget is '-1', must be a size such as 8GB"));
+              refused("offload.host_budget is '-1' ... size"));
 }
 
 TEST(OffloadConfig, AKeyThatWouldBeOverlookedIsRefused) {
@@ -138,7 +139,7 @@ TEST(OffloadConfig, AKeyThatWouldBeOverlookedIsRefused) {
           change(c);
         },
         std::string("offload.") + key +
-            " is set, but nothing is offloaded: set offload.params, offload.grads or "
+            " is set ... nothing is offloaded ... offload.params, offload.grads or "
             "offload.optimizer");
   }
 }
@@ -151,15 +152,15 @@ TEST(OffloadConfig, BudgetsAndLimits) {
         c.offload.param_budget = 3 * kGB;
         c.offload.device_limit = 2 * kGB;
       },
-      "offload.param_budget is 3 GB, must be at most offload.device_limit, 2 GB");
+      "offload.param_budget is 3 GB ... at most offload.device_limit, 2 GB");
   expect_refused([](auto& c) { c.offload.host_budget = 65 * kGB; },
-                 "offload.host_budget is 65 GB, must be at most offload.host_limit, 64 GB");
+                 "offload.host_budget is 65 GB ... at most offload.host_limit, 64 GB");
   expect_refused(
       [](auto& c) {
         c.offload.params = false;
         c.offload.param_budget = kGB;
       },
-      "offload.param_budget is set, but offload.params is false: parameters stay on the device");
+      "offload.param_budget is set ... offload.params is false");
 }
 
 TEST(OffloadConfig, PlansForTheOptimizer) {
@@ -179,14 +180,12 @@ TEST(OffloadConfig, PlansForTheOptimizer) {
   };
   expect_valid(with_codec(0.9));
   expect_refused(with_codec(0),
-                 "offload.codec has exp_avg=bf16 and exp_avg_sq=bf16, but the optimizer is SGD "
-                 "without momentum, which has no moments: leave both out");
+                 "offload.codec has exp_avg=bf16 and exp_avg_sq=bf16 ... SGD without momentum");
 }
 
 TEST(OffloadConfig, UpdatesInBackwardAreNotClipped) {
   expect_refused([](auto& c) { c.offload.advanced.clip_mode = ClipMode::none; },
-                 "offload.clip_mode none updates parameters before the norm of all gradients is "
-                 "known: set optim.clip 0; it is 1");
+                 "offload.clip_mode none ... optim.clip 0 ... it is 1");
   expect_valid([](auto& c) {
     c.offload.advanced.clip_mode = ClipMode::none;
     c.optim.clip = 0;
@@ -197,15 +196,14 @@ TEST(OffloadConfig, UpdatesInBackwardAreNotClipped) {
         c.offload.advanced.clip_mode = ClipMode::none;
         c.offload.optimizer = false;
       },
-      "offload.clip_mode is none, but offload.optimizer is false: it is for offloaded state");
+      "offload.clip_mode is none ... offload.optimizer is false");
   TrainConfig config = offloading();
   config.optim.clip = 0;
   config.offload.advanced.clip_mode = ClipMode::none;
   config.parallel.tp = 2;
   EXPECT_THAT([&] { config.validate(2); },
-              ThrowsMessage<ConfigError>("offload.clip_mode is none with parallel.tp 2 and "
-                                         "parallel.pp 1, which must be 1: their ranks add to "
-                                         "gradients after backward"));
+              ThrowsMessage<ConfigError>(
+                  says("offload.clip_mode is none ... parallel.tp 2 and parallel.pp 1")));
 }
 
 TEST(OffloadConfig, KeysOfStateNeedOffloadedState) {
@@ -218,14 +216,11 @@ TEST(OffloadConfig, KeysOfStateNeedOffloadedState) {
         message);
   };
   refused([](auto& c) { c.offload.advanced.update_site = UpdateSite::cpu; },
-          "offload.update_site is set, but offload.optimizer is false: optimizer state stays on "
-          "the device");
+          "offload.update_site is set ... offload.optimizer is false");
   refused([](auto& c) { c.offload.codec.exp_avg_sq = Codec::int8; },
-          "offload.codec is set, but offload.optimizer is false: optimizer state stays on the "
-          "device");
+          "offload.codec is set ... offload.optimizer is false");
   refused([](auto& c) { c.offload.disk = "/fast"; },
-          "offload.disk is set, but offload.optimizer is false: only optimizer state goes to the "
-          "disk");
+          "offload.disk is set ... offload.optimizer is false");
 }
 
 TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
@@ -239,7 +234,7 @@ TEST(OffloadConfig, DevicesDoNotDecodeLz4) {
           c.offload.advanced.update_site = UpdateSite::device;
         },
         std::string("offload.update_site is device, but offload.codec is ") +
-            (first ? "exp_avg" : "exp_avg_sq") + "=lossless: LZ4 is decoded by the CPU");
+            (first ? "exp_avg" : "exp_avg_sq") + "=lossless: LZ4 ... CPU");
     expect_valid(change);
   }
   expect_valid([](auto& c) {
@@ -256,8 +251,7 @@ TEST(OffloadConfig, RejectsShardingThatKeepsParametersGathered) {
        {layout::ShardingStrategy::shard_grad_op, layout::ShardingStrategy::optimizer}) {
     expect_refused([&](auto& c) { c.parallel.shard = shard; },
                    "parallel.shard is " + std::string(name_of(shard)) +
-                       ", must be one of none, full, hybrid where something is offloaded: the "
-                       "others keep gathered parameters on the device");
+                       " ... none, full, hybrid ... offloaded");
   }
 }
 
@@ -269,12 +263,10 @@ TEST(OffloadConfig, TheDiskMustBeAFolderThatCanBeWritten) {
   config.checkpoint.dir = "";
   config.offload.disk = folder.path() + "/none";
   EXPECT_THAT([&] { check_inputs(config, 1); },
-              ThrowsMessage<ConfigError>(StrEq("offload.disk: " + config.offload.disk +
-                                               " is not a folder that can be written; name one, "
-                                               "for the states of the optimizer")));
+              ThrowsMessage<ConfigError>(says("offload.disk: " + config.offload.disk +
+                                              " ... not a folder ... optimizer")));
   config.offload.disk = config.data.path;
-  EXPECT_THAT([&] { check_inputs(config, 1); },
-              ThrowsMessage<ConfigError>(HasSubstr("is not a folder")));
+  EXPECT_THAT([&] { check_inputs(config, 1); }, ThrowsMessage<ConfigError>(says("not a folder")));
   config.offload.disk = folder.path();
   EXPECT_NO_THROW(check_inputs(config, 1));
 }

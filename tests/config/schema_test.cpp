@@ -12,12 +12,13 @@
 
 #include "lockstep/config/schema_text.h"
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 
 namespace lockstep::config {
 namespace {
 
+using test::says;
 using testing::HasSubstr;
-using testing::StrEq;
 using testing::ThrowsMessage;
 
 enum class Fruit { apple, sour_cherry, pear };
@@ -65,10 +66,10 @@ struct SchemaTest : testing::Test {
   Schema schema = schema_of(bowl);
 
   auto refused_flag(const std::string& name, const std::string& text, const std::string& message) {
-    EXPECT_THAT([&] { schema.set_flag(name, text); }, ThrowsMessage<ConfigError>(StrEq(message)));
+    EXPECT_THAT([&] { schema.set_flag(name, text); }, ThrowsMessage<ConfigError>(says(message)));
   }
   void refused_text(const std::string& text, const std::string& message) {
-    EXPECT_THAT([&] { schema.read_text(text, "f"); }, ThrowsMessage<ConfigError>(StrEq(message)));
+    EXPECT_THAT([&] { schema.read_text(text, "f"); }, ThrowsMessage<ConfigError>(says(message)));
   }
 };
 
@@ -167,12 +168,12 @@ TEST_F(SchemaTest, FlagOverFileOverDefault) {
   EXPECT_EQ(schema.origins().at("bowl.weight"), Origin::file);
   // What a flag hides must still be right.
   refused_text("bowl.count = 'x'",
-               "f:1: bowl.count is \"x\", must be a whole number at least 0 and at most 100");
+               "f:1: bowl.count is \"x\" ... whole number ... at least 0 ... at most 100");
   EXPECT_EQ(bowl.count, 7);
 }
 
 TEST_F(SchemaTest, WrongFlags) {
-  const std::string count = ", must be a whole number at least 0 and at most 100";
+  const std::string count = " ... whole number ... at least 0 ... at most 100";
   refused_flag("bowl.count", "many", "--bowl.count is 'many'" + count);
   refused_flag("bowl.count", "1.5", "--bowl.count is '1.5'" + count);
   refused_flag("bowl.count", "101", "--bowl.count is '101'" + count);
@@ -180,88 +181,75 @@ TEST_F(SchemaTest, WrongFlags) {
   refused_flag("bowl.count", "99999999999999999999",
                "--bowl.count is '99999999999999999999'" + count);
   refused_flag("bowl.small", "3000000000",
-               "--bowl.small is '3000000000', must be a whole number at least -2147483648 and at "
-               "most 2147483647");
-  refused_flag("bowl.weight", "1", "--bowl.weight is '1', must be a number at least 0 and below 1");
+               "--bowl.small is '3000000000' ... whole number ... at least -2147483648 ... at most "
+               "2147483647");
+  refused_flag("bowl.weight", "1", "--bowl.weight is '1' ... number ... at least 0 ... below 1");
   refused_flag("bowl.weight", "nan",
-               "--bowl.weight is 'nan', must be a number at least 0 and below 1");
-  refused_flag("bowl.ripe", "yes", "--bowl.ripe is 'yes', must be true or false");
-  refused_flag("bowl.fruit", "plum",
-               "--bowl.fruit is 'plum', must be one of apple, sour-cherry, pear");
-  refused_flag("more.next", "plum",
-               "--more.next is 'plum', must be one of apple, sour-cherry, pear, auto");
-  refused_flag("more.sizes", "1,x", "--more.sizes is '1,x', must be a list of numbers at least 0");
-  refused_flag("more.sizes", "1,-1",
-               "--more.sizes is '1,-1', must be a list of numbers at least 0");
-  refused_flag("more.room", "8XB", "--more.room is '8XB', must be a size such as 8GB, at least 0");
-  refused_flag("more.room", "-1", "--more.room is '-1', must be a size such as 8GB, at least 0");
+               "--bowl.weight is 'nan' ... number ... at least 0 ... below 1");
+  refused_flag("bowl.ripe", "yes", "--bowl.ripe is 'yes' ... true or false");
+  refused_flag("bowl.fruit", "plum", "--bowl.fruit is 'plum' ... apple, sour-cherry, pear");
+  refused_flag("more.next", "plum", "--more.next is 'plum' ... apple, sour-cherry, pear, auto");
+  refused_flag("more.sizes", "1,x", "--more.sizes is '1,x' ... list of numbers ... at least 0");
+  refused_flag("more.sizes", "1,-1", "--more.sizes is '1,-1' ... list of numbers ... at least 0");
+  refused_flag("more.room", "8XB", "--more.room is '8XB' ... size ... at least 0");
+  refused_flag("more.room", "-1", "--more.room is '-1' ... size ... at least 0");
   refused_flag("more.guests", "all",
-               "--more.guests is 'all', must be a whole number at least 0, or auto");
+               "--more.guests is 'all' ... whole number ... at least 0, or auto");
   EXPECT_EQ(bowl, Bowl{});
 }
 
 TEST_F(SchemaTest, UnknownNamesGetASuggestion) {
-  refused_flag("bowl.coutn", "1", "--bowl.coutn is not an option; did you mean bowl.count?");
-  refused_flag("more.cuont", "1", "--more.cuont is not an option; did you mean more.cold?");
-  refused_flag("weight", "1", "--weight is not an option; did you mean bowl.weight?");
-  refused_flag("xyzzy.quux", "1", "--xyzzy.quux is not an option; --help lists them");
-  refused_text("\n\n[bowls]\ncount = 1",
-               "f:4: bowls.count is not an option; did you mean bowl.count?");
-  refused_text(R"({"bowl": {"cuont": 1}})",
-               "f: bowl.cuont is not an option; did you mean bowl.count?");
+  refused_flag("bowl.coutn", "1", "--bowl.coutn ... bowl.count");
+  refused_flag("more.cuont", "1", "--more.cuont ... more.cold");
+  refused_flag("weight", "1", "--weight ... bowl.weight");
+  refused_flag("xyzzy.quux", "1", "--xyzzy.quux ... --help");
+  refused_text("\n\n[bowls]\ncount = 1", "f:4: bowls.count ... bowl.count");
+  refused_text(R"({"bowl": {"cuont": 1}})", "f: bowl.cuont ... bowl.count");
 }
 
 TEST_F(SchemaTest, WrongFiles) {
   refused_text("[bowl]\ncount = \"3\"",
-               "f:2: bowl.count is \"3\", must be a whole number at least 0 and at most 100");
-  refused_text("[bowl]\nripe = 1", "f:2: bowl.ripe is 1, must be true or false");
-  refused_text("[bowl]\nowner = 1", "f:2: bowl.owner is 1, must be a string");
+               "f:2: bowl.count is \"3\" ... whole number ... at least 0 ... at most 100");
+  refused_text("[bowl]\nripe = 1", "f:2: bowl.ripe is 1 ... true or false");
+  refused_text("[bowl]\nowner = 1", "f:2: bowl.owner is 1 ... a string");
   refused_text("[bowl]\ncount = 1\ncount = 2", "f:3: bowl.count is set twice");
   refused_text("bowl.count = 1\n[bowl]\ncount = 2", "f:3: bowl.count is set twice");
-  refused_text("[bowl]\n[more]\n[bowl]", "f:3: section [bowl] stands here a second time");
+  refused_text("[bowl]\n[more]\n[bowl]", "f:3: section [bowl] ... second time");
   refused_text("[bowl", "f:1: ] must follow [bowl");
-  refused_text("[bowl] x", "f:1: 'x' follows the end of what is understood");
-  refused_text("[[bowl]]", "f:1: lists of tables are not supported");
+  refused_text("[bowl] x", "f:1: 'x' follows");
+  refused_text("[[bowl]]", "f:1: lists of tables");
   refused_text("[bowl]\ncount 1", "f:2: = must follow count");
-  refused_text("[bowl]\ncount =", "f:2: a value must follow the =");
-  refused_text("[bowl]\n= 1", "f:2: a key must stand before '= 1'");
-  refused_text("[bowl]\ncount = 1 2", "f:2: '2' follows the end of what is understood");
-  refused_text("[bowl]\nowner = me",
-               "f:2: me is not a number, true or false; a string needs quotes");
-  refused_text("[bowl]\nowner = \"me", "f:2: a string must end on the line where it begins");
-  refused_text("[bowl]\nowner = \"\"\"me\"\"\"", "f:2: strings of several lines are not supported");
-  refused_text("[bowl]\nowner = \"\\q\"",
-               "f:2: \\q is not an escape of TOML; a backslash is written \\\\");
-  refused_text("[bowl]\nowner = \"\\u12\"",
-               "f:2: \\u must be followed by 4 hexadecimal digits of a character");
-  refused_text("bowl = {count = 1}",
-               "f:1: inline tables are not supported; use a [section] or dotted keys");
-  refused_text("more.sizes = [1,", "f:1: a list must end on the line where it begins");
-  refused_text("more.sizes = ['a']", "f:1: ['a'] must be a list of numbers");
-  refused_text("bowl.day = 1979-05-27",
-               "f:1: 1979-05-27 is not a number, true or false; a string needs quotes");
-  refused_text(R"({"bowl": {"count": 1, "count": 2}})", "f: key count is given twice");
+  refused_text("[bowl]\ncount =", "f:2: a value ... =");
+  refused_text("[bowl]\n= 1", "f:2: a key ... '= 1'");
+  refused_text("[bowl]\ncount = 1 2", "f:2: '2' follows");
+  refused_text("[bowl]\nowner = me", "f:2: me ... not a number ... quotes");
+  refused_text("[bowl]\nowner = \"me", "f:2: a string ... on the line");
+  refused_text("[bowl]\nowner = \"\"\"me\"\"\"", "f:2: strings ... several lines");
+  refused_text("[bowl]\nowner = \"\\q\"", "f:2: \\q ... escape of TOML ... \\\\");
+  refused_text("[bowl]\nowner = \"\\u12\"", "f:2: \\u ... 4 hexadecimal digits");
+  refused_text("bowl = {count = 1}", "f:1: inline tables ... [section] ... dotted keys");
+  refused_text("more.sizes = [1,", "f:1: a list ... on the line");
+  refused_text("more.sizes = ['a']", "f:1: ['a'] ... list of numbers");
+  refused_text("bowl.day = 1979-05-27", "f:1: 1979-05-27 ... not a number ... quotes");
+  refused_text(R"({"bowl": {"count": 1, "count": 2}})", "f: key count ... twice");
   refused_text(R"({"bowl": {"count": 1}, "bowl.count": 2})", "f: bowl.count is set twice");
-  refused_text(
-      R"({"bowl": {"count": null}})",
-      "f: bowl.count is null, must be a number, a string, true, false or a list of numbers");
+  refused_text(R"({"bowl": {"count": null}})",
+               "f: bowl.count is null ... number ... string ... list of numbers");
   EXPECT_THAT([&] { schema.read_text("{\n\"bowl\": }", "f"); },
               ThrowsMessage<ConfigError>(
                   testing::AllOf(HasSubstr("f: not valid JSON"), HasSubstr("line 2"))));
   EXPECT_THAT([&] { schema.read_file("/nowhere/x.toml"); },
-              ThrowsMessage<ConfigError>(StrEq(
-                  "cannot read the configuration /nowhere/x.toml: No such file or directory")));
+              ThrowsMessage<ConfigError>(says("/nowhere/x.toml: No such file or directory")));
   EXPECT_THAT([&] { schema.read_file("/tmp"); },
-              ThrowsMessage<ConfigError>(
-                  StrEq("cannot read /tmp: it is a folder, must be a regular file")));
+              ThrowsMessage<ConfigError>(says("/tmp ... folder ... regular file")));
 }
 
 TEST_F(SchemaTest, CheckSeesValuesThatNoFlagGave) {
   EXPECT_NO_THROW(schema.check());
   bowl.weight = std::nan("");
-  EXPECT_THAT([&] { schema.check(); },
-              ThrowsMessage<ConfigError>(
-                  StrEq("bowl.weight is nan, must be a number at least 0 and below 1")));
+  EXPECT_THAT(
+      [&] { schema.check(); },
+      ThrowsMessage<ConfigError>(says("bowl.weight is nan ... number ... at least 0 ... below 1")));
 }
 
 TEST_F(SchemaTest, WrittenFilesReadBackTheSame) {

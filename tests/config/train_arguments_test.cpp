@@ -11,13 +11,14 @@
 
 #include "lockstep/config/schema_text.h"
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::config {
 namespace {
 
+using test::says;
 using testing::HasSubstr;
-using testing::StrEq;
 using testing::ThrowsMessage;
 using Words = std::vector<std::string>;
 
@@ -32,7 +33,7 @@ class ConfigFile {
 };
 
 void expect_refused(const Words& words, const std::string& message) {
-  EXPECT_THAT([&] { parse_train_arguments(words); }, ThrowsMessage<ConfigError>(StrEq(message)));
+  EXPECT_THAT([&] { parse_train_arguments(words); }, ThrowsMessage<ConfigError>(says(message)));
 }
 
 TEST(TrainArguments, FlagsInBothForms) {
@@ -71,8 +72,7 @@ TEST(TrainArguments, ShortForms) {
   EXPECT_EQ(parsed.origins.at("train.steps"), Origin::flag);
   // A file has full names, and says which one is meant.
   const ConfigFile file("steps = 5\n");
-  expect_refused({"--config", file.path()},
-                 file.path() + ":1: steps is not an option; did you mean train.steps?");
+  expect_refused({"--config", file.path()}, file.path() + ":1: steps ... train.steps");
 }
 
 TEST(TrainArguments, FlagOverFile) {
@@ -89,25 +89,23 @@ TEST(TrainArguments, FlagOverFile) {
 }
 
 TEST(TrainArguments, RefusesBadFlags) {
-  expect_refused({"--train.step", "5"}, "--train.step is not an option; did you mean train.steps?");
-  expect_refused({"--warmup", "5"}, "--warmup is not an option; did you mean optim.warmup?");
-  expect_refused({"--train.step"}, "--train.step is not an option; did you mean train.steps?");
+  expect_refused({"--train.step", "5"}, "--train.step ... train.steps");
+  expect_refused({"--warmup", "5"}, "--warmup ... optim.warmup");
+  expect_refused({"--train.step"}, "--train.step ... train.steps");
   expect_refused({"--train.steps"}, "--train.steps needs a value");
   expect_refused({"--train.steps", "--train.seed"}, "--train.steps needs a value");
   expect_refused({"--train.reproducible", "yes"},
-                 "--train.reproducible is 'yes', must be true or false");
-  expect_refused({"-n", "0"}, "-n is '0', must be a whole number at least 1");
-  expect_refused({"-n", "two"}, "-n is 'two', must be a whole number at least 1");
+                 "--train.reproducible is 'yes' ... true or false");
+  expect_refused({"-n", "0"}, "-n is '0' ... whole number ... at least 1");
+  expect_refused({"-n", "two"}, "-n is 'two' ... whole number ... at least 1");
   expect_refused(
       {"file.toml"},
       "'file.toml' is not understood; options are --SECTION.KEY VALUE, and --help lists them");
   expect_refused({"--print-config=yes"}, "--print-config takes no value, but has 'yes'");
-  expect_refused({"--config", "a", "--config", "b"}, "--config is given twice; a was the first");
-  expect_refused({"--config", "/nowhere/x"},
-                 "cannot read the configuration /nowhere/x: No such file or directory");
+  expect_refused({"--config", "a", "--config", "b"}, "--config ... twice ... a was");
+  expect_refused({"--config", "/nowhere/x"}, "/nowhere/x: No such file or directory");
   const ConfigFile file("[train]\nsteps = 5\n\nseqlen = 64\n");
-  expect_refused({"--config", file.path()},
-                 file.path() + ":4: train.seqlen is not an option; did you mean train.seq_len?");
+  expect_refused({"--config", file.path()}, file.path() + ":4: train.seqlen ... train.seq_len");
 }
 
 TEST(TrainArguments, RanksHaveAllInCommonButWhatBelongsToAHost) {

@@ -9,10 +9,12 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 
 namespace lockstep {
 namespace {
 
+using test::says;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -206,8 +208,8 @@ TEST(RankEnv, MissingLocalRankStaysUnknown) {
 
 TEST(RankEnv, ContradictionsAreErrors) {
   EXPECT_THAT([] { detect(with(kTorchrun, "RANK", "8")); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("RANK=8"), HasSubstr("WORLD_SIZE=8"),
-                                               HasSubstr("below the world size"))));
+              ThrowsMessage<ConfigError>(
+                  AllOf(HasSubstr("RANK=8"), HasSubstr("WORLD_SIZE=8"), says("world size"))));
   EXPECT_THROW(detect(with(kTorchrun, "RANK", "-1")), ConfigError);
   EXPECT_THROW(detect(with(kTorchrun, "WORLD_SIZE", "0")), ConfigError);
   EXPECT_THAT([] { detect(with(kTorchrun, "LOCAL_RANK", "4")); },
@@ -222,8 +224,8 @@ TEST(RankEnv, ContradictionsAreErrors) {
 TEST(RankEnv, NumbersMustBeNumbers) {
   for (const char* text : {"three", "3x", "0x3", "3.0", " 3", "99999999999"}) {
     EXPECT_THAT([&] { detect(with(kTorchrun, "RANK", text)); },
-                ThrowsMessage<ConfigError>(AllOf(HasSubstr(std::string("RANK=") + text),
-                                                 HasSubstr("not a whole number"))));
+                ThrowsMessage<ConfigError>(
+                    AllOf(HasSubstr(std::string("RANK=") + text), says("whole number"))));
   }
   EXPECT_THROW(detect(with(kTorchrun, "MASTER_PORT", "http")), ConfigError);
 }

@@ -17,11 +17,13 @@
 #include "lockstep/data/text_files.h"
 #include "lockstep/data/tokens/token_file.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::data {
 namespace {
 
+using test::says;
 using test::TempDir;
 using test::write_file;
 using testing::AllOf;

@@ -13,10 +13,12 @@
 #include "lockstep/core/error.h"
 #include "tests/fabric/world.h"
 #include "tests/support/sampling.h"
+#include "tests/support/says.h"
 
 namespace lockstep::fabric::testing {
 namespace {
 
+using test::says;
 using ::testing::HasSubstr;
 
 // The value that rank r puts at place i; small whole numbers, so that sums are exact in any order.
@@ -405,9 +407,8 @@ TEST_P(Faults, ARankThatLeavesIsNamedWithItsLastOperation) {
   for (const int rank : {0, 1}) {
     EXPECT_TRUE(is<PeerLost>(errors[static_cast<size_t>(rank)]));
     EXPECT_THAT(what(errors[static_cast<size_t>(rank)]), HasSubstr("rank 2"));
-    EXPECT_THAT(
-        what(errors[static_cast<size_t>(rank)]),
-        HasSubstr("has left the group, while operation #2 all_reduce(float32[100000], sum)"));
+    EXPECT_THAT(what(errors[static_cast<size_t>(rank)]),
+                says("has left ... operation #2 all_reduce(float32[100000], sum)"));
     EXPECT_THAT(what(errors[static_cast<size_t>(rank)]),
                 HasSubstr("rank 2 has finished barrier #1"));
   }
@@ -437,7 +438,7 @@ TEST_P(Faults, ALateRankIsATimeoutForEverybodyThatWaits) {
   for (const int rank : {0, 2}) {
     EXPECT_TRUE(is<TimeoutError>(errors[static_cast<size_t>(rank)]));
     EXPECT_THAT(what(errors[static_cast<size_t>(rank)]),
-                HasSubstr("for rank 1; rank 1 has finished barrier #1; that is the deadline"));
+                says("rank 1 ... finished barrier #1 ... deadline"));
   }
 }
 

@@ -10,12 +10,14 @@
 #include "lockstep/core/error.h"
 #include "lockstep/formats/safetensors.h"
 #include "tests/formats/save.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
 namespace {
 
 namespace fs = std::filesystem;
+using test::says;
 using test_support::save;
 using test_support::write_shard;
 using ::testing::AllOf;
@@ -133,7 +135,7 @@ TEST_F(Folder, VerifyNamesTheFile) {
     const auto path = save(dir_, 1);
     damage(path);
     EXPECT_THAT([&] { verify(path); },
-                ThrowsMessage<CheckpointError>(AllOf(HasSubstr(path), HasSubstr(rule))));
+                ThrowsMessage<CheckpointError>(AllOf(HasSubstr(path), says(rule))));
   };
   const auto shard = shard_file_name(2);
   damaged(
@@ -153,13 +155,12 @@ TEST_F(Folder, VerifyNamesTheFile) {
     commit_checkpoint(dir_,
                       shard_manifest(2, shard, write_shard(folder, shard, slices, 1), declared));
     EXPECT_THAT([&] { verify(dir_ + "/step-00000002"); },
-                ThrowsMessage<CheckpointError>(AllOf(HasSubstr(shard), HasSubstr(rule))));
+                ThrowsMessage<CheckpointError>(AllOf(HasSubstr(shard), says(rule))));
   };
   wrong({{"v", "F32", {4}, {{{0, 4}}}}}, "has no tensor w");
   wrong({{"w", "I32", {4}, {{{0, 4}}}}}, "tensor w is I32 (4), the manifest says F32 (4)");
   wrong({{"w", "F32", {4}, {{{0, 3}}}}}, "tensor w is F32 (3)");
-  wrong({{"w", "F32", {4}, {{{0, 4}}}}, {"v", "U8", {}, {{{0, 1}}}}},
-        "tensor v is not in the manifest");
+  wrong({{"w", "F32", {4}, {{{0, 4}}}}, {"v", "U8", {}, {{{0, 1}}}}}, "tensor v ... manifest");
 }
 
 TEST_F(Folder, CommitChecksFirst) {

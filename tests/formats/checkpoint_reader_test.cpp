@@ -18,6 +18,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/formats/safetensors.h"
 #include "tests/formats/save.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::formats {
@@ -25,6 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using layout::Box;
+using test::says;
 using test_support::save_numbers;
 using test_support::write_numbers;
 using ::testing::AllOf;
@@ -134,7 +136,7 @@ TEST_F(Reader, DamageIsNoticedInTheBlocksThatAreRead) {
           CheckpointReader reader(path);
           read(reader, "large", box);
         },
-        ThrowsMessage<CheckpointError>(AllOf(HasSubstr(file + ": is damaged"), HasSubstr(rule))));
+        ThrowsMessage<CheckpointError>(AllOf(HasSubstr(file + ": is damaged"), says(rule))));
   };
   const Box whole = Box::whole({1500, 1000}), first{{{0, 100}, {0, 600}}};
   const uint64_t size = fs::file_size(file);
@@ -174,7 +176,7 @@ TEST_F(Reader, BadFiles) {
   const auto refused = [&](const auto& damage, const std::string& rule) {
     const auto path = save_small();
     damage(path + "/");
-    const auto matches = ThrowsMessage<CheckpointError>(AllOf(HasSubstr(path), HasSubstr(rule)));
+    const auto matches = ThrowsMessage<CheckpointError>(AllOf(HasSubstr(path), says(rule)));
     EXPECT_THAT(
         [&] {
           CheckpointReader reader(path);
@@ -194,11 +196,11 @@ TEST_F(Reader, BadFiles) {
         fs::rename(path + name, path + "x");
         fs::create_symlink("x", path + name);
       },
-      name + ": is a symbolic link");
+      name + " ... symbolic link");
   refused([&](Path path) { fs::remove(path + name), fs::create_directory(path + name); },
-          name + ": is not a regular file");
+          name + " ... regular file");
   refused([&](Path path) { fs::remove(path + name), mkfifo((path + name).c_str(), 0600); },
-          name + ": is not a regular file");
+          name + " ... regular file");
   refused(
       [&](Path path) {
         fs::rename(path + name, path + "x");
@@ -211,14 +213,14 @@ TEST_F(Reader, BadFiles) {
         fs::rename(path + "manifest.json", path + "x");
         fs::create_symlink("x", path + "manifest.json");
       },
-      "manifest.json: is a symbolic link");
+      "manifest.json ... symbolic link");
   refused(
       [&](Path path) {
         fs::remove(path + "manifest.json"), fs::create_directory(path + "manifest.json");
       },
-      "manifest.json: is not a regular file");
+      "manifest.json ... regular file");
   refused([&](Path path) { fs::resize_file(path + "manifest.json", uint64_t{1} << 40); },
-          "manifest.json: has 1099511627776 bytes, must have at most");
+          "manifest.json ... 1099511627776 bytes ... at most");
   // After the manifest was read.
   const auto path = save_small();
   CheckpointReader reader(path);
@@ -242,7 +244,7 @@ TEST_F(Reader, BadFiles) {
       [&] {
         read(reader, "w", Box::whole({4, 6}));
       },
-      ThrowsMessage<CheckpointError>(HasSubstr("is a symbolic link")));
+      ThrowsMessage<CheckpointError>(says("symbolic link")));
 }
 
 // Files that are whole, but not what the manifest says.
@@ -273,7 +275,7 @@ TEST_F(Reader, BadRequests) {
   std::vector<std::byte> bytes(96);
   const auto refused = [&](const std::string& name, const Box& box, size_t size, const char* rule) {
     EXPECT_THAT([&] { reader.read(name, box, std::span(bytes).first(size)); },
-                ThrowsMessage<ConfigError>(AllOf(HasSubstr(reader.path()), HasSubstr(rule))));
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr(reader.path()), says(rule))));
   };
   refused("x", Box::whole({}), 4, "has no tensor x");
   refused("w", Box{{{0, 4}, {0, 7}}}, 96, "tensor w (4, 6): 96 bytes for [0:4, 0:7] of it");

@@ -8,11 +8,13 @@
 #include "lockstep/formats/shard_file.h"
 #include "lockstep/io/crc32c.h"
 #include "lockstep/layout/shard_math.h"
+#include "tests/support/says.h"
 
 namespace lockstep::formats {
 namespace {
 
 using layout::Box;
+using test::says;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
@@ -94,31 +96,30 @@ TEST(Manifest, StrictText) {
     const auto at = text.find(from);
     ASSERT_NE(at, std::string::npos) << from;
     const auto changed = sealed(std::string(text).replace(at, from.size(), to));
-    EXPECT_THAT(
-        [&] { Manifest::from_json(changed, "dir/manifest.json"); },
-        ThrowsMessage<CheckpointError>(AllOf(HasSubstr("dir/manifest.json"), HasSubstr(rule))));
+    EXPECT_THAT([&] { Manifest::from_json(changed, "dir/manifest.json"); },
+                ThrowsMessage<CheckpointError>(AllOf(HasSubstr("dir/manifest.json"), says(rule))));
   };
   refused("\"version\": 2", "\"version\": 1", "version 1, this Lockstep reads version 2");
   refused("\"version\": 2", "\"version\": 3", "version 3, this Lockstep reads version 2");
-  refused("lockstep.checkpoint", "other", "is not a checkpoint's manifest");
-  refused("\"step\": 100", "\"step\": 100, \"step\": 100", "key step is given twice");
-  refused("\"step\": 100", "\"step\": -1", "-1 must be a whole number");
-  refused("\"step\": 100", "\"step\": 1.5", "1.5 must be a whole number");
+  refused("lockstep.checkpoint", "other", "not a checkpoint's");
+  refused("\"step\": 100", "\"step\": 100, \"step\": 100", "key step ... twice");
+  refused("\"step\": 100", "\"step\": -1", "-1 ... whole number");
+  refused("\"step\": 100", "\"step\": 1.5", "1.5 ... whole number");
   refused("\"step\": 100,", "", "has no step");
   refused("\"step\": 100", "\"step\": 1, \"more\": 1", "unknown member more");
   refused("00abcdef", "abcdef", "8 hexadecimal digits");
   refused("00abcdef", "00abcdeg", "8 hexadecimal digits");
   refused("\"00abcdef\"", "12345678", "file f: crc32c 12345678 must be 8 hexadecimal digits");
-  refused("[\"00abcdef\"]", "\"00abcdef\"", "file f: crc32c must be an array");
+  refused("[\"00abcdef\"]", "\"00abcdef\"", "file f: crc32c ... array");
   refused("[\"00abcdef\"]", "[]", "file f: 123 bytes with 0 checksums, must have 1");
   refused("\"bytes\":123", "\"bytes\":1048577", "1048577 bytes with 1 checksums, must have 2");
   refused("\"bytes\":123", "\"bytes\":9223372036854775807", "must have 8796093022208");
   refused("\"bytes\":123", "\"bytes\":9223372036854775808", "below 2^63");
-  refused("\"file\":\"f\"", "\"file\":\"../f\"", "file ../f is not in the list of files");
+  refused("\"file\":\"f\"", "\"file\":\"../f\"", "file ../f ... list of files");
   refused("\"file\":\"f\"", "\"file\":\"f\",\"key\":\"x\"", "unknown member key");
-  refused("\"f2\": {", "\"../f2\": {", "file '../f2' must be a plain name");
-  refused("\"f2\": {", "\"a/f2\": {", "file 'a/f2' must be a plain name");
-  refused("\"bytes\":123", "\"bytes\":\"123\"", "file f: \"123\" must be a whole number");
+  refused("\"f2\": {", "\"../f2\": {", "file '../f2' ... plain name");
+  refused("\"f2\": {", "\"a/f2\": {", "file 'a/f2' ... plain name");
+  refused("\"bytes\":123", "\"bytes\":\"123\"", "file f: \"123\" ... whole number");
   refused("\"offsets\":[4,0]", "\"offsets\":[4]", "must have 2 numbers each");
   refused("\"offsets\":[4,0]", "\"offsets\":[5,0]", "tensor w: a slice: offsets (5, 0) and shape");
   refused("\"offsets\":[4,0]", "\"offsets\":[9223372036854775807,0]", "reach outside");
@@ -126,7 +127,7 @@ TEST(Manifest, StrictText) {
   refused("BF16", "BF17", "known type");
   refused("{\"layers\":2}", std::string(40, '[') + std::string(40, ']'), "nested deeper than 32");
   EXPECT_THAT([&] { Manifest::from_json(text + " ", "m"); },
-              ThrowsMessage<CheckpointError>(HasSubstr("does not match its checksum")));
+              ThrowsMessage<CheckpointError>(says("checksum")));
 }
 
 TEST(Manifest, Tiling) {
@@ -143,9 +144,8 @@ TEST(Manifest, Tiling) {
     if (rule.empty()) {
       EXPECT_NO_THROW(manifest.validate("m"));
     } else {
-      EXPECT_THAT(
-          [&] { manifest.validate("m"); },
-          ThrowsMessage<CheckpointError>(AllOf(HasSubstr("m: tensor w F32"), HasSubstr(rule))));
+      EXPECT_THAT([&] { manifest.validate("m"); },
+                  ThrowsMessage<CheckpointError>(AllOf(HasSubstr("m: tensor w F32"), says(rule))));
     }
   };
   refused({4, 4}, {{{{0, 4}, {0, 4}}}}, "");
@@ -167,13 +167,13 @@ TEST(Manifest, Tiling) {
   refused({4}, {{{{0, 2}}}, {{{1, 3}}}}, "slices [0:2] in 1 and [1:3] in 2 overlap");
   refused({2, 4}, {{{{0, 1}, {0, 4}}}, {{{0, 2}, {3, 4}}}, {{{1, 2}, {1, 3}}}}, "overlap");
   refused({4}, {{{{0, 4}}}, {{{0, 4}}}}, "overlap");
-  refused({4}, {{{{0, 5}}}}, "slice [0:5] in 1: lies outside the tensor");
+  refused({4}, {{{{0, 5}}}}, "slice [0:5] in 1 ... outside");
   refused({4}, {{{{-1, 3}}}, {{{3, 4}}}}, "lies outside");
   refused({4}, {{{{0, 4}, {0, 1}}}}, "has 2 dimensions, must have 1");
   refused({4}, {{{{0, 4}}}, {{{4, 4}}}}, "is empty");
   refused({0}, {{{{0, 0}}}}, "");
   refused({0}, {}, "slices hold 0 of 0 elements");
-  refused({0}, {{{{0, 0}}}, {{{0, 0}}}}, "has no elements and 2 slices");
+  refused({0}, {{{{0, 0}}}, {{{0, 0}}}}, "no elements ... 2 slices");
   refused({}, {{{{0, 1}}}}, "");
   refused({}, {{{{0, 1}}}, {{{0, 1}}}}, "overlap");
 }
@@ -200,15 +200,15 @@ TEST(Manifest, Files) {
   const auto refused = [](const auto& change, const char* rule) {
     auto manifest = sample();
     change(manifest);
-    EXPECT_THAT([&] { manifest.validate("m"); }, ThrowsMessage<CheckpointError>(HasSubstr(rule)));
+    EXPECT_THAT([&] { manifest.validate("m"); }, ThrowsMessage<CheckpointError>(says(rule)));
   };
-  refused([](Manifest& m) { m.files.erase("g"); }, "file g is not in the list of files");
-  refused([](Manifest& m) { m.files["../x"] = {}; }, "file '../x' must be a plain name");
-  refused([](Manifest& m) { m.files[".x"] = {}; }, "must be a plain name");
-  refused([](Manifest& m) { m.files[""] = {}; }, "must be a plain name");
-  refused([](Manifest& m) { m.files["manifest.json"] = {}; }, "must be a plain name");
+  refused([](Manifest& m) { m.files.erase("g"); }, "file g ... list of files");
+  refused([](Manifest& m) { m.files["../x"] = {}; }, "file '../x' ... plain name");
+  refused([](Manifest& m) { m.files[".x"] = {}; }, "'.x' ... plain name");
+  refused([](Manifest& m) { m.files[""] = {}; }, "'' ... plain name");
+  refused([](Manifest& m) { m.files["manifest.json"] = {}; }, "'manifest.json' ... plain name");
   refused([](Manifest& m) { m.tensors["qkv"].slices[1].file = "f"; },
-          "tensor qkv BF16 (6): has two slices in f, must have one");
+          "tensor qkv BF16 (6) ... two slices in f");
   refused([](Manifest& m) { m.tensors[""] = m.tensors["scalar"]; }, "has no name");
   refused([](Manifest& m) { m.step = -1; }, "step -1");
   auto manifest = sample();
@@ -231,14 +231,14 @@ TEST(Manifest, MergesParts) {
   EXPECT_EQ(manifest.files.size(), 2u);
 
   const auto refused = [&](const Manifest& part, const char* rule) {
-    EXPECT_THAT([&] { manifest.merge(part); }, ThrowsMessage<CheckpointError>(HasSubstr(rule)));
+    EXPECT_THAT([&] { manifest.merge(part); }, ThrowsMessage<CheckpointError>(says(rule)));
   };
-  refused(other, "is in two parts");
+  refused(other, "two parts");
   refused({.step = 4}, "parts of steps 3 and 4");
   refused({.step = 3, .tensors = {{"w", {"F16", {8}, {}}}}}, "tensor w is F32 (8) in one part");
   refused({.step = 3, .tensors = {{"w", {"F32", {9}, {}}}}}, "F32 (9) in another");
   manifest.state["seed"] = "1";
-  refused({.step = 3, .state = {{"seed", "2"}}}, "state seed is 1 in one part and 2 in another");
+  refused({.step = 3, .state = {{"seed", "2"}}}, "state seed is 1 ... 2 in another");
 }
 
 TEST(ShardFile, Names) {

@@ -92,24 +92,22 @@ TEST(Offload, CodecsOfStates) {
 }
 
 TEST(Offload, WrongCodecsOfStates) {
-  const auto says = [](const char* text) { return ThrowsMessage<ConfigError>(HasSubstr(text)); };
-  EXPECT_THAT([] { parse_state_codecs("zip"); },
-              says("'zip' is unknown, must be one of none, fp16"));
-  EXPECT_THAT([] { parse_state_codecs(""); }, says("'' is unknown"));
-  EXPECT_THAT([] { parse_state_codecs("exp_avg=zip"); }, says("'zip' is unknown"));
-  EXPECT_THAT([] { parse_state_codecs("exp_avg="); }, says("'' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("zip"); }, refused("'zip' ... none, fp16"));
+  EXPECT_THAT([] { parse_state_codecs(""); }, refused("'' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("exp_avg=zip"); }, refused("'zip' is unknown"));
+  EXPECT_THAT([] { parse_state_codecs("exp_avg="); }, refused("'' is unknown"));
   EXPECT_THAT([] { parse_state_codecs("momentum=bf16"); },
-              refused("[state codecs] 'momentum' is unknown, must be one of exp_avg, exp_avg_sq, "
-                      "params, grads"));
-  EXPECT_THAT([] { parse_state_codecs("bf16,exp_avg=int8"); }, says("exp_avg is given twice"));
-  EXPECT_THAT([] { parse_state_codecs("params=fp16"); }, says("params=fp16: must be none, bf16"));
+              refused("[state codecs] 'momentum' ... exp_avg, exp_avg_sq, params, grads"));
+  EXPECT_THAT([] { parse_state_codecs("bf16,exp_avg=int8"); }, refused("exp_avg is given twice"));
+  EXPECT_THAT([] { parse_state_codecs("params=fp16"); },
+              refused("params=fp16: must be none, bf16"));
   EXPECT_THAT([] { parse_state_codecs("grads=int8"); },
-              says("grads=int8: must be none, bf16 or lossless"));
+              refused("grads=int8 ... none, bf16 or lossless"));
 
   EXPECT_THAT([] { parse_state_codecs("exp_avg=bf16,exp_avg=int8"); },
               refused("[state codecs] 'exp_avg=bf16,exp_avg=int8': exp_avg is given twice"));
   for (const char* text : {"exp_avg=bf16,int8", "exp_avg=bf16,", ",exp_avg=bf16"})
-    EXPECT_THAT([&] { parse_state_codecs(text); }, says("must be KIND=CODEC")) << text;
+    EXPECT_THAT([&] { parse_state_codecs(text); }, refused("must be KIND=CODEC")) << text;
 }
 
 TEST(Offload, CodecsAreForWhatMayLeave) {
@@ -122,20 +120,17 @@ TEST(Offload, CodecsAreForWhatMayLeave) {
   EXPECT_NO_THROW(given(params, [](auto&) {})());
   EXPECT_NO_THROW(given(grads, [](auto&) {})());
   EXPECT_THAT(given(params, [](auto& options) { options.params = false; }),
-              refused("offload.codec has params=int8, but offload.params is false: they stay on "
-                      "the device as they are"));
+              refused("offload.codec has params=int8 ... offload.params is false"));
   EXPECT_THAT(given(grads, [](auto& options) { options.grads = false; }),
-              refused("offload.codec has grads=bf16, but offload.grads is false: they stay on the "
-                      "device as they are"));
+              refused("offload.codec has grads=bf16 ... offload.grads is false"));
   EXPECT_THAT(given(grads, [](auto& options) { options.advanced.clip_mode = ClipMode::none; }),
-              refused("offload.codec has grads=bf16, but offload.clip_mode is none: gradients are "
-                      "used at once and do not rest"));
+              refused("offload.codec has grads=bf16 ... offload.clip_mode is none"));
   for (const StateCodecs& codecs :
        {StateCodecs{.params = Codec::lossless}, StateCodecs{.grads = Codec::lossless}}) {
     EXPECT_THAT(
         given(codecs, [](auto& options) { options.advanced.update_site = UpdateSite::device; }),
-        refused("offload.update_site is device, but offload.codec is " + name_of(codecs) +
-                ": LZ4 is decoded by the CPU"));
+        refused("offload.update_site is device ... offload.codec is " + name_of(codecs) +
+                " ... LZ4 ... CPU"));
   }
 }
 
@@ -150,14 +145,14 @@ TEST(Offload, CodecsAreForMomentsThatTheOptimizerHas) {
     EXPECT_NO_THROW(given(UpdateRule::sgd_momentum, codecs)()) << codecs;
   }
   EXPECT_NO_THROW(given(UpdateRule::sgd, "params=int8,grads=bf16")());
-  EXPECT_THAT(given(UpdateRule::sgd_momentum, "exp_avg_sq=bf16"),
-              refused("offload.codec has exp_avg=none and exp_avg_sq=bf16, but the optimizer is "
-                      "SGD, which has no second moment: leave exp_avg_sq out"));
+  EXPECT_THAT(
+      given(UpdateRule::sgd_momentum, "exp_avg_sq=bf16"),
+      refused("offload.codec has exp_avg=none and exp_avg_sq=bf16 ... SGD ... exp_avg_sq out"));
   EXPECT_THAT(given(UpdateRule::sgd_momentum, "exp_avg=bf16,exp_avg_sq=int8"),
               ThrowsMessage<ConfigError>(HasSubstr("exp_avg=bf16 and exp_avg_sq=int8")));
   EXPECT_THAT(given(UpdateRule::sgd, "quantization"),
-              refused("offload.codec has exp_avg=quantization and exp_avg_sq=quantization, but the "
-                      "optimizer is SGD without momentum, which has no moments: leave both out"));
+              refused("offload.codec has exp_avg=quantization and exp_avg_sq=quantization ... SGD "
+                      "without momentum"));
 }
 
 TEST(Offload, WhatIsOpenIsTheSmallerOfDefaultAndMachine) {
@@ -216,7 +211,7 @@ TEST(Offload, RejectsBadOptions) {
     OffloadOptions wrong = right;
     wrong.advanced.prefetch = depth;
     EXPECT_THAT([&] { validate(wrong); },
-                refused("offload.prefetch is " + std::to_string(depth) + ", must be at least 1"));
+                refused("offload.prefetch is " + std::to_string(depth) + " ... at least 1"));
   }
   OffloadOptions one = right;
   one.advanced.prefetch = 1;
@@ -228,16 +223,17 @@ TEST(Offload, BudgetsAreWithinTheLimits) {
   options.param_budget = 3 * kGB;
   options.device_limit = 2 * kGB;
   EXPECT_THAT([&] { validate(options); },
-              refused("offload.param_budget is 3 GB, must be at most offload.device_limit, 2 GB"));
+              refused("offload.param_budget is 3 GB ... at most offload.device_limit, 2 GB"));
   options.param_budget = 2 * kGB;
   EXPECT_NO_THROW(validate(options));
   options.param_budget = 2 * kGB + 1;  // numbers that would look the same
-  EXPECT_THAT([&] { validate(options); },
-              refused("offload.param_budget is 2147483649 B, must be at most offload.device_limit, "
-                      "2147483648 B"));
+  EXPECT_THAT(
+      [&] { validate(options); },
+      refused(
+          "offload.param_budget is 2147483649 B ... at most offload.device_limit, 2147483648 B"));
   options = resolved({.host_budget = 96 * kGB}, 0, 0);
   EXPECT_THAT([&] { validate(options); },
-              refused("offload.host_budget is 96 GB, must be at most offload.host_limit, 64 GB"));
+              refused("offload.host_budget is 96 GB ... at most offload.host_limit, 64 GB"));
 }
 
 TEST(Offload, EncodedStateIsSmaller) {

@@ -8,10 +8,12 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/layout/shard_math.h"
+#include "tests/support/says.h"
 
 namespace lockstep::layout {
 namespace {
 
+using test::says;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -89,10 +91,10 @@ TEST(Placement, TwoCutsTile) {
 
 TEST(Placement, RejectsSlicesOutsideTheShape) {
   const auto refused = [](const Placement& placement, const char* rule) {
-    EXPECT_THAT([&] { placement.validate(); }, ThrowsMessage<ConfigError>(HasSubstr(rule)));
+    EXPECT_THAT([&] { placement.validate(); }, ThrowsMessage<ConfigError>(says(rule)));
   };
-  refused({.name = "", .global_shape = {2}, .slice = {{{0, 2}}}}, "must have a name");
-  refused({.name = "w", .global_shape = {-2}, .slice = {{{0, 2}}}}, "sizes must be at least 0");
+  refused({.name = "", .global_shape = {2}, .slice = {{{0, 2}}}}, "the tensor ... a name");
+  refused({.name = "w", .global_shape = {-2}, .slice = {{{0, 2}}}}, "sizes ... at least 0");
   refused({.name = "w", .global_shape = {2, 2}, .slice = {{{0, 2}}}},
           "the slice has 1 dimensions, must have 2");
   refused({.name = "w", .global_shape = {2}, .slice = {{{0, 3}}}}, "0:3 of dim 0 must lie in 0:2");
@@ -102,16 +104,16 @@ TEST(Placement, RejectsSlicesOutsideTheShape) {
            .slice = {{{0, 2}}},
            .replicated_over = {"dp"},
            .sharded_over = {"dp"}},
-          "axis dp is named twice");
+          "axis dp ... twice");
   refused({.name = "w", .global_shape = {2}, .slice = {{{0, 2}}}, .replicated_over = {""}},
-          "an axis has no name");
+          "axis ... no name");
 
   const auto whole = Placement::whole("w", {8, 4}, {"dp"});
   EXPECT_THAT(
       [&] {
         whole.narrow(2, {0, 1}, "dp");
       },
-      ThrowsMessage<ConfigError>(HasSubstr("dim 2, must be at least 0 and below 2")));
+      ThrowsMessage<ConfigError>(says("dim 2 ... at least 0 ... below 2")));
   EXPECT_THAT(
       [&] {
         whole.narrow(0, {4, 9}, "dp");
@@ -122,7 +124,7 @@ TEST(Placement, RejectsSlicesOutsideTheShape) {
       [&] {
         half.narrow(0, {0, 2}, "dp");
       },
-      ThrowsMessage<ConfigError>(HasSubstr("axis dp is named twice")));
+      ThrowsMessage<ConfigError>(says("axis dp ... twice")));
 }
 
 }  // namespace

@@ -8,10 +8,12 @@
 #include <set>
 
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 
 namespace lockstep::layout {
 namespace {
 
+using test::says;
 using testing::ElementsAre;
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -170,8 +172,8 @@ TEST(RankMap, GroupsAreListedByCoordinate) {
 TEST(RankMap, OutsideIsAnError) {
   const RankMap map({2, 2, 3});
   EXPECT_THAT([&] { map.coordinate_of(12); },
-              ThrowsMessage<ConfigError>(StrEq("[rank_map] rank 12 is outside dp 2 x tp 2 x pp 3, "
-                                               "must be at least 0 and below 12")));
+              ThrowsMessage<ConfigError>(says(
+                  "[rank_map] rank 12 is outside dp 2 x tp 2 x pp 3 ... at least 0 ... below 12")));
   EXPECT_THROW(map.coordinate_of(-1), ConfigError);
   EXPECT_THROW(map.group(Axis::dp, 12), ConfigError);
   EXPECT_THAT(

@@ -157,7 +157,7 @@ TEST(DistributedTensor, SaysWhatNeedsCommunication) {
   const auto tensor = DistributedTensor::partition(numbered({4, 2}), 0, Group());
   require_refused([&] { tensor.requires_communication(TensorOp::redistribute); }, "needs the dim");
   require_refused([&] { tensor.requires_communication(TensorOp::elementwise, 0); },
-                  "a dim is given for an operation that has none");
+                  "a dim ... none");
   require_refused([&] { tensor.requires_communication(TensorOp::reduce, 2); }, "split dim 2");
 }
 
@@ -216,7 +216,7 @@ TEST(DistributedTensor, FromAShard) {
         [&] {
           DistributedTensor(at::zeros({3, 3}), {5, 3}, 0, group);
         },
-        "the shard has shape (3, 3), must have (" + std::to_string(rows) + ", 3)");
+        "shape (3, 3) ... (" + std::to_string(rows) + ", 3)");
   });
 }
 
@@ -275,10 +275,10 @@ TEST(DistributedTensor, SplitDimsOutsideAreRefused) {
     const auto rank = "rank " + std::to_string(group.rank());
     require_refused(
         [&] { DistributedTensor::partition(whole, 2, group); },
-        "[partition] " + rank + ": split dim 2 of shape (4, 6), must be at least -2 and below 2");
+        "[partition] " + rank + ": split dim 2 of shape (4, 6) ... at least -2 ... below 2");
     require_refused([&] { DistributedTensor::partition(whole, -3, group); }, "split dim -3");
     require_refused([&] { DistributedTensor::partition(at::ones({}), 0, group); },
-                    "a 0-d tensor has no dim 0 to be split along");
+                    "0-d tensor ... dim 0");
     require_refused([&] { DistributedTensor::reduce_scatter(whole, 5, group); },
                     "[reduce_scatter] " + rank + ": split dim 5");
     const auto tensor = DistributedTensor::partition(whole, 0, group);

@@ -36,18 +36,19 @@ inline void require_same(const at::Tensor& actual, const at::Tensor& expected,
   fail(text.str(), where);
 }
 
-// The call must throw a ConfigError whose message has `part` in it.
+// The call must throw a ConfigError whose message has these facts (tests/support/says.h).
 template <class Call>
-void require_refused(Call call, const std::string& part,
+void require_refused(Call call, const std::string& facts,
                      std::source_location where = std::source_location::current()) {
   try {
     call();
   } catch (const ConfigError& error) {
     const std::string message = error.what();
-    if (message.find(part) != std::string::npos) return;
-    fail("the message is '" + message + "', without '" + part + "'", where);
+    const std::string missing = test::missing_fact(message, facts);
+    if (missing.empty()) return;
+    fail("the message is '" + message + "', without '" + missing + "'", where);
   }
-  fail("nothing was thrown, expected '" + part + "'", where);
+  fail("nothing was thrown, expected '" + facts + "'", where);
 }
 
 }  // namespace lockstep::mesh

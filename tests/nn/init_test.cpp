@@ -14,11 +14,13 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/init_model.h"
+#include "tests/support/says.h"
 
 namespace lockstep::nn {
 namespace {
 
 using layout::Placement;
+using test::says;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -89,8 +91,7 @@ TEST(Init, AShardHasItsElementsOfTheWhole) {
 
 TEST(Init, FansNeedTwoDimensions) {
   EXPECT_THAT([] { init::xavier_normal_(at::empty({4}), {.seed = 0, .name = "bias"}); },
-              ThrowsMessage<ConfigError>(
-                  HasSubstr("[init] 'bias' has shape (4), must have two dimensions")));
+              ThrowsMessage<ConfigError>(says("[init] 'bias' has shape (4) ... two dimensions")));
 }
 
 // ---- initialize ----

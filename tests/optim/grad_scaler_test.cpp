@@ -146,10 +146,10 @@ TEST(GradScaler, OrderOfCallsAndOptionsAreChecked) {
   GradScaler scaler;
   expect_error<ConfigError>("[GradScaler] update without gradients", [&] { scaler.update(); });
   scaler.unscale(optimizer);
-  expect_error<ConfigError>("[GradScaler] gradients were unscaled already",
+  expect_error<ConfigError>("[GradScaler] ... unscaled already",
                             [&] { scaler.unscale(optimizer); });
   scaler.step(optimizer);
-  expect_error<ConfigError>("[GradScaler] step was called twice", [&] { scaler.step(optimizer); });
+  expect_error<ConfigError>("[GradScaler] step ... twice", [&] { scaler.step(optimizer); });
   scaler.update();
   scaler.step(optimizer);
   const auto with = [](GradScalerOptions options) { GradScaler bad({}, options); };
@@ -158,7 +158,7 @@ TEST(GradScaler, OrderOfCallsAndOptionsAreChecked) {
                             [&] { with({.growth_factor = 1}); });
   expect_error<ConfigError>("backoff_factor is 1, must be between 0 and 1",
                             [&] { with({.backoff_factor = 1}); });
-  expect_error<ConfigError>("growth_interval is 0, must be at least 1",
+  expect_error<ConfigError>("growth_interval is 0 ... at least 1",
                             [&] { with({.growth_interval = 0}); });
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/optim/optimizer.h"
+#include "tests/support/says.h"
 
 namespace lockstep::optim {
 
@@ -81,7 +82,7 @@ void expect_error(const std::string& part, Body body) {
     body();
     ADD_FAILURE() << "no error; expected: " << part;
   } catch (const Exception& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    EXPECT_THAT(error.what(), test::says(part));
   }
 }
 

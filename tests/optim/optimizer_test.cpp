@@ -94,9 +94,7 @@ TEST(Optimizer, BadParametersAreNamed) {
     with({{"i", at::zeros({2}, at::kInt)}});
   });
   expect_error<ConfigError>("parameter 'u' is undefined", [&] { with({{"u", at::Tensor()}}); });
-  expect_error<ConfigError>("parameter 'n' is computed from others", [&] {
-    with({{"n", tensor * 2}});
-  });
+  expect_error<ConfigError>("parameter 'n' ... computed", [&] { with({{"n", tensor * 2}}); });
   SGD optimizer({{"a", tensor}});
   expect_error<ConfigError>("[SGD] lr is nan", [&] { optimizer.set_lr(std::nan("")); });
 }

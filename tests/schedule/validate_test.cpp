@@ -6,10 +6,12 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/schedule/schedule.h"
+#include "tests/support/says.h"
 
 namespace lockstep::schedule {
 namespace {
 
+using test::says;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
@@ -25,7 +27,7 @@ Schedule two_ranks(const std::vector<std::string>& first, const std::vector<std:
 
 void refused(const Schedule& schedule, const std::string& message) {
   EXPECT_THAT([&] { validate(schedule); },
-              ThrowsMessage<ConfigError>("[schedule] file: " + message));
+              ThrowsMessage<ConfigError>(says("[schedule] file: ... " + message)));
 }
 
 const std::vector<std::string> kGood = {"F0", "F1", "B0", "B1"};
@@ -45,8 +47,8 @@ TEST(Validate, EveryActionOnce) {
   refused(two_ranks({"F0", "F1", "F0", "B0", "B1"}, kGood), "rank 0: F0 is there twice");
   refused(two_ranks(kGood, {"F0", "F1", "B0", "B1", "B1"}), "rank 1: B1 is there twice");
   refused(two_ranks({"F0", "F1", "I0", "W0", "W0", "B1"}, kGood), "rank 0: W0 is there twice");
-  refused(two_ranks({"F0", "F1", "B0", "I0", "B1"}, kGood), "rank 0: I0 repeats a part of B0");
-  refused(two_ranks({"F0", "F1", "B0", "W0", "B1"}, kGood), "rank 0: W0 repeats a part of B0");
+  refused(two_ranks({"F0", "F1", "B0", "I0", "B1"}, kGood), "rank 0: I0 repeats ... B0");
+  refused(two_ranks({"F0", "F1", "B0", "W0", "B1"}, kGood), "rank 0: W0 repeats ... B0");
   refused(two_ranks({"F0", "F1", "I0", "W0", "B0", "B1"}, kGood), "rank 0: B0 repeats I0");
 }
 
@@ -58,21 +60,21 @@ TEST(Validate, OrderOnARank) {
 
 TEST(Validate, NumbersInRange) {
   refused(two_ranks({"F0", "F1", "B0", "B1", "F2"}, kGood),
-          "rank 0: F2 is of a micro-batch that is not in 0 to 1");
+          "rank 0: F2 ... micro-batch ... 0 to 1");
   auto schedule = two_ranks(kGood, kGood);
   schedule.actions[1][0].chunk = 1;
-  refused(schedule, "rank 1: F0 is of a chunk that is not in 0 to 0");
+  refused(schedule, "rank 1: F0 ... chunk ... 0 to 0");
   schedule = two_ranks(kGood, kGood);
   schedule.actions[1].push_back({Op::send_gradient, 0, 0});
-  refused(schedule, "rank 1: SG0 is not a computation");
+  refused(schedule, "rank 1: SG0 ... computation");
   schedule = two_ranks(kGood, kGood);
   schedule.actions.pop_back();
-  refused(schedule, "there are actions of 1 ranks, must be of 2");
+  refused(schedule, "actions of 1 ranks ... of 2");
   schedule.ranks = 0;
-  refused(schedule, "ranks is 0, must be at least 1");
+  refused(schedule, "ranks is 0 ... at least 1");
   schedule = two_ranks(kGood, kGood);
   schedule.order = StageOrder::v;
-  refused(schedule, "chunks is 1, must be 2: the stages lie in a V");
+  refused(schedule, "chunks is 1 ... 2 ... V");
   schedule.microbatches = 2'000'000'000;
   EXPECT_THAT([&] { validate(schedule); },
               ThrowsMessage<ConfigError>(HasSubstr("at most 4194304")));
@@ -81,11 +83,11 @@ TEST(Validate, NumbersInRange) {
 TEST(Validate, RanksThatWaitForEachOther) {
   // Rank 0 wants the gradient of micro-batch 0 before it computes the forward that rank 1 wants.
   refused(two_ranks({"F0", "B0", "F1", "B1"}, kGood),
-          "rank 0: B0 waits for B0 of rank 1, which in this order never runs");
+          "rank 0: B0 waits for B0 of rank 1 ... never runs");
   // Chunk 1 of the only rank comes before what it needs.
   const Schedule own{{Kind::file, 1, 1, 2, StageOrder::loop},
                      {row({"F0.1", "F0.0", "B0.1", "B0.0"}, 2)}};
-  refused(own, "rank 0: F0.1 waits for F0.0 of rank 0, which in this order never runs");
+  refused(own, "rank 0: F0.1 waits for F0.0 of rank 0 ... never runs");
 }
 
 // Swapping two neighbours, or leaving one out, must be noticed exactly where a rule is broken; a

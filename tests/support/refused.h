@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Input that is refused with exactly this message.
+// Input that is refused with a message that says this.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -7,11 +7,12 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 
-inline auto refused(const std::string& message) {
-  return testing::ThrowsMessage<ConfigError>(testing::StrEq(message));
+inline auto refused(const std::string& facts) {
+  return testing::ThrowsMessage<ConfigError>(says(facts));
 }
 
 }  // namespace lockstep::test

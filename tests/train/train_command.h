@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "tests/support/sampling.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -138,7 +139,7 @@ class Train : public testing::Test {
   void expect_refused(const Words& options, const std::string& message) const {
     const Result result = run(options);
     EXPECT_EQ(result.code, 2) << message;
-    EXPECT_NE(result.err.find(message), std::string::npos) << result.err;
+    EXPECT_THAT(result.err, says(message));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
   static std::vector<json> read_steps(const std::string& path) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "tests/support/says.h"
 #include "tests/train/train_command.h"
 
 namespace lockstep::test {
@@ -94,8 +95,7 @@ TEST_F(TrainDisk, AFolderThatIsNoneIsOneLineBeforeRanksStart) {
     const Result result =
         run(model_ + Words{"-n", "2", "--memory.strategy", "extreme", "--memory.disk", path(name)});
     EXPECT_EQ(result.code, 2);
-    EXPECT_THAT(result.err,
-                HasSubstr("memory.disk: " + path(name) + " is not a folder that can be written"));
+    EXPECT_THAT(result.err, says("memory.disk: " + path(name) + " ... not a folder"));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
     EXPECT_THAT(result.err, Not(HasSubstr("rank0")));
   }
@@ -113,8 +113,7 @@ TEST_F(TrainDisk, AFullDiskIsSaid) {
   Subprocess shell({"sh", "-c", line});
   const Result result = shell.wait(milliseconds{120'000});
   EXPECT_NE(result.code, 0);
-  EXPECT_THAT(result.err,
-              HasSubstr("[disk store] cannot write 262144 bytes to a file in " + disk()));
+  EXPECT_THAT(result.err, says("[disk store] ... 262144 bytes ... " + disk()));
   EXPECT_THAT(result.err, HasSubstr("File too large"));
   EXPECT_TRUE(fs::is_empty(disk()));
 }

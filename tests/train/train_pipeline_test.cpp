@@ -97,15 +97,14 @@ TEST_F(TrainPipeline, WhatDoesNotFitIsOneLine) {
   const auto refused = [&](const Words& options, const std::string& message) {
     expect_refused(model_ + options, message);
   };
-  refused({"-n", "8", "--parallel.pp", "8"},
-          "model.layers is 4, must be a multiple of the stages, parallel.pp 8");
-  refused(pipeline(2, "1f1b", 2), "1f1b: chunks is 2, but 1f1b has one chunk per rank");
+  refused({"-n", "8", "--parallel.pp", "8"}, "model.layers is 4 ... multiple ... parallel.pp 8");
+  refused(pipeline(2, "1f1b", 2), "1f1b: chunks is 2 ... one chunk");
   refused(pipeline(2, "dualpipe-v", 2) + Words{"--train.global_batch", "6"},
-          "microbatches is 3, must be at least twice the number of ranks, 4");
+          "microbatches is 3 ... at least twice ... 4");
   refused(pipeline(2, "1f1b") + Words{"--parallel.split", "3,4"},
           "parallel.split is 3, 4: 2 stages with 7 layers");
   refused({"-n", "3", "--parallel.pp", "2"},
-          "3 ranks must be divisible by parallel.tp 1 x parallel.pp 2 = 2");
+          "3 ranks ... divisible by parallel.tp 1 x parallel.pp 2 = 2");
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tests/cli/checkpoint/models.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -117,7 +118,7 @@ TEST_F(CheckpointCommand, ACheckpointOfAnotherProgramHasNoModelLine) {
   EXPECT_THAT(result.out, AllOf(HasSubstr("I64"), Not(HasSubstr("\nconfig "))));
   const Result exported = run({"export", path("run"), path("out")});
   EXPECT_EQ(exported.code, 1);
-  EXPECT_THAT(exported.err, HasSubstr("was not saved with a model of lockstep train"));
+  EXPECT_THAT(exported.err, says("not saved ... lockstep train"));
   EXPECT_FALSE(fs::exists(path("out")));
   EXPECT_EQ(run({"diff", path("run"), path("run")}).code, 0);
 }
@@ -278,19 +279,19 @@ TEST_F(CheckpointCommand, WrongUseIsOneLine) {
   save("a", values_);
   const struct {
     Words words;
-    const char* says;
+    const char* facts;
   } cases[] = {{{"look"}, "'look' is not known; there are: inspect, verify, diff"},
                {{"inspect"}, "DIR is required"},
-               {{"inspect", path("none")}, "no complete checkpoint in"},
-               {{"verify", path("none")}, "no complete checkpoint in"},
-               {{"verify", "--all", path("none")}, "no complete checkpoint in"},
+               {{"inspect", path("none")}, "no complete checkpoint"},
+               {{"verify", path("none")}, "no complete checkpoint"},
+               {{"verify", "--all", path("none")}, "no complete checkpoint"},
                {{"diff", path("a")}, "B is required"},
-               {{"diff", path("a"), path("none")}, "no complete checkpoint in"},
+               {{"diff", path("a"), path("none")}, "no complete checkpoint"},
                {{"diff", path("a"), path("a"), "--tolerance", "x"}, "--tolerance is 'x'"},
                {{"diff", path("a"), path("a"), "--tolerance", "-1"}, "--tolerance is '-1'"},
                {{"diff", path("a"), path("a"), path("a")}, "checkpoint diff: "},
                {{"export", path("a")}, "OUT is required"},
-               {{"export", path("none"), path("x")}, "no complete checkpoint in"},
+               {{"export", path("none"), path("x")}, "no complete checkpoint"},
                {{"export", path("a"), path("x"), "--dtype", "int8"}, "--dtype is 'int8'"},
                {{"export", path("a"), path("x"), "--max-shard-size", "big"}, "size such as 5GB"},
                {{"export", path("a"), path("x"), "--max-shard-size", "0"}, "size such as 5GB"},
@@ -298,10 +299,10 @@ TEST_F(CheckpointCommand, WrongUseIsOneLine) {
                {{"import", path("a")}, "DIR is required"},
                {{"import", path("a"), ""}, "DIR is empty"},
                {{"import", path("none"), path("x")}, "there is no"}};
-  for (const auto& [words, says] : cases) {
+  for (const auto& [words, facts] : cases) {
     const Result result = run(words);
-    EXPECT_EQ(result.code, 2) << says;
-    EXPECT_THAT(result.err, HasSubstr(says));
+    EXPECT_EQ(result.code, 2) << facts;
+    EXPECT_THAT(result.err, says(facts));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
     EXPECT_EQ(result.out, "");
   }

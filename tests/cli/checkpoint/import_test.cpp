@@ -9,6 +9,7 @@
 
 #include "lockstep/io/folder_lock.h"
 #include "tests/cli/checkpoint/arrays.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -37,7 +38,7 @@ TEST_F(CheckpointImport, NamesOfTheHubAndBuffersAreRead) {
 
   result = run({"import", path("hf"), path("run")});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("run has checkpoints already, up to step 0"));
+  EXPECT_THAT(result.err, says("run ... checkpoints already ... step 0"));
 }
 
 TEST_F(CheckpointImport, AFolderThatAnotherProcessSavesInIsRefused) {
@@ -45,8 +46,8 @@ TEST_F(CheckpointImport, AFolderThatAnotherProcessSavesInIsRefused) {
   const io::FolderLock lock(path("run"));
   const Result result = run({"import", path("hf"), path("run")});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, AllOf(HasSubstr(path("run") + " is in use by pid "),
-                                HasSubstr(std::to_string(getpid()))));
+  EXPECT_THAT(result.err,
+              AllOf(says(path("run") + " ... pid"), HasSubstr(std::to_string(getpid()))));
   EXPECT_NO_THROW(lock.require_held());
 }
 
@@ -95,7 +96,7 @@ TEST_F(CheckpointImport, WrongFoldersAreRefusedBeforeAnythingIsWritten) {
              R"({"weight_map": {"transformer.wte.weight": "../x"}})");
   result = run({"import", path("hf"), path("x")});
   EXPECT_EQ(result.code, 1);
-  EXPECT_THAT(result.err, HasSubstr("\"../x\" must be the plain name of a file"));
+  EXPECT_THAT(result.err, says("\"../x\" ... plain name"));
   write_file(path("hf/config.json"), R"({"model_type": "mamba"})");
   result = run({"import", path("hf"), path("x")});
   EXPECT_EQ(result.code, 2);

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -59,16 +60,15 @@ TEST(AdoptProcessGroup, ADeadRankIsNamed) {
 
 TEST(AdoptProcessGroup, AllRanksSayWhyOneCannotTakePart) {
   const auto results = run_gloo(3, "", {"LOCKSTEP_TIMEOUT=soon"});
-  const std::string reason = "LOCKSTEP_TIMEOUT=soon must be a number of seconds above 0";
+  const std::string reason = "LOCKSTEP_TIMEOUT=soon ... seconds above 0";
   for (const Result& result : results) EXPECT_EQ(result.code, 2) << result.err;
   for (const size_t rank : {0, 1})
-    EXPECT_THAT(results[rank].err, HasSubstr("[init] rank 2 cannot take part: " + reason));
-  EXPECT_THAT(results[2].err, HasSubstr("config error: " + reason));
+    EXPECT_THAT(results[rank].err, says("[init] rank 2 ... " + reason));
+  EXPECT_THAT(results[2].err, says("config error: ... " + reason));
 }
 
 TEST(AdoptProcessGroup, BadInput) {
-  EXPECT_THAT(run_gloo(1, "null")[0].err,
-              HasSubstr("config error: [adopt] the process group is null"));
+  EXPECT_THAT(run_gloo(1, "null")[0].err, says("config error: [adopt] ... null"));
   EXPECT_THAT(run_gloo(1, "pigeon")[0].err, HasSubstr("backend 'pigeon' is not known"));
   EXPECT_THAT(run_gloo(1, "thread")[0].err, HasSubstr("use run_threads"));
 }
@@ -102,7 +102,7 @@ TEST(AdoptMpiComm, MakesAGroupOfItsRanksOverAnotherBackend) {
 TEST(AdoptMpiComm, BadInput) {
   EXPECT_THAT(run_mpi(1, "null").err, HasSubstr("the communicator is MPI_COMM_NULL"));
   EXPECT_THAT(run_mpi(1, "single").err, HasSubstr("needs MPI_THREAD_MULTIPLE"));
-  EXPECT_THAT(run_mpi(1, "unstarted").err, HasSubstr("MPI has not been started"));
+  EXPECT_THAT(run_mpi(1, "unstarted").err, says("MPI ... not been started"));
 }
 #endif
 

@@ -7,6 +7,7 @@
 #include <filesystem>
 
 #include "lockstep/launch/rendezvous/rendezvous.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -43,16 +44,14 @@ TEST(Init, ShmOverTwoHostsIsRefused) {
   const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", "sh", "-c",
                              "LOCKSTEP_HOST=host$RANK exec " + kInitRank + " shm"});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(
-      result.err,
-      HasSubstr("backend shm: the 2 ranks of group 'world' are on 2 hosts, must be on one"));
+  EXPECT_THAT(result.err, says("backend shm ... 2 ranks ... group 'world' ... 2 hosts"));
 }
 
 #ifdef LOCKSTEP_MPIRUN
 TEST(Init, MpiWithoutAnMpiLauncherSaysSo) {
   const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", kInitRank, "mpi"});
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("start the program with mpirun or srun"));
+  EXPECT_THAT(result.err, says("mpirun or srun"));
 }
 #endif
 
@@ -118,11 +117,11 @@ TEST(Init, StepsOfOneSlurmJobDoNotMeet) {
   Subprocess first({kInitRank}, variables("0", "0"));
   const Result other = run({kInitRank}, variables("1", "1"));
   EXPECT_EQ(other.code, 2);
-  EXPECT_THAT(other.err, HasSubstr("the rendezvous of another job"));
+  EXPECT_THAT(other.err, says("another job"));
   EXPECT_EQ(run({kInitRank}, variables("0", "1")).code, 0);
   const Result result = first.wait(milliseconds{60'000});
   EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the job has no secret"));
+  EXPECT_THAT(result.err, says("no secret"));
   EXPECT_THAT(result.err, HasSubstr("LOCKSTEP_TOKEN_FILE"));
 }
 
@@ -148,8 +147,8 @@ TEST(Init, RanksThatWantDifferentThingsSaySo) {
   };
   Result result = run_two("LOCKSTEP_CHECK=$RANK exec " + kInitRank);
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.err, HasSubstr("[init] the ranks differ: operations are compared on rank 1"));
-  EXPECT_THAT(result.err, HasSubstr("operations are not compared on rank 0"));
+  EXPECT_THAT(result.err, says("[init] ... compared on rank 1"));
+  EXPECT_THAT(result.err, says("not compared ... rank 0"));
   result =
       run_two("[ $RANK = 0 ] && strategy=ring; exec " + kInitRank + " shm 3 ${strategy:-tree}");
   EXPECT_EQ(result.code, 2);
@@ -174,7 +173,7 @@ TEST(Init, BadInput) {
               HasSubstr("set MASTER_ADDR and MASTER_PORT"));
   EXPECT_THAT(run({kInitRank, "thread"}).err, HasSubstr("use run_threads"));
   EXPECT_THAT(run({kInitRank}, {"RANK=0", "WORLD_SIZE=2", "LOCKSTEP_TIMEOUT=soon"}).err,
-              HasSubstr("LOCKSTEP_TIMEOUT=soon must be a number"));
+              says("LOCKSTEP_TIMEOUT=soon ... number"));
 }
 
 }  // namespace

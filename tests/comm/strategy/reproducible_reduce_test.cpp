@@ -12,11 +12,12 @@
 #include "lockstep/core/error.h"
 #include "lockstep/fabric/reduce.h"
 #include "lockstep/memory/tensor_bytes.h"
+#include "tests/support/says.h"
 
 namespace lockstep::comm {
 namespace {
 
-using ::testing::HasSubstr;
+using lockstep::test::says;
 
 // Numbers whose sum depends on the order it is taken in.
 at::Tensor part_of(int rank, int64_t count, at::ScalarType type) {
@@ -134,14 +135,14 @@ TEST_P(Ordered, BadInputIsNamed) {
         reduce_scatter_ordered(output, input, group, {.counts = std::move(counts)}).wait();
         ADD_FAILURE() << "no error; expected: " << part;
       } catch (const ConfigError& error) {
-        EXPECT_THAT(error.what(), HasSubstr(part));
+        EXPECT_THAT(error.what(), says(part));
       }
     };
     refused(at::empty({2}), at::empty({5}), {}, "input has 5 elements");
-    refused(at::empty({2}), at::empty({4}), {2, 2, 0}, "3 block counts for a group of 2");
+    refused(at::empty({2}), at::empty({4}), {2, 2, 0}, "3 block counts ... group of 2");
     refused(at::empty({2}), at::empty({5}), {2, 2}, "elements");
     refused(at::empty({3}), at::empty({4}), {2, 2}, "elements");
-    refused(at::empty({2}), at::empty({4}, at::kDouble), {}, "they must be the same");
+    refused(at::empty({2}), at::empty({4}, at::kDouble), {}, "input is Double ... output is Float");
     refused(at::Tensor(), at::empty({4}), {}, "undefined");
   });
   EXPECT_THROW(run(2,

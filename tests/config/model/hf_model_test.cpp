@@ -9,12 +9,13 @@
 #include <string>
 
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 
 namespace lockstep::config {
 namespace {
 
 using nlohmann::json;
-using testing::StrEq;
+using test::says;
 using testing::ThrowsMessage;
 
 json gpt2() {
@@ -63,7 +64,8 @@ ModelSpec read(const json& config) { return model_spec_from_hf(config.dump(), "c
 
 void expect_refused(json config, const char* key, const json& value, const std::string& message) {
   config[key] = value;
-  EXPECT_THAT([&] { read(config); }, ThrowsMessage<ConfigError>(StrEq("config.json: " + message)));
+  EXPECT_THAT([&] { read(config); },
+              ThrowsMessage<ConfigError>(says("config.json: ... " + message)));
 }
 
 TEST(HfModel, ReadsGpt2) {
@@ -125,23 +127,20 @@ TEST(HfModel, RefusesWhatIsNotThere) {
                  "scale_attn_by_inverse_layer_idx is true, must be false");
   expect_refused(gpt2(), "model_type", "bert",
                  "model_type is \"bert\", must be gpt2, llama, mistral, qwen2 or qwen3");
-  expect_refused(gpt2(), "n_layer", "12", "n_layer is \"12\", must be a whole number");
+  expect_refused(gpt2(), "n_layer", "12", "n_layer is \"12\" ... whole number");
   expect_refused(gpt2(), "n_layer", uint64_t{1} << 63,
-                 "n_layer is 9223372036854775808, must be a whole number");
+                 "n_layer is 9223372036854775808 ... whole number");
   expect_refused(gpt2(), "n_layer", nullptr, "n_layer is missing");
-  expect_refused(gpt2(), "n_head", 5, "[model] hidden is 768, must be divisible by 5 heads");
+  expect_refused(gpt2(), "n_head", 5, "[model] hidden is 768 ... divisible by 5 heads");
   expect_refused(llama_json(), "hidden_act", "gelu", "hidden_act is \"gelu\", must be silu");
   expect_refused(llama_json(), "attention_bias", true,
-                 "attention_bias is true, must be false: our llama has no biases");
-  expect_refused(llama_json(), "mlp_bias", true,
-                 "mlp_bias is true, must be false: our llama has no biases");
+                 "attention_bias is true ... false ... llama");
+  expect_refused(llama_json(), "mlp_bias", true, "mlp_bias is true ... false ... llama");
   expect_refused(qwen3_json(), "attention_bias", true,
                  "attention_bias is true, must be false: our qwen3 has no biases");
   expect_refused(qwen3_json(), "head_dim", 63,
-                 "[model] head_dim is 63, must be even for rotary positions (hidden 1024, 16 "
-                 "heads)");
-  expect_refused(mistral_json(), "sliding_window", 0,
-                 "sliding_window is 0, must be above 0, or null for none");
+                 "[model] head_dim is 63 ... even ... hidden 1024, 16 heads");
+  expect_refused(mistral_json(), "sliding_window", 0, "sliding_window is 0 ... above 0 ... null");
   expect_refused(llama_json(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}},
                  "rope_scaling: type is \"linear\", must be default or llama3");
   expect_refused(llama_json(), "rope_scaling", {{"rope_type", "llama3"}, {"factor", 2.0}},
@@ -149,8 +148,7 @@ TEST(HfModel, RefusesWhatIsNotThere) {
   expect_refused(llama_json(), "rope_parameters", {{"rope_type", "yarn"}},
                  "rope_parameters: rope_type is \"yarn\", must be default or llama3");
   expect_refused(llama_json(), "quantization_config", {{"bits", 4}},
-                 "quantization_config is {\"bits\":4}, must be absent: quantized weights cannot be "
-                 "read");
+                 "quantization_config is {\"bits\":4} ... absent");
   EXPECT_THROW(model_spec_from_hf("{", "config.json"), ConfigError);
   EXPECT_THROW(model_spec_from_hf("[]", "config.json"), ConfigError);
 }

@@ -10,6 +10,7 @@
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/plan/memory.h"
+#include "tests/support/says.h"
 
 namespace lockstep::config {
 namespace {
@@ -20,6 +21,7 @@ using layout::ShardingStrategy;
 using plan::Memory;
 using plan::memory_per_rank;
 using plan::plan_offload;
+using test::says;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::Ge;
@@ -305,8 +307,8 @@ TEST(OffloadPlan, Text) {
   EXPECT_THAT(text, HasSubstr("offload   parameters   gradients   optimizer       total\n"
                               "device           0 B         0 B         0 B         0 B\n"));
   EXPECT_THAT(text, HasSubstr("\ndisk             0 B"));
-  EXPECT_THAT(text, HasSubstr("extreme, before the first step: the device has "));
-  EXPECT_THAT(text, HasSubstr("the host budget is 32 GB, which holds 64 GB of state as bf16\n"));
+  EXPECT_THAT(text, says("extreme ... before ... device has"));
+  EXPECT_THAT(text, says("host budget ... 32 GB ... 64 GB ... bf16"));
 }
 
 }  // namespace

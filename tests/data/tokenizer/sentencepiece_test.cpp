@@ -9,10 +9,12 @@
 
 #include "lockstep/core/error.h"
 #include "tests/data/tokenizer/tokenizer_file.h"
+#include "tests/support/says.h"
 
 namespace lockstep::data {
 namespace {
 
+using test::says;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -84,7 +86,7 @@ TEST_F(TokenizerFile, NormalizedTokensOfSentencePiece) {
                                        "a\xe2\x96\x81"
                                        "b",
                                        /*normalized=*/true));
-  EXPECT_THAT([&] { load(json); }, ThrowsMessage<ConfigError>(HasSubstr("once it is normalized")));
+  EXPECT_THAT([&] { load(json); }, ThrowsMessage<ConfigError>(says("normalized")));
 }
 
 TEST_F(TokenizerFile, Metaspace) {

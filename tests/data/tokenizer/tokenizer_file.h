@@ -16,6 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/data/tokenizer/tokenizer.h"
+#include "tests/support/says.h"
 
 namespace lockstep::data {
 
@@ -79,7 +80,7 @@ class TokenizerFile : public testing::Test {
     auto json = gpt2_like({{"a", "b"}});
     change(json);
     EXPECT_THAT([&] { load(json); }, testing::ThrowsMessage<ConfigError>(testing::AllOf(
-                                         testing::HasSubstr(path()), testing::HasSubstr(message))))
+                                         testing::HasSubstr(path()), test::says(message))))
         << message;
   }
 

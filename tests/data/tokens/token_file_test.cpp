@@ -8,12 +8,14 @@
 #include <filesystem>
 
 #include "lockstep/core/error.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::data {
 namespace {
 
 using test::read_file;
+using test::says;
 using test::TempDir;
 using test::write_file;
 using testing::ElementsAre;
@@ -88,13 +90,13 @@ class TokenFileTest : public testing::Test {
 
   void refused(const std::string& bytes, const char* rule) const {
     write_file(path(), bytes);
-    EXPECT_THAT([&] { TokenFile::open(path()); }, ThrowsMessage<ConfigError>(HasSubstr(rule)));
+    EXPECT_THAT([&] { TokenFile::open(path()); }, ThrowsMessage<ConfigError>(says(rule)));
   }
 
   void index_refused(const std::string& index, const char* rule) const {
     write_file(path(), kRaw);
     write_file(path("x.idx"), index);
-    EXPECT_THAT([&] { TokenFile::open(path()); }, ThrowsMessage<ConfigError>(HasSubstr(rule)));
+    EXPECT_THAT([&] { TokenFile::open(path()); }, ThrowsMessage<ConfigError>(says(rule)));
   }
 
   TempDir dir_;
@@ -153,7 +155,7 @@ TEST_F(TokenFileTest, Names) {
 }
 
 TEST_F(TokenFileTest, RefusesDamagedShards) {
-  refused(kRaw.substr(0, 9), "has 9 bytes; without a header it must hold uint16 ids");
+  refused(kRaw.substr(0, 9), "9 bytes ... without a header ... uint16");
   refused(kLlmc.substr(0, 1033), "says 5 tokens of 2 bytes, but 9 bytes follow");
   refused(kLlmc + "xx", "says 5 tokens of 2 bytes, but 12 bytes follow");
   refused(kLlmc.substr(0, 1000), "has 1000 bytes, an llm.c header has 1024");
@@ -168,21 +170,21 @@ TEST_F(TokenFileTest, RefusesDamagedShards) {
 
 TEST_F(TokenFileTest, RefusesDamagedIndices) {
   for (size_t size = 0; size < kIndex.size(); ++size) {
-    index_refused(kIndex.substr(0, size), size < 34 ? "do not begin with" : "asks for");
+    index_refused(kIndex.substr(0, size), size < 34 ? "do not begin" : "asks for");
   }
   index_refused(kIndex + "x", "has 83 bytes");
-  index_refused(with(kIndex, 0, 'X'), "do not begin with");
+  index_refused(with(kIndex, 0, 'X'), "do not begin");
   index_refused(with(kIndex, 9, uint64_t{2}), "version 2, must be 1");
   for (const uint8_t type : {0, 2, 6, 7, 9, 255}) {
-    index_refused(with(kIndex, 17, type), "is not one for token ids");
+    index_refused(with(kIndex, 17, type), "type ... 1, 3, 4, 5 or 8");
   }
   // 12 x 2^62 and 8 x 2^61 are 0 in 64 bits: these sizes would seem to fit.
   constexpr uint64_t kMany = (uint64_t{1} << 62) + 2, kBorders = (uint64_t{1} << 61) + 3;
   for (const uint64_t count : {uint64_t{1}, uint64_t{3}, kMany, ~uint64_t{0}}) {
-    index_refused(with(kIndex, 18, count), "its header asks for");
+    index_refused(with(kIndex, 18, count), "header asks for");
   }
   for (const uint64_t count : {uint64_t{2}, uint64_t{4}, kBorders, ~uint64_t{0}}) {
-    index_refused(with(kIndex, 26, count), "its header asks for");
+    index_refused(with(kIndex, 26, count), "header asks for");
   }
   index_refused(with(kIndex, 34, int32_t{-3}), "sequence 0 has -3 tokens");
   index_refused(with(kIndex, 38, int32_t{1}), "end at byte 8, but .bin has 10 bytes");
@@ -262,14 +264,14 @@ TEST_F(TokenFileTest, WritersHaveTheirOwnPart) {
 TEST_F(TokenFileTest, WriterRules) {
   const auto refuse = [&](const char* name, TokenLayout layout, int64_t width, const char* rule) {
     EXPECT_THAT([&] { TokenFileWriter(path(name), layout, width); },
-                ThrowsMessage<ConfigError>(HasSubstr(rule)));
+                ThrowsMessage<ConfigError>(says(rule)));
   };
   refuse("x.tokens", TokenLayout::llmc, 2, "must end in .bin");
   refuse("x.bin", TokenLayout::nanogpt, 4, "nanogpt has 2");
   refuse("x.bin", TokenLayout::megatron, 8, "megatron has 2 or 4");
   EXPECT_THROW(TokenFileWriter(path("no/such/x.bin"), TokenLayout::llmc, 2), SystemError);
   write_file(path("x.idx"), kIndex);
-  refuse("x.bin", TokenLayout::llmc, 2, "would be read as Megatron's");
+  refuse("x.bin", TokenLayout::llmc, 2, "Megatron's");
   EXPECT_THAT(names_in(dir_.path()), ElementsAre("x.idx"));
 }
 

@@ -7,6 +7,7 @@
 #include "lockstep/parallel/data/data_parallel.h"
 #include "tests/parallel/data/replica_models.h"
 #include "tests/parallel/training.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -163,8 +164,7 @@ TEST(DataParallelCudaDevices, MoveTogetherOrNotAtAll) {
   EXPECT_EQ(replicas.parameters()[0].grad().device(), gpu);
   EXPECT_LT(parallel::difference(replicas.forward(x).cpu(), expected), 1e-5);
   auto apart = parallel::data_parallel(parallel::Mlp::make(), {.devices = {gpu, cpu}});
-  EXPECT_THAT(parallel::message_of([&] { apart.to(cpu); }),
-              testing::HasSubstr("to(cpu): the replicas are on cuda:0, cpu"));
+  EXPECT_THAT(parallel::message_of([&] { apart.to(cpu); }), says("to(cpu) ... cuda:0, cpu"));
   apart.to(gpu);  // where the model is
   EXPECT_EQ(apart.devices().size(), 2U);
 }

@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "tests/parallel/data/branches.h"
 #include "tests/parallel/training.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -102,7 +103,7 @@ TEST(Ddp, UnusedParametersAreNamed) {
         .backward();
   });
   for (const std::string& error : errors) {
-    EXPECT_THAT(error, HasSubstr("parameter w1 got no gradient on ranks 1, 2 of 3"));
+    EXPECT_THAT(error, says("parameter w1 ... no gradient ... ranks 1, 2 of 3"));
     EXPECT_THAT(error, HasSubstr("find_unused_parameters"));
   }
 }
@@ -174,9 +175,7 @@ TEST(Ddp, StaticGraphNamesWhatStopsGettingGradients) {
     ddp.forward(group.rank() % 2 ? std::vector<int>{0} : std::vector<int>{0, 1}, 1.0).backward();
   });
   for (const std::string& error : stopped)
-    EXPECT_THAT(
-        error,
-        HasSubstr("parameter w1 got no gradient, unlike in the first step, on ranks 1, 3 of 4"));
+    EXPECT_THAT(error, says("parameter w1 ... no gradient ... first step ... ranks 1, 3 of 4"));
   const auto began = errors_of(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group, {.static_graph = true});
     ddp.forward(std::vector<int>{0, 1}, 1.0).backward();
@@ -233,10 +232,7 @@ TEST(Ddp, GradientsInSeveralPartsNeedStaticGraph) {
     for (int step = 0; step < 2; ++step) ddp.forward(at::full({1}, 1.0)).backward();
   });
   for (const std::string& error : errors) {
-    EXPECT_THAT(
-        error,
-        HasSubstr(
-            "parameter shared got another gradient after its own was sent on ranks 0, 1 of 2"));
+    EXPECT_THAT(error, says("parameter shared ... another gradient ... ranks 0, 1 of 2"));
     EXPECT_THAT(error, HasSubstr("static_graph"));
   }
 }

@@ -7,6 +7,7 @@
 
 #include "tests/parallel/data/branches.h"
 #include "tests/parallel/training.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -126,9 +127,7 @@ TEST(DdpBucketSize, RanksThatDisagreeAreNamed) {
     auto ddp = parallel::ddp(Branches(), group);
     ddp.set_bucket_size(group.rank() == 1 ? 2048 : 1024);
   });
-  EXPECT_THAT(errors,
-              testing::Each(HasSubstr("the size is 1024 on ranks 0, 2; 2048 on rank 1; all ranks "
-                                      "must give the same size")));
+  EXPECT_THAT(errors, testing::Each(says("size is 1024 on ranks 0, 2; 2048 on rank 1")));
   const auto zeros = errors_of(2, [](comm::Group group) {
     auto ddp = parallel::ddp(Branches(), group);
     ddp.set_bucket_size(0);
@@ -311,7 +310,7 @@ TEST(DdpWrapper, TakesTheDevicesOfAHost) {
                       }
                     },
                     {.backend = "thread"}, {0, 1, 1});
-  EXPECT_THAT(errors, testing::Each(HasSubstr("devices is 1, but a host has 2 ranks")));
+  EXPECT_THAT(errors, testing::Each(says("devices is 1 ... host has 2 ranks")));
 }
 
 }  // namespace

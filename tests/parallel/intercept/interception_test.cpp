@@ -21,6 +21,7 @@
 #include "lockstep/parallel/recompute/recompute.h"
 #include "tests/parallel/shard/pair.h"
 #include "tests/support/sampling.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -65,7 +66,7 @@ void require_refused_with(const Call& call, const std::string& part) {
   try {
     call();
   } catch (const ConfigError& error) {
-    require(std::string(error.what()).find(part) != std::string::npos,
+    require(test::missing_fact(error.what(), part).empty(),
             std::string("the message is: ") + error.what());
     return;
   }
@@ -123,7 +124,7 @@ TEST(Interception, AnotherLibraryHasTheKey) {
       auto other = other_library("_");
       other.fallback(torch::CppFunction::makeFallthrough());
       require_refused_with(defer, "other_library.cpp:7");
-      require_refused_with(shard_on_two_ranks, "DeferredInit is taken by another library");
+      require_refused_with(shard_on_two_ranks, "DeferredInit ... another library");
       // The thread is as it was.
       require(at::ones({2}).sum().item<float>() == 2, "operators do not work any more");
       require(calls_of_recompute() == 2, "recompute needs no key");
@@ -147,7 +148,7 @@ TEST(Interception, AnotherLibraryHasTheKey) {
 TEST(Interception, IsOffWhereTheUserSaysSo) {
   expect_alone([] {
     setenv("LOCKSTEP_INTERCEPT", "saved_tensors,everything", 1);
-    require_refused_with(defer, "must be all, none or a list of operators, saved_tensors");
+    require_refused_with(defer, "all, none ... operators, saved_tensors");
     setenv("LOCKSTEP_INTERCEPT", "saved_tensors", 1);
     require_refused_with(defer, "LOCKSTEP_INTERCEPT is 'saved_tensors'");
     require_refused_with(shard_on_two_ranks, "[fully_shard] LOCKSTEP_INTERCEPT");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/parallel/offload/training.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -23,7 +24,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
 
-constexpr const char* kLine = "[offload] activations and temporaries have ";
+constexpr const char* kLine = "[offload] activations and temporaries";
 
 // Everything of 8 layers is on the device before the first step: 1.7 MB, and 0.6 MB for what is
 // being used. Conservative: 3.2 MB may be there; what has to leave leaves 2.6 MB.
@@ -111,7 +112,7 @@ TEST(OffloadPressure, StateLeavesAfterTheFirstStep) {
         const OffloadRun run = run_of([](int) { return kMany; }, clip);
         const Watched watched = watch(ranks, run, large_device(site, clip));
         EXPECT_EQ(count_of(watched.log, kLine), ranks) << watched.log;
-        EXPECT_THAT(watched.log, AllOf(HasSubstr("of optimizer state moved to the host"),
+        EXPECT_THAT(watched.log, AllOf(says("optimizer state ... to the host"),
                                        HasSubstr("more than 0.9 x offload.device_limit, 3.5 MB")));
         OffloadOptions unlimited = large_device(site, clip);
         unlimited.device_limit = unlimited.param_budget = 64 * kMiB;
@@ -186,7 +187,7 @@ TEST(OffloadPressure, WhatTheHostDoesNotHoldGoesToTheDisk) {
     offload.disk = folder.path();
     offload.codec = layout::parse_state_codecs(codec);
     const Watched watched = watch(1, run_of([](int) { return kMany; }), offload);
-    EXPECT_THAT(watched.log, HasSubstr("of optimizer state moved to the disk")) << codec;
+    EXPECT_THAT(watched.log, says("optimizer state ... to the disk")) << codec;
     EXPECT_EQ(watched.stats[0].state_on_device, 0);
     EXPECT_GT(watched.stats[0].state_on_host, 0);
     EXPECT_GT(watched.stats[0].state_on_disk, 0);
@@ -210,7 +211,7 @@ TEST(OffloadPressure, MoreThanTheDeviceHasIsAWarning) {
   const Watched watched =
       watch(1, run_of([](int) { return kTooMany; }), large_device(UpdateSite::device));
   EXPECT_EQ(count_of(watched.log, kLine), 1) << watched.log;
-  EXPECT_THAT(watched.log, HasSubstr("the device stays above its limit"));
+  EXPECT_THAT(watched.log, says("device stays above"));
   EXPECT_EQ(watched.stats[0].state_on_device, 0);
 }
 
@@ -221,7 +222,7 @@ TEST(OffloadPressure, GradientsLeaveWhenThereAreNone) {
     OffloadRun run = run_of([](int) { return kMany; });
     run.accumulation = 2;
     const Watched watched = watch(ranks, run, large_device(UpdateSite::device));
-    EXPECT_THAT(watched.log, HasSubstr("of gradients rest on the host"));
+    EXPECT_THAT(watched.log, says("gradients ... on the host"));
     EXPECT_EQ(watched.stats[0].grads_kept.bytes, 0);
     EXPECT_GT(watched.stats[1].grads_kept.bytes, 0);
     EXPECT_LT(watched.stats[3].device_bytes, watched.stats[0].device_bytes);

@@ -17,6 +17,7 @@
 
 #include "lockstep/core/error.h"
 #include "tests/parallel/pipeline/follow.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -261,7 +262,7 @@ TEST(PipelineFailure, ARankThatHangsIsNamedAfterOneTimeout) {
         // On gloo, the one that hung comes back to connections that the others have closed.
         if (rank == 1 && backend == std::string("gloo")) continue;
         EXPECT_THAT(message, HasSubstr("rank 1 of the pipeline"));
-        EXPECT_THAT(message, HasSubstr("has made no progress for 1."));
+        EXPECT_THAT(message, HasSubstr("no progress for 1."));
         EXPECT_THAT(message, HasSubstr(in_backward ? "in the backward of micro-batch 2 of stage 1"
                                                    : "in the forward of micro-batch 2 of stage 1"));
       }
@@ -285,7 +286,7 @@ TEST(PipelineFailure, ARankThatDoesNotBeginIsNamed) {
                         ADD_FAILURE() << "nothing was thrown";
                       } catch (const std::exception& error) {
                         EXPECT_THAT(error.what(), HasSubstr("rank 0 of the pipeline"));
-                        EXPECT_THAT(error.what(), HasSubstr("has not begun this step"));
+                        EXPECT_THAT(error.what(), says("not begun"));
                       }
                       if (++told == 2) end.set_value();
                     },

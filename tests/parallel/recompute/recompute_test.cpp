@@ -23,11 +23,12 @@
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/data/ddp.h"
 #include "tests/support/models.h"
+#include "tests/support/says.h"
 
 namespace lockstep::parallel {
 namespace {
 
-using testing::HasSubstr;
+using test::says;
 
 struct Net {
   torch::nn::Linear first{8, 16}, second{16, 8};
@@ -232,7 +233,7 @@ TEST(Recompute, AFunctionThatChangesIsNoticed) {
     out.sum().backward();
     FAIL() << "no error";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("must compute the same again"));
+    EXPECT_THAT(error.what(), says("compute the same"));
   }
 }
 
@@ -442,7 +443,7 @@ TEST(RecomputeSelective, AResultThatChangesBeforeBackwardIsNoticed) {
       out.backward();
       FAIL() << "no error";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), HasSubstr("changed in place since the function was called"));
+      EXPECT_THAT(error.what(), says("changed in place"));
     }
   }
 }
@@ -461,7 +462,7 @@ TEST(RecomputeSelective, AFunctionThatComputesSomethingElseIsNoticed) {
     out.sum().backward();
     FAIL() << "no error";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("must compute the same again"));
+    EXPECT_THAT(error.what(), says("compute the same"));
   }
 }
 

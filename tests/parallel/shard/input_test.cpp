@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "tests/parallel/shard/support.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -33,7 +34,7 @@ TEST(Sharding, ShardingAModelTwiceIsRefused) {
                             const auto first = fully_shard(*model, group, weights_only(strategy));
                             const auto second = fully_shard(*model, group, weights_only(strategy));
                           }),
-                Each(HasSubstr("parameter layer0.weight is already part of a sharded model")));
+                Each(says("parameter layer0.weight ... already part")));
   }
 }
 
@@ -77,13 +78,13 @@ TEST(Sharding, RejectsBadOptions) {
     EXPECT_THAT(errors, Each(errors[0]));
     return errors[0];
   };
-  EXPECT_THAT(refusal({.min_num_params = 0}), HasSubstr("min_num_params is 0, must be at least 1"));
+  EXPECT_THAT(refusal({.min_num_params = 0}), says("min_num_params is 0 ... at least 1"));
   EXPECT_THAT(refusal({.min_num_params = -1}), HasSubstr("min_num_params is -1"));
   EXPECT_THAT(refusal({.units = parallel::BySize{0}}),
               HasSubstr("units by size: min_num_params is 0"));
-  EXPECT_THAT(refusal({.units = parallel::ByType{}}), HasSubstr("there are no names"));
+  EXPECT_THAT(refusal({.units = parallel::ByType{}}), says("no names"));
   EXPECT_THAT(refusal({.units = parallel::ByType{{"Linear", "Conv2d"}}}),
-              AllOf(HasSubstr("no module of type 'Conv2d'"), HasSubstr("LinearImpl")));
+              AllOf(says("no module ... 'Conv2d'"), HasSubstr("LinearImpl")));
   EXPECT_THAT(refusal({.units = parallel::ByPredicate()}), HasSubstr("must be callable"));
   EXPECT_THAT(refusal({.advanced = {.prefetch_depth = -1}}), HasSubstr("prefetch_depth is -1"));
   EXPECT_THAT(refusal({.mixed_precision = {.param = at::kInt}}),
@@ -100,7 +101,7 @@ TEST(Sharding, RejectsBadOptions) {
   EXPECT_THAT(refusal({.strategy = Strategy::hybrid_shard, .advanced = {.hybrid_group_size = -2}}),
               HasSubstr("hybrid_group_size -2"));
   EXPECT_THAT(refusal({.advanced = {.hybrid_group_size = 2}}),
-              AllOf(HasSubstr("hybrid_group_size is 2"), HasSubstr("the strategy is full")));
+              AllOf(HasSubstr("hybrid_group_size is 2"), says("strategy is full")));
 }
 
 TEST(Sharding, NamesOfOptions) {

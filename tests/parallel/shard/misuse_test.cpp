@@ -19,6 +19,7 @@
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/sgd.h"
 #include "tests/parallel/shard/support.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -126,7 +127,7 @@ TEST(ReplacedParameters, ConvertingTheModelIsRefused) {
                 loss_of(model);
               }),
               Each(AllOf(HasSubstr("parameter layer0.weight is (32, 32) Double"),
-                         HasSubstr("must not be moved or converted"))));
+                         says("moved or converted"))));
 }
 
 // Also where it is the only parameter that was converted, at whatever time.
@@ -230,7 +231,7 @@ TEST(OptimizerSteps, BetweenForwardAndBackwardAreRefused) {
                         loss.backward();
                       },
                       weights_only(strategy)),
-                  Each(AllOf(HasSubstr("the shard of parameter layer0.weight is written"),
+                  Each(AllOf(says("shard of parameter layer0.weight ... written"),
                              HasSubstr("begin_update()"))));
     }
   }
@@ -259,26 +260,26 @@ TEST(OptimizerSteps, AfterAnUnreducedBackwardAreRefused) {
 
 TEST(OptimizerSteps, OnUnreducedGradientsAfterBeginUpdateAreRefused) {
   for (const bool ours : {false, true}) {
-    EXPECT_THAT(errors_with_model(
-                    [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-                      const auto guard = sharded->no_sync();
-                      loss_of(model).backward();
-                      sharded->begin_update();
-                      if (ours) {
-                        optim::SGD(sharded->named_parameters()).step();
-                      } else {
-                        torch::optim::SGD(sharded->parameters(), 0.1).step();
-                      }
-                    }),
-                Each(AllOf(HasSubstr("the gradient of the shard of parameter layer0.weight"),
-                           HasSubstr("no_sync()"))));
+    EXPECT_THAT(
+        errors_with_model(
+            [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
+              const auto guard = sharded->no_sync();
+              loss_of(model).backward();
+              sharded->begin_update();
+              if (ours) {
+                optim::SGD(sharded->named_parameters()).step();
+              } else {
+                torch::optim::SGD(sharded->parameters(), 0.1).step();
+              }
+            }),
+        Each(AllOf(says("gradient ... shard of parameter layer0.weight"), HasSubstr("no_sync()"))));
     EXPECT_THAT(errors_with_model(
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                       const auto guard = sharded->no_sync();
                       loss_of(model).backward();
                       sharded->clip_grad_norm_(1);
                     }),
-                Each(HasSubstr("the gradient of the shard of parameter layer0.weight")));
+                Each(says("gradient ... shard of parameter layer0.weight")));
   }
 }
 
@@ -317,8 +318,8 @@ TEST(OptimizerSteps, AfterAReadOnOneRankAreRefusedThere) {
     if (!error.empty()) throw Error(error);
   });
   EXPECT_THAT(errors[0], IsEmpty());
-  EXPECT_THAT(errors[1], AllOf(HasSubstr("the shard of parameter layer0.weight is written"),
-                               HasSubstr("have been used since the last backward")));
+  EXPECT_THAT(errors[1],
+              AllOf(says("shard of parameter layer0.weight ... written"), says("used since")));
 }
 
 // ---- lifetime ----
@@ -338,8 +339,7 @@ TEST(DestroyedHandle, UseOfTheModelAfterwardsIsRefused) {
         sharded.reset();
         loss_of(model);
       }),
-      Each(AllOf(HasSubstr("parameter layer0.weight is used"),
-                 HasSubstr("the sharded model that had its values is gone"))));
+      Each(AllOf(HasSubstr("parameter layer0.weight is used"), says("is gone"))));
 }
 
 TEST(DestroyedHandle, BetweenForwardAndBackwardIsRefused) {

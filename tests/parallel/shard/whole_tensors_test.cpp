@@ -12,6 +12,7 @@
 #include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "tests/parallel/shard/support.h"
+#include "tests/support/says.h"
 
 namespace lockstep::test {
 namespace {
@@ -278,7 +279,7 @@ TEST(WholeTensors, AreRefusedWhereNothingIsShared) {
   comm::run_threads(2, [](const comm::Group& group) {
     Layers model(1);
     EXPECT_THAT(error_of([&] { fully_shard(*model, group, whole_tensors(Strategy::no_shard)); }),
-                HasSubstr("granularity is tensors, but the strategy is none"));
+                says("granularity is tensors ... strategy is none"));
     FullyShardOptions rows = weights_only();
     rows.advanced.first_tensors = {"layer0.weight"};
     EXPECT_THAT(error_of([&] { fully_shard(*model, group, rows); }),
