@@ -35,6 +35,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRuns = "runs";
 constexpr const char* kConfig = "config.toml";
+constexpr const char* kNextConfig = ".config.next.toml";
 constexpr const char* kJob = ".job";
 constexpr const char* kTokenizer = "tokenizer.json";
 // A folder with one of these has a run already.
@@ -223,6 +224,18 @@ TrainConfig read_run_config(const std::string& folder) {
   return config;
 }
 
+TrainConfig read_next_run_config(const std::string& folder) {
+  const std::string next = format("{}/{}", folder, kNextConfig);
+  TrainConfig config;
+  train_schema(config).read_file(fs::exists(next) ? next : run_config_file(folder));
+  return config;
+}
+
+void commit_run_config(const std::string& folder) {
+  const std::string next = format("{}/{}", folder, kNextConfig);
+  if (fs::exists(next)) io::rename_path(next, run_config_file(folder));
+}
+
 std::string checkpoint_folder(const std::string& path) {
   if (!is_run_folder(path)) return path;
   const std::string dir = read_run_config(path).checkpoint.dir;
@@ -310,16 +323,17 @@ RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
 void RunFolder::begin_from(const std::string& folder) {
   const TrainConfig before = read_run_config(folder);
   start_ = before.checkpoint;
-  const bool same_tokenizer = tokenizer_name(config_) == before.data.tokenizer;
+  const std::string tokenizer = tokenizer_name(config_);
   const std::string checkpoints = checkpoint_folder(folder);
   if (has_checkpoint(checkpoints)) {
     config_.checkpoint.resume = absolute(checkpoints);
     // The weights are in the checkpoint.
     if (absolute(config_.model_path) == before.model_path) config_.model_path.clear();
-    if (const auto newest = formats::newest_complete(checkpoints); newest && same_tokenizer) {
+    if (const auto newest = formats::newest_complete(checkpoints)) {
       const auto manifest = formats::read_manifest(newest->path);
+      const TrainConfig saved = train_config_from_json(manifest.config, newest->path);
       const auto copy = copy_in(absolute(folder), tokenizer_crc(manifest, newest->path));
-      if (copy) config_.data.tokenizer = *copy;
+      if (copy && tokenizer == saved.data.tokenizer) config_.data.tokenizer = *copy;
     }
   } else {
     log::warn(format("{} has no checkpoint yet: the run starts from its beginning", folder));
@@ -327,7 +341,7 @@ void RunFolder::begin_from(const std::string& folder) {
     config_.checkpoint.load = before.checkpoint.load;
     config_.checkpoint.partial = before.checkpoint.partial;
     const std::string copy = absolute(format("{}/{}", folder, kTokenizer));
-    if (same_tokenizer && crc_of(copy)) config_.data.tokenizer = copy;
+    if (tokenizer == before.data.tokenizer && crc_of(copy)) config_.data.tokenizer = copy;
   }
   if (config_.run.dir == "auto" || same_folder(config_.run.dir, folder)) return;
   // Another folder: what that run wrote stays as it is.
@@ -382,7 +396,7 @@ void RunFolder::write(const ModelSpec& model) {
   const std::string file = run_config_file(dir), temporary = format("{}.{}.tmp", file, getpid());
   io::write_text(temporary, toml_text(schema));
   if (is_new_) claim(file);
-  io::rename_path(temporary, file);
+  io::rename_path(temporary, is_new_ ? file : format("{}/{}", dir, kNextConfig));
   if (!job_.empty()) io::write_text(format("{}/{}", dir, kJob), job_ + "\n");
   copy_tokenizer(tokenizer_name(config_), dir);
   log::copy_to(dir + "/log.txt");

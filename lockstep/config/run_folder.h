@@ -22,6 +22,10 @@ bool is_run_folder(const std::string& path);
 std::string run_config_file(const std::string& folder);
 // The configuration in a run folder. ConfigError where it cannot be read.
 TrainConfig read_run_config(const std::string& folder);
+// The same of a start that is in progress. A resumed run keeps its config.toml until
+// commit_run_config(), once nothing can be refused any more.
+TrainConfig read_next_run_config(const std::string& folder);
+void commit_run_config(const std::string& folder);
 // The folder that has the checkpoints of a run folder; `path` itself where it is none.
 std::string checkpoint_folder(const std::string& path);
 // Relative to the working directory where it lies inside, for lines that people read.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <cuda_runtime_api.h>
 
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/device.h"
@@ -14,7 +14,9 @@ void make_current(c10::Device device) {
 }
 
 std::string cuda_name(c10::Device device) {
-  return at::cuda::getDeviceProperties(device.index())->name;
+  cudaDeviceProp properties{};
+  if (cudaGetDeviceProperties(&properties, device.index()) != cudaSuccess) return {};
+  return properties.name;
 }
 
 }  // namespace lockstep::train

@@ -104,7 +104,7 @@ RunRecord record_start(const config::TrainConfig& config, const comm::Group& wor
   record.config = from_rank_0([&] {
     if (config.run.dir.empty()) return config::to_json(config);
     write_environment(config.run.dir, world, ranks);
-    config::TrainConfig kept = config::read_run_config(config.run.dir);
+    config::TrainConfig kept = config::read_next_run_config(config.run.dir);
     kept.model = config.model;
     return config::to_json(kept);
   });
@@ -113,6 +113,13 @@ RunRecord record_start(const config::TrainConfig& config, const comm::Group& wor
     return crc.empty() ? "" : format(R"({{"crc32c":"{}"}})", crc);
   });
   return record;
+}
+
+void commit_start(const config::TrainConfig& config, const comm::Group& world) {
+  comm::run_on_all_ranks("run.dir", world, [&]() -> std::string {
+    if (world.rank() == 0 && !config.run.dir.empty()) config::commit_run_config(config.run.dir);
+    return {};
+  });
 }
 
 }  // namespace lockstep::train

@@ -21,5 +21,7 @@ struct RunRecord {
 // of all ranks, command line, commit. Collective.
 RunRecord record_start(const config::TrainConfig& config, const comm::Group& world,
                        c10::Device device);
+// Makes the configuration that of the run folder, once the run is sure to begin. Collective.
+void commit_start(const config::TrainConfig& config, const comm::Group& world);
 
 }  // namespace lockstep::train

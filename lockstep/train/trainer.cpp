@@ -186,6 +186,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                                              .vocab = config.model.vocab,
                                              .first_sample = samples});
   if (saver) saver->reserve(model.slices(*optimizer));
+  commit_start(config, world);
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
   progress.emplace(speaks, done, config.train.steps, config.train.log_every);

@@ -40,17 +40,17 @@ class Train(hosts.HostsTest):
         return [
             cls.lockstep, "train", "--data.path", cls.data, "--model.layers", 2, "--model.hidden", 32, "--model.heads", 2,
             "--train.seq_len", 32, "--train.micro_batch", 1, "--train.global_batch", 12, "--train.steps", 5, "--optim.warmup", 2,
-            "--optim.lr", 0.01, "--comm.timeout", 60, "--checkpoint.dir", "", "--metrics.file", cls.metrics(name),
-            "--run.dir", "", *options
+            "--optim.lr", 0.01, "--comm.timeout", 60, "--checkpoint.dir", "", "--run.dir", cls.run_folder(name),
+            *options
         ]
 
     @classmethod
-    def metrics(cls, name):
-        return pathlib.Path(cls.hosts.folder, f"{name}.jsonl")
+    def run_folder(cls, name):
+        return pathlib.Path(cls.hosts.folder, name)
 
     @classmethod
     def losses(cls, name):
-        lines = [json.loads(line) for line in cls.metrics(name).read_text().splitlines()]
+        lines = [json.loads(line) for line in (cls.run_folder(name) / "metrics.jsonl").read_text().splitlines()]
         return [line["loss"] for line in lines if "loss" in line]
 
     def follow(self, backend):
@@ -67,6 +67,9 @@ class Train(hosts.HostsTest):
                     else:
                         jobs = self.hosts.lockstep_run(self.lockstep, ranks, words, names=names)
                     self.finish(*jobs)
+                    environment = json.loads((self.run_folder(name) / "environment.jsonl").read_text())
+                    self.assertEqual({rank["host"] for rank in environment["ranks"]}, set(names))
+                    self.assertEqual(len(environment["ranks"]), count * ranks)
                     found = self.losses(name)
                     self.assertEqual(len(found), len(self.one))
                     for step, (mine, expected) in enumerate(zip(found, self.one)):

@@ -133,7 +133,7 @@ TEST_F(RunFolderTest, OneOfTwoThatBeginInOneFolderFails) {
 
 TEST_F(RunFolderTest, AFolderThatCannotBeMadeIsRefused) {
   write_file("file", "");
-  expect_refused({"--run.dir", "file/below"}, {"run.dir", path("file/below"), "--run.dir"});
+  expect_refused({"--run.dir", "file/below"}, {"run.dir", path("file"), "--run.dir"});
   write_file("runs", "");
   expect_refused({}, {"runs", "--run.dir"});
 }
@@ -186,6 +186,10 @@ TEST_F(RunFolderTest, WithoutACheckpointARunBeginsAsItDid) {
   EXPECT_EQ(folder.config().checkpoint.resume, path("base/step-00000001"));
   EXPECT_EQ(folder.config().checkpoint.load, LoadWhat::model);
   folder.open(again.config.model);
+  // A start that fails after this leaves the configuration as it was.
+  EXPECT_EQ(read_run_config("mine").train.steps, TrainConfig{}.train.steps);
+  EXPECT_EQ(read_next_run_config("mine").train.steps, 20);
+  commit_run_config("mine");
   EXPECT_EQ(read_run_config("mine").train.steps, 20);
   EXPECT_EQ(read_run_config("mine").checkpoint.resume, path("base/step-00000001"));
   pretend_checkpoint("mine");

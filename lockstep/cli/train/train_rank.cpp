@@ -39,15 +39,21 @@ bool write_out(std::string_view text) {
   return true;
 }
 
-// Where files belong, as rank 0 has decided. Its failure is every rank's.
-std::string settings_of_rank_0(const comm::Group& group) {
-  const auto texts = comm::run_on_all_ranks("run.dir", group, [&]() -> std::string {
+// Puts files where rank 0 has decided, and its log into the run folder. Its failure is every
+// rank's.
+void use_run_folder(config::TrainConfig& config, const comm::Group& group) {
+  const auto settings = comm::run_on_all_ranks("run.dir", group, [&]() -> std::string {
     if (group.rank() != 0) return {};
     if (const char* const failure = std::getenv(kFailure)) throw ConfigError(failure);
-    const char* const settings = std::getenv(kSettings);
-    return settings == nullptr ? "" : settings;
+    const char* const text = std::getenv(kSettings);
+    if (text == nullptr) throw ConfigError("train: ranks are started by lockstep train");
+    config::adopt(config, text);
+    log::copy_to(config.run.dir.empty() ? "" : config.run.dir + "/log.txt");
+    return text;
   });
-  return texts[0];
+  if (group.rank() == 0) return;
+  config::adopt(config, settings[0]);
+  log::copy_to("");
 }
 
 }  // namespace
@@ -62,11 +68,9 @@ int train_rank(const std::vector<std::string>& arguments) {
                                         .strategy = config.comm.strategy,
                                         .timeout = config.timeout()});
   comm::require_same(config::common_lines(config), group);
-  config::adopt(config, settings_of_rank_0(group));
+  use_run_folder(config, group);
   config.validate(group.size());
   if (!config.metrics.trace.empty()) trace::write_to(config.metrics.trace);
-  const bool logs = group.rank() == 0 && !config.run.dir.empty();
-  log::copy_to(logs ? config.run.dir + "/log.txt" : "");
   try {
     train::Trainer trainer(config, group);
     return trainer.run() == train::TrainingResult::stopped ? kStopped : 0;

@@ -92,7 +92,10 @@ TEST_F(CheckpointExport, TypesAreRoundedToNearestEven) {
                               65519.0F,  // the last that float16 can hold, rounded
                               65520.0F,       -1e-8F, INFINITY};
   values.at("embed.weight")[0] = -7e4F;  // in the tensor that is written first
-  save_model(path("run"), llama_, values, {.optimizer = false});
+  write_small_tokenizer(path("tokenizer.json"), 256);
+  config::TrainConfig config = llama_;
+  config.data.tokenizer = path("tokenizer.json");  // else there is a warning of its own
+  save_model(path("run"), config, values, {.optimizer = false});
   const auto exported = [&](const char* dtype, const char* name) {
     const Result result = run({"export", path("run"), path(dtype), "--dtype", dtype});
     EXPECT_EQ(result.code, 0) << result.err;
