@@ -95,6 +95,28 @@ TEST_F(DataPack, EndOfTextFollowsEachDocument) {
               HasSubstr("nanogpt has 2"));
 }
 
+TEST_F(DataPack, RecordsOfJsonLinesAreDocuments) {
+  write_file(path("a.jsonl"), "{\"text\": \"ab\"}\n{\"text\": \"c\\n\"}\n");
+  const auto pack_records = [&] {
+    return lockstep_command({"data", "pack", "--input", path("a.jsonl"), "--output", path("a.bin"),
+                             "--layout", "megatron"});
+  };
+  const Result result = pack_records();
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("2 documents, 4 tokens"));
+  std::vector<int64_t> tokens(4);
+  data::TokenFile::open(path("a.bin")).read(0, tokens);
+  EXPECT_THAT(tokens, ::testing::ElementsAre('a', 'b', 'c', '\n'));
+  // A token file cannot say which tokens count.
+  fs::remove(path("a.bin"));
+  fs::remove(path("a.idx"));
+  write_file(path("a.jsonl"), "{\"prompt\": \"ab\", \"completion\": \"c\"}\n");
+  const Result refused = pack_records();
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr(path("a.jsonl") + ":1"));
+  EXPECT_FALSE(fs::exists(path("a.bin")));
+}
+
 TEST_F(DataPack, ReplacesOnlyByForce) {
   write_file(path("x.bin"), "mine");
   Result result = pack("x.bin");
