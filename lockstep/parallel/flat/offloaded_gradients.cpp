@@ -124,6 +124,7 @@ void OffloadedGradients::begin_packed() {
   });
   if (is_fresh_) begin(*packed_);
   has_begun_ = true;
+  is_open_ = false;  // end() settles it
 }
 
 void OffloadedGradients::wait_unused() const {
@@ -141,10 +142,11 @@ void OffloadedGradients::open() {
   if (!packed_) return;
   wait_unused();
   packed_->open();
+  is_open_ = true;
 }
 
 void OffloadedGradients::settle() {
-  if (!packed_) return;
+  if (!std::exchange(is_open_, false)) return;  // an update that reads them need not be waited for
   wait_unused();
   packed_->settle();
 }

@@ -77,6 +77,7 @@ class OffloadedGradients final : public ShardedGradients {
   std::unique_ptr<PackedGradient> packed_;
   c10::Storage packed_storage_;  // its values with a tag, for all other users
   bool is_fresh_ = false;        // packed_ has nothing that is to be kept
+  bool is_open_ = false;         // packed_, by open()
   bool has_begun_ = false;       // to receive gradients in packed_
   bool leaves_ = false;          // the device, as soon as there are none
   bool consumed_ = false;        // by an update, and nothing else is there to be added to
