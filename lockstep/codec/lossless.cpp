@@ -148,6 +148,8 @@ size_t compressed_bound(size_t bytes, size_t width) {
   return sizeof(Head) + bytes + chunks * (width + 1) * sizeof(uint32_t);  // a length for each plane
 }
 
+uint64_t checksum(std::span<const std::byte> bytes) { return detail::checksum(bytes); }
+
 void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes) {
   ConstBytes rest = packed;
   Head head;

@@ -13,7 +13,7 @@
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 #include "lockstep/train/metrics.h"
 
 namespace lockstep::train {

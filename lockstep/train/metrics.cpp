@@ -13,7 +13,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/io/json.h"
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 
 namespace lockstep::train {
 namespace {

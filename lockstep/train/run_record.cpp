@@ -19,7 +19,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
 #include "lockstep/core/version.h"
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 
 namespace lockstep::train {
 namespace {

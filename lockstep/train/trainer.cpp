@@ -32,7 +32,7 @@
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/batches.h"
 #include "lockstep/train/best_checkpoint.h"
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"

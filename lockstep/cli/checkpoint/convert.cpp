@@ -6,8 +6,8 @@
 
 #include "lockstep/cli/checkpoint/verbs.h"
 #include "lockstep/cli/common/options.h"
-#include "lockstep/config/hf_export.h"
-#include "lockstep/config/hf_import.h"
+#include "lockstep/config/hf/hf_export.h"
+#include "lockstep/config/hf/hf_import.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/option_value.h"
 #include "lockstep/core/clock.h"

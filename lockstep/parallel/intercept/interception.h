@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Lockstep intercepts in torch and in the process, for the whole process: nothing until a feature needs it, and
-// nothing that LOCKSTEP_INTERCEPT leaves out. Private: not installed.
+// What Lockstep intercepts in torch and in the process, for the whole process: nothing until a
+// feature needs it, and nothing that LOCKSTEP_INTERCEPT leaves out. Private: not installed.
 #pragma once
 
 #include <string_view>

@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "lockstep/memory/meter.h"
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 
 namespace lockstep::train {
 

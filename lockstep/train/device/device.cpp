@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/train/device.h"
+#include "lockstep/train/device/device.h"
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/hf_import.h"
+#include "lockstep/config/hf/hf_import.h"
 
 #include <algorithm>
 #include <filesystem>
