@@ -32,11 +32,10 @@ class Threads : public testing::Test {
 
   // A step of a small run, which these words start.
   Result train(Words words, const Words& options = {}, const Words& variables = {}) const {
-    words.insert(
-        words.end(),
-        {LOCKSTEP_COMMAND, "train", "--data.path", folder_.path() + "/text.txt", "--model.layers",
-         "1", "--model.hidden", "16", "--model.heads", "1", "--train.seq_len", "8",
-         "--train.micro_batch", "1", "--train.steps", "1", "--run.dir", ""});
+    words.insert(words.end(), {LOCKSTEP_COMMAND, "train", "--data.path",
+                               folder_.path() + "/text.txt", "--model.layers", "1",
+                               "--model.hidden", "16", "--model.heads", "1", "--train.seq_len", "8",
+                               "--train.micro_batch", "1", "--train.steps", "1", "--run.dir", ""});
     words.insert(words.end(), options.begin(), options.end());
     Result result = Subprocess(words, variables).wait();
     EXPECT_EQ(result.code, 0) << result.out << result.err;
