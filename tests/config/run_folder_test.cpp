@@ -177,6 +177,12 @@ TEST_F(RunFolderTest, ARunIsContinuedWithItsConfiguration) {
   EXPECT_EQ(branch.config().checkpoint.resume, path("moved/checkpoints"));
   EXPECT_EQ(branch.config().checkpoint.dir, "auto");
   EXPECT_EQ(branch.config().run.dir, path("branch"));
+  // Also where it had named a place of its own.
+  open({"--run.dir", "named", "--checkpoint.dir", "there"});
+  const Words resume{"--resume", "named"};
+  EXPECT_EQ(RunFolder(parse_train_arguments(resume), {}).config().checkpoint.dir, path("there"));
+  const RunFolder other(parse_train_arguments({"--resume", "named", "--run.dir", "branch"}), {});
+  EXPECT_EQ(other.config().checkpoint.dir, "auto");
 }
 
 TEST_F(RunFolderTest, WithoutACheckpointARunBeginsAsItDid) {
@@ -210,6 +216,12 @@ TEST_F(RunFolderTest, ARestartFindsItsOwnFolder) {
   EXPECT_EQ(RunFolder(parsed({}), env("a", 2)).config().checkpoint.resume, "none");
   pretend_checkpoint(first);
   EXPECT_EQ(RunFolder(parsed({}), env("a", 2)).config().checkpoint.resume, "auto");
+  // torchrun may have the same name for all jobs: its process counts.
+  RankEnv torchrun = env("none", 0);
+  torchrun.launcher = Launcher::torchrun;
+  const std::string third = open({}, torchrun);
+  torchrun.restart_count = 1;
+  EXPECT_EQ(open({}, torchrun), third);
   // A named one that another job has is refused all the same.
   const Words named{"--run.dir", "mine"};
   open(named, env("a", 0));

@@ -25,8 +25,8 @@ CONFIG = pathlib.Path(__file__).resolve().parent.parent.parent / "examples/train
 def curve(lockstep, options):
     with tempfile.TemporaryDirectory() as folder:
         metrics = f"{folder}/metrics.jsonl"
-        subprocess.run([pathlib.Path(lockstep).resolve(), "train", *options, "--config", CONFIG, "--train.steps", "20", "--optim.warmup", "5", "--train.global_batch", "32",
-                        "--train.threads", "1", "--train.eval_tokens", "4096", "--checkpoint.dir", "", "--metrics.file", metrics],
+        subprocess.run([pathlib.Path(lockstep).resolve(), "train", *options, "--config", CONFIG, "--train.steps", "20", "--optim.warmup", "5",
+                        "--train.global_batch", "32", "--train.threads", "1", "--train.eval_tokens", "4096", "--checkpoint.dir", "", "--metrics.file", metrics],
                        cwd=folder, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in open(metrics)]
     return [(line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]

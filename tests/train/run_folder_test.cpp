@@ -162,6 +162,19 @@ TEST_F(RunFolder, AFailureToMakeItReachesEveryRank) {
   }
 }
 
+// The weights are in the checkpoint, and the sizes and the tokenizer in the folder.
+TEST_F(RunFolder, AModelThatWasImportedIsNotNeededAgain) {
+  train(in(path("base"), {"--train.steps", "4", "--data.tokenizer", tokenizer()}));
+  const Result exported = lockstep_command({"checkpoint", "export", path("base"), path("model")});
+  ASSERT_EQ(exported.code, 0) << exported.err;
+  train(in(path("tuned"), {"--train.steps", "4", "--model.path", path("model")}));
+  fs::remove_all(path("model"));
+  fs::remove(tokenizer());
+  train({"train", "--resume", path("tuned"), "--steps", "6"});
+  EXPECT_EQ(read_steps(path("tuned/metrics.jsonl")).size(), 6U);
+  EXPECT_THAT(read_file(path("tuned/config.toml")), HasSubstr("path = \"" + path("model") + "\""));
+}
+
 TEST_F(RunFolder, ExportWithoutATokenizerWarns) {
   train(in(path("run"), {"--train.steps", "4"}));
   const Result result = lockstep_command({"checkpoint", "export", path("run"), path("model")});
