@@ -252,7 +252,8 @@ TEST_F(TokenizerFile, RefusesOtherKinds) {
         j["normalizer"] = {{"type", "Replace"}, {"pattern", {{"Regex", " +"}}}, {"content", "x"}};
       },
       R"("pattern":{"Regex":" +"})");
-  refused([](Json& j) { j["pre_tokenizer"] = nullptr; }, "pre_tokenizer is null; supported: ByteLevel");
+  refused([](Json& j) { j["pre_tokenizer"] = nullptr; },
+          "pre_tokenizer is null; supported: ByteLevel");
   refused([](Json& j) { j["pre_tokenizer"]["type"] = "Metaspace"; }, "Metaspace");
   refused([](Json& j) { j["pre_tokenizer"]["use_regex"] = 1; },
           "pre_tokenizer ByteLevel.use_regex is 1; supported: true, false");
