@@ -112,7 +112,7 @@ TEST(TrainConfig, RangesHoldForValuesSetInCode) {
 
 TEST(TrainConfig, ModelRules) {
   expect_refused(
-      1, [](auto& c) { c.model.heads = 3; }, "[model] hidden is 128 ... divisible by 3 heads");
+      1, [](auto& c) { c.model.heads = 3; }, "[model] ... hidden is 128 ... divisible by 3 heads");
   expect_refused(
       1, [](auto& c) { c.model.positions = 100; },
       "train.seq_len is 256 ... at most model.positions 100");
@@ -330,18 +330,19 @@ TEST(TrainConfig, PipelinesFitTheModel) {
     c.parallel.chunks = 2;
     c.parallel.schedule = PipelineSchedule::dualpipe_v;
   };
-  expect_refused(2, too_few_microbatches,
-                 "[schedule] dualpipe-v: microbatches is 1 ... at least twice ... 4 ... ranks: "
-                 "parallel.pp; microbatches: train.global_batch 8 / (train.micro_batch 8 x dp 1)");
+  expect_refused(
+      2, too_few_microbatches,
+      "[schedule] ... dualpipe-v ... microbatches is 1 ... at least twice ... 4 ... ranks: "
+      "parallel.pp; microbatches: train.global_batch 8 / (train.micro_batch 8 x dp 1)");
   const auto chunks_of_1f1b = [](auto& c) {
     c.parallel.pp = 2;
     c.parallel.chunks = 2;
     c.parallel.schedule = PipelineSchedule::one_f_one_b;
   };
   expect_refused(2, chunks_of_1f1b,
-                 "[schedule] 1f1b: chunks is 2 ... one chunk ... interleaved, looped-bfs, zb-1p, "
-                 "zb-v and dualpipe-v ... ranks: parallel.pp; microbatches: train.global_batch 8 / "
-                 "(train.micro_batch 8 x dp 1)");
+                 "[schedule] ... 1f1b ... chunks is 2 ... one chunk ... interleaved, looped-bfs, "
+                 "zb-1p, zb-v and dualpipe-v ... ranks: parallel.pp; microbatches: "
+                 "train.global_batch 8 / (train.micro_batch 8 x dp 1)");
 
   TrainConfig config = valid();
   config.parallel.pp = 2;

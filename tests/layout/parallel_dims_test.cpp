@@ -27,7 +27,8 @@ TEST(ParallelDims, ProductMustEqualWorldSize) {
       [] {
         ParallelDims({2, 2, 3}).validate(8);
       },
-      ThrowsMessage<ConfigError>(says("[parallel_dims] dp 2 x tp 2 x pp 3 = 12 ... world size 8")));
+      ThrowsMessage<ConfigError>(
+          says("[parallel_dims] ... dp 2 x tp 2 x pp 3 = 12 ... world size 8")));
 }
 
 TEST(ParallelDims, EverySizeIsAtLeastOne) {
@@ -36,7 +37,7 @@ TEST(ParallelDims, EverySizeIsAtLeastOne) {
         ParallelDims({0, 2, 3}).validate(0);
       },
       ThrowsMessage<ConfigError>(
-          says("[parallel_dims] dp 0 x tp 2 x pp 3: every size ... at least 1")));
+          says("[parallel_dims] ... dp 0 x tp 2 x pp 3: every size ... at least 1")));
   // Two negative sizes have the right product.
   EXPECT_THROW(ParallelDims({-2, -2, 2}).validate(8), ConfigError);
   EXPECT_THROW(ParallelDims({1, 0, 1}).validate(), ConfigError);

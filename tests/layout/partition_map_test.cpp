@@ -74,28 +74,30 @@ TEST(PartitionMap, GroupOfSomeParameters) {
 }
 
 TEST(PartitionMap, RefusesWhatIsOutside) {
-  EXPECT_THAT([] { PartitionMap(-1, 2); }, refused("[partition_map] -1 partitions ... at least 0"));
-  EXPECT_THAT([] { PartitionMap(3, 0); }, refused("[partition_map] world size 0 ... at least 1"));
+  EXPECT_THAT([] { PartitionMap(-1, 2); },
+              refused("[partition_map] ... -1 partitions ... at least 0"));
+  EXPECT_THAT([] { PartitionMap(3, 0); },
+              refused("[partition_map] ... world size 0 ... at least 1"));
   const PartitionMap map(5, 2);
-  const std::string rank = "[partition_map] rank 2 ... at least 0 ... world size 2";
+  const std::string rank = "[partition_map] ... rank 2 ... at least 0 ... world size 2";
   EXPECT_THAT([&] { map.owned_count(2); }, refused(rank));
   EXPECT_THAT([&] { map.owned(2); }, refused(rank));
   EXPECT_THAT([&] { map.owns(2, 0); }, refused(rank));
   EXPECT_THAT([&] { map.global_index(2, 0); }, refused(rank));
   EXPECT_THROW(map.owned(-1), ConfigError);
   EXPECT_THAT([&] { map.owned_count(-1); },
-              refused("[partition_map] rank -1 ... at least 0 ... world size 2"));
-  const std::string partition = "[partition_map] partition 5 ... at least 0 ... below 5";
+              refused("[partition_map] ... rank -1 ... at least 0 ... world size 2"));
+  const std::string partition = "[partition_map] ... partition 5 ... at least 0 ... below 5";
   EXPECT_THAT([&] { map.owner(5); }, refused(partition));
   EXPECT_THAT([&] { map.local_index(5); }, refused(partition));
   EXPECT_THAT([&] { map.group_of(std::vector<int64_t>{0, 5}); }, refused(partition));
   EXPECT_THROW(map.local_index(-1), ConfigError);
   EXPECT_THAT([&] { map.owner(-1); },
-              refused("[partition_map] partition -1 ... at least 0 ... below 5"));
+              refused("[partition_map] ... partition -1 ... at least 0 ... below 5"));
   EXPECT_THAT([&] { map.global_index(1, 2); },
-              refused("[partition_map] rank 1: local index 2 ... at least 0 ... below 2"));
+              refused("[partition_map] ... rank 1: local index 2 ... at least 0 ... below 2"));
   EXPECT_THAT([&] { map.global_index(1, -1); },
-              refused("[partition_map] rank 1: local index -1 ... at least 0 ... below 2"));
+              refused("[partition_map] ... rank 1: local index -1 ... at least 0 ... below 2"));
 }
 
 }  // namespace

@@ -171,9 +171,10 @@ TEST(RankMap, GroupsAreListedByCoordinate) {
 
 TEST(RankMap, OutsideIsAnError) {
   const RankMap map({2, 2, 3});
-  EXPECT_THAT([&] { map.coordinate_of(12); },
-              ThrowsMessage<ConfigError>(says(
-                  "[rank_map] rank 12 is outside dp 2 x tp 2 x pp 3 ... at least 0 ... below 12")));
+  EXPECT_THAT(
+      [&] { map.coordinate_of(12); },
+      ThrowsMessage<ConfigError>(says(
+          "[rank_map] ... rank 12 is outside dp 2 x tp 2 x pp 3 ... at least 0 ... below 12")));
   EXPECT_THROW(map.coordinate_of(-1), ConfigError);
   EXPECT_THROW(map.group(Axis::dp, 12), ConfigError);
   EXPECT_THAT(

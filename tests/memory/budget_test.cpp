@@ -59,7 +59,7 @@ TEST(Budget, SaysWhatDoesNotFitAndWhy) {
   EXPECT_THAT(
       [&] { static_cast<void>(budget.take(512 * kMega, "optimizer state of blocks.3")); },
       ThrowsMessage<OverBudget>(says(
-          "[offload.host_budget] 512 MB ... optimizer state of blocks.3 ... 0.98 GB of 1 GB")));
+          "[offload.host_budget] ... 512 MB ... optimizer state of blocks.3 ... 0.98 GB of 1 GB")));
   EXPECT_EQ(budget.used(), 1000 * kMega);  // nothing of it is held
   EXPECT_NO_THROW(static_cast<void>(budget.take(24 * kMega, "the rest")));
   // No sum of sizes is too large to be seen as too large.

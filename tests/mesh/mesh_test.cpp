@@ -265,7 +265,7 @@ TEST(Mesh, WrongShapesAreRefused) {
     const auto refused = [&](std::vector<Axis> axes, const char* part) {
       require_refused([&] { Mesh(group, axes); }, part);
     };
-    refused({{"dp", 2}, {"tp", 3}}, "[mesh] dp 2 x tp 3 = 6 ... group size 4");
+    refused({{"dp", 2}, {"tp", 3}}, "[mesh] ... dp 2 x tp 3 = 6 ... group size 4");
     refused({{"dp", 2}, {"dp", 2}}, "axis dp ... twice");
     refused({{"", 4}}, "axis ... no name");
     refused({{"a", -2}, {"b", -2}}, "axis a ... -2 ... at least 1");
@@ -274,7 +274,7 @@ TEST(Mesh, WrongShapesAreRefused) {
         [&] {
           Mesh::parallel(group, {2, 2, 3});
         },
-        "[parallel_dims] dp 2 x tp 2 x pp 3 = 12 ... world size 4");
+        "[parallel_dims] ... dp 2 x tp 2 x pp 3 = 12 ... world size 4");
   });
 }
 

@@ -90,8 +90,9 @@ TEST(Init, AShardHasItsElementsOfTheWhole) {
 }
 
 TEST(Init, FansNeedTwoDimensions) {
-  EXPECT_THAT([] { init::xavier_normal_(at::empty({4}), {.seed = 0, .name = "bias"}); },
-              ThrowsMessage<ConfigError>(says("[init] 'bias' has shape (4) ... two dimensions")));
+  EXPECT_THAT(
+      [] { init::xavier_normal_(at::empty({4}), {.seed = 0, .name = "bias"}); },
+      ThrowsMessage<ConfigError>(says("[init] ... 'bias' has shape (4) ... two dimensions")));
 }
 
 // ---- initialize ----

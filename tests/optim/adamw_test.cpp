@@ -241,11 +241,11 @@ TEST(AdamW, AutogradNoticesTheStep) {
 TEST(AdamW, BadInputIsNamed) {
   const at::Tensor tensor = parameter({2, 3});
   const auto with = [&](AdamWOptions options) { AdamW optimizer({{"w", tensor}}, options); };
-  expect_error<ConfigError>("[AdamW] lr is -1 ... at least 0", [&] { with({.lr = -1}); });
+  expect_error<ConfigError>("[AdamW] ... lr is -1 ... at least 0", [&] { with({.lr = -1}); });
   expect_error<ConfigError>("[AdamW] beta1 is 1, must be in [0, 1)", [&] { with({.beta1 = 1}); });
   expect_error<ConfigError>("[AdamW] beta2 is -0.5, must be in [0, 1)",
                             [&] { with({.beta2 = -0.5}); });
-  expect_error<ConfigError>("[AdamW] eps is -1 ... at least 0", [&] { with({.eps = -1}); });
+  expect_error<ConfigError>("[AdamW] ... eps is -1 ... at least 0", [&] { with({.eps = -1}); });
   expect_error<ConfigError>("weight_decay -0.1", [&] { with({.weight_decay = -0.1}); });
   AdamW optimizer({{"w", tensor}});
   tensor.mutable_grad() = at::randn({3, 2}).t();

@@ -186,9 +186,9 @@ TEST(Clip, ClipGradValueClampsElements) {
 
 TEST(Clip, BadInputIsNamed) {
   const std::vector<at::Tensor> tensors = {parameter({1})};
-  expect_error<ConfigError>("[clip_grad_norm_] max_norm is -1 ... at least 0",
+  expect_error<ConfigError>("[clip_grad_norm_] ... max_norm is -1 ... at least 0",
                             [&] { clip_grad_norm_(tensors, -1); });
-  expect_error<ConfigError>("[clip_grad_value_] max_value is nan ... at least 0",
+  expect_error<ConfigError>("[clip_grad_value_] ... max_value is nan ... at least 0",
                             [&] { clip_grad_value_(tensors, std::nan("")); });
 }
 

@@ -149,7 +149,7 @@ TEST(GradScaler, OrderOfCallsAndOptionsAreChecked) {
   expect_error<ConfigError>("[GradScaler] ... unscaled already",
                             [&] { scaler.unscale(optimizer); });
   scaler.step(optimizer);
-  expect_error<ConfigError>("[GradScaler] step ... twice", [&] { scaler.step(optimizer); });
+  expect_error<ConfigError>("[GradScaler] ... step ... twice", [&] { scaler.step(optimizer); });
   scaler.update();
   scaler.step(optimizer);
   const auto with = [](GradScalerOptions options) { GradScaler bad({}, options); };

@@ -78,18 +78,18 @@ TEST(LrSchedule, BadInputIsNamed) {
     parse_schedule("step");
     ADD_FAILURE();
   } catch (const ConfigError& error) {
-    EXPECT_THAT(error.what(), says("[schedule] 'step' ... constant, linear, cosine, wsd"));
+    EXPECT_THAT(error.what(), says("[schedule] ... 'step' ... constant, linear, cosine, wsd"));
   }
-  expect_config_error("[schedule] lr is -1 ... at least 0", ScheduleKind::constant, {.lr = -1});
-  expect_config_error("[schedule] warmup_steps is -1 ... at least 0", ScheduleKind::constant,
+  expect_config_error("[schedule] ... lr is -1 ... at least 0", ScheduleKind::constant, {.lr = -1});
+  expect_config_error("[schedule] ... warmup_steps is -1 ... at least 0", ScheduleKind::constant,
                       {.warmup_steps = -1});
   expect_config_error("[schedule] total_steps is 5, must be above 5 warm-up steps",
                       ScheduleKind::linear, {.warmup_steps = 5, .total_steps = 5});
   expect_config_error("[schedule] min_ratio is 1.5, must be in [0, 1]", ScheduleKind::cosine,
                       {.total_steps = 5, .min_ratio = 1.5});
-  expect_config_error("[schedule] decay_steps is 0 ... at least 1 ... at most 8", ScheduleKind::wsd,
-                      {.warmup_steps = 2, .total_steps = 10});
-  expect_config_error("[schedule] decay_steps is 9 ... at least 0 ... at most 8",
+  expect_config_error("[schedule] ... decay_steps is 0 ... at least 1 ... at most 8",
+                      ScheduleKind::wsd, {.warmup_steps = 2, .total_steps = 10});
+  expect_config_error("[schedule] ... decay_steps is 9 ... at least 0 ... at most 8",
                       ScheduleKind::cosine,
                       {.warmup_steps = 2, .total_steps = 10, .decay_steps = 9});
 }

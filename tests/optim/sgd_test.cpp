@@ -78,7 +78,8 @@ TEST(SGD, SparseGradient) {
 
 TEST(SGD, BadInputIsNamed) {
   const auto with = [](SGDOptions options) { SGD optimizer(named({parameter({2})}), options); };
-  expect_error<ConfigError>("[SGD] momentum is -1 ... at least 0", [&] { with({.momentum = -1}); });
+  expect_error<ConfigError>("[SGD] ... momentum is -1 ... at least 0",
+                            [&] { with({.momentum = -1}); });
   expect_error<ConfigError>("[SGD] dampening is 0.5, must be 0 without momentum",
                             [&] { with({.dampening = 0.5}); });
   expect_error<ConfigError>("[SGD] nesterov with momentum 0", [&] { with({.nesterov = true}); });

@@ -438,7 +438,7 @@ TEST(ParallelizeInput, RefusesWhatIsSaidTwiceOrDoesNotFit) {
               says("sharding is full ... mixed_precision off"));
   EXPECT_THAT(refusal({.advanced = {.num_layers = 5}}, {}),
               HasSubstr("num_layers is 5, but 8 layers are given"));
-  EXPECT_THAT(refusal({.dims = {.dp = 2}}, {}), says("dp 2 ... = 2 ... world size 1"));
+  EXPECT_THAT(refusal({.dims = {.dp = 2}}, {}), says("dp 2 x tp 1 x pp 1 = 2 ... world size 1"));
 }
 
 }  // namespace

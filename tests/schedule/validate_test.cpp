@@ -27,7 +27,7 @@ Schedule two_ranks(const std::vector<std::string>& first, const std::vector<std:
 
 void refused(const Schedule& schedule, const std::string& message) {
   EXPECT_THAT([&] { validate(schedule); },
-              ThrowsMessage<ConfigError>(says("[schedule] file: ... " + message)));
+              ThrowsMessage<ConfigError>(says("[schedule] ... file: ... " + message)));
 }
 
 const std::vector<std::string> kGood = {"F0", "F1", "B0", "B1"};

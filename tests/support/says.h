@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compares the facts in a message (values, names, the term that tells one error from another), not
-// its sentences: "heads is 4 ... divisible ... tp 3" asks for three facts, in any order.
+// its sentences: "heads is 4 ... divisible ... tp 3" asks for three facts, in any order. `heads is
+// 4` and `heads = 4` are the same fact.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -34,9 +35,17 @@ inline bool has_fact(std::string_view text, std::string_view fact) {
   return false;
 }
 
+inline std::string without_equals_signs(std::string text) {
+  for (size_t at = 0; (at = text.find(" = ", at)) != std::string::npos;)
+    text.replace(at, 3, " is ");
+  return text;
+}
+
 // The first of the facts that the text does not have; empty if it has all.
-inline std::string missing_fact(std::string_view text, std::string_view facts) {
+inline std::string missing_fact(const std::string& message, const std::string& asked) {
   constexpr std::string_view kBetween = "...";
+  const std::string text = without_equals_signs(message), all = without_equals_signs(asked);
+  std::string_view facts = all;
   while (!facts.empty()) {
     const size_t end = facts.find(kBetween);
     std::string_view fact = facts.substr(0, end);

@@ -32,6 +32,8 @@ TEST(Says, NumbersAndWordsAreWhole) {
   EXPECT_THAT("--train.steps", Not(says("--train.step")));
   EXPECT_THAT("blocks.1.weight", says("weight"));
   EXPECT_THAT("at least -2", Not(says("at least 2")));
+  EXPECT_THAT("heads = 4 is no multiple", says("heads is 4 ... heads = 4"));
+  EXPECT_THAT("heads is 14", Not(says("heads is 4")));
 }
 
 TEST(Says, NamesTheFactThatIsMissing) {

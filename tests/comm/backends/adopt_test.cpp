@@ -63,7 +63,7 @@ TEST(AdoptProcessGroup, AllRanksSayWhyOneCannotTakePart) {
   const std::string reason = "LOCKSTEP_TIMEOUT=soon ... seconds above 0";
   for (const Result& result : results) EXPECT_EQ(result.code, 2) << result.err;
   for (const size_t rank : {0, 1})
-    EXPECT_THAT(results[rank].err, says("[init] rank 2 ... " + reason));
+    EXPECT_THAT(results[rank].err, says("[init] ... rank 2 ... " + reason));
   EXPECT_THAT(results[2].err, says("config error: ... " + reason));
 }
 

@@ -131,7 +131,7 @@ TEST(HfModel, RefusesWhatIsNotThere) {
   expect_refused(gpt2(), "n_layer", uint64_t{1} << 63,
                  "n_layer is 9223372036854775808 ... whole number");
   expect_refused(gpt2(), "n_layer", nullptr, "n_layer is missing");
-  expect_refused(gpt2(), "n_head", 5, "[model] hidden is 768 ... divisible by 5 heads");
+  expect_refused(gpt2(), "n_head", 5, "[model] ... hidden is 768 ... divisible by 5 heads");
   expect_refused(llama_json(), "hidden_act", "gelu", "hidden_act is \"gelu\", must be silu");
   expect_refused(llama_json(), "attention_bias", true,
                  "attention_bias is true ... false ... llama");
@@ -139,7 +139,7 @@ TEST(HfModel, RefusesWhatIsNotThere) {
   expect_refused(qwen3_json(), "attention_bias", true,
                  "attention_bias is true, must be false: our qwen3 has no biases");
   expect_refused(qwen3_json(), "head_dim", 63,
-                 "[model] head_dim is 63 ... even ... hidden 1024, 16 heads");
+                 "[model] ... head_dim is 63 ... even ... hidden 1024, 16 heads");
   expect_refused(mistral_json(), "sliding_window", 0, "sliding_window is 0 ... above 0 ... null");
   expect_refused(llama_json(), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}},
                  "rope_scaling: type is \"linear\", must be default or llama3");

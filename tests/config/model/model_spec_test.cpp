@@ -167,30 +167,31 @@ TEST(ModelSpec, FfnOfLlamaIsTwoThirds) {
 }
 
 TEST(ModelSpec, RejectsBadSizes) {
-  expect_refused({.layers = 0}, "[model] layers is 0 ... at least 1 ... at most 65536");
-  expect_refused({.hidden = -8}, "[model] hidden is -8 ... at least 1 ... at most 1048576");
-  expect_refused({.heads = 0}, "[model] heads is 0 ... at least 1 ... at most 128");
-  expect_refused({.heads = 3}, "[model] hidden is 128 ... divisible by 3 heads");
-  expect_refused({.heads = 4, .kv_heads = 2}, "[model] kv_heads is 2 ... 4 ... gpt");
-  expect_refused({.dropout = 1}, "[model] dropout is 1 ... at least 0 ... below 1");
-  expect_refused({.dropout = std::nan("")}, "[model] dropout is nan ... at least 0 ... below 1");
-  expect_refused({.rope_scaling = RopeScaling{}}, "[model] rope_scaling is set ... gpt");
+  expect_refused({.layers = 0}, "[model] ... layers is 0 ... at least 1 ... at most 65536");
+  expect_refused({.hidden = -8}, "[model] ... hidden is -8 ... at least 1 ... at most 1048576");
+  expect_refused({.heads = 0}, "[model] ... heads is 0 ... at least 1 ... at most 128");
+  expect_refused({.heads = 3}, "[model] ... hidden is 128 ... divisible by 3 heads");
+  expect_refused({.heads = 4, .kv_heads = 2}, "[model] ... kv_heads is 2 ... 4 ... gpt");
+  expect_refused({.dropout = 1}, "[model] ... dropout is 1 ... at least 0 ... below 1");
+  expect_refused({.dropout = std::nan("")},
+                 "[model] ... dropout is nan ... at least 0 ... below 1");
+  expect_refused({.rope_scaling = RopeScaling{}}, "[model] ... rope_scaling is set ... gpt");
   expect_refused({.head_dim = 64},
                  "[model] head_dim is 64, must be hidden / heads for gpt (hidden 128, 4 heads)");
-  expect_refused({.qkv_bias = true}, "[model] qkv_bias is true ... false for gpt");
-  expect_refused({.qk_norm = true}, "[model] qk_norm is true ... false for gpt");
-  expect_refused({.window = 8}, "[model] window is 8 ... 0 for gpt");
+  expect_refused({.qkv_bias = true}, "[model] ... qkv_bias is true ... false for gpt");
+  expect_refused({.qk_norm = true}, "[model] ... qk_norm is true ... false for gpt");
+  expect_refused({.window = 8}, "[model] ... window is 8 ... 0 for gpt");
   ModelSpec spec = llama();
   spec.kv_heads = 3;
-  expect_refused(spec, "[model] heads is 4 ... divisible by 3 kv_heads");
+  expect_refused(spec, "[model] ... heads is 4 ... divisible by 3 kv_heads");
   spec = {.kind = ModelKind::llama, .hidden = 20, .heads = 4};
-  expect_refused(spec, "[model] hidden / heads is 5 ... even ... hidden 20, 4 heads");
+  expect_refused(spec, "[model] ... hidden / heads is 5 ... even ... hidden 20, 4 heads");
   spec = llama();
   spec.qkv_bias = spec.qk_norm = true;
-  expect_refused(spec, "[model] qkv_bias is true ... false with qk_norm");
+  expect_refused(spec, "[model] ... qkv_bias is true ... false with qk_norm");
   spec = {.kind = ModelKind::llama, .hidden = 1 << 20, .heads = 1 << 20, .head_dim = 1 << 20};
-  expect_refused(spec,
-                 "[model] heads x head_dim is 1099511627776 ... at least 1 ... at most 4194304");
+  expect_refused(
+      spec, "[model] ... heads x head_dim is 1099511627776 ... at least 1 ... at most 4194304");
   spec = llama();
   spec.rope_scaling = RopeScaling{.low_freq_factor = 4, .high_freq_factor = 4};
   expect_refused(spec,

@@ -71,19 +71,19 @@ TEST(PipelineMisuse, LayersAndStages) {
 
 TEST(PipelineMisuse, SchedulesThatDoNotFit) {
   expect_refused(blocks(4), {.chunks = 2},
-                 "[schedule] 1f1b: chunks is 2 ... one chunk ... interleaved, looped-bfs, zb-1p, "
-                 "zb-v and dualpipe-v");
+                 "[schedule] ... 1f1b ... chunks is 2 ... one chunk ... interleaved, looped-bfs, "
+                 "zb-1p, zb-v and dualpipe-v");
   expect_refused(blocks(4),
                  {.schedule = PipelineSchedule::dualpipe_v, .microbatches = 3, .chunks = 2},
-                 "[schedule] dualpipe-v: microbatches is 3 ... at least twice ... 4");
+                 "[schedule] ... dualpipe-v ... microbatches is 3 ... at least twice ... 4");
   expect_refused(blocks(4), {.microbatches = 0},
-                 "[schedule] 1f1b: microbatches is 0 ... at least 1");
+                 "[schedule] ... 1f1b ... microbatches is 0 ... at least 1");
   expect_refused(blocks(4), {.schedule = PipelineSchedule::file}, "[schedule] file ... named");
   const Messages found = messages(2, [](const comm::Group& group) {
     Pipeline pipeline(blocks(2), group);
     pipeline.evaluate({}, 0);
   });
-  EXPECT_THAT(found, testing::Each(says("[pipeline] 0 micro-batches ... at least 1")));
+  EXPECT_THAT(found, testing::Each(says("[pipeline] ... 0 micro-batches ... at least 1")));
 }
 
 // Only one rank can see it; the other hears of it, or that it is alone.
@@ -151,7 +151,7 @@ TEST(PipelineMisuse, APlanNamesModulesOfSomeStage) {
   expect_refused(
       blocks(4),
       {.plan = {{"blocks.3", TensorStyle::sequence}, {"blocks.4", TensorStyle::sequence}}},
-      "[tensor] 'blocks.4' ... no module");
+      "[tensor] ... 'blocks.4' ... no module");
 }
 
 TEST(PipelineMisuse, ShardsWithoutNames) {
@@ -224,7 +224,7 @@ TEST(PipelineMisuse, LossesThatAreNotOneNumber) {
 TEST(PipelineMisuse, ALayerThatDoesNotTakeWhatIsGiven) {
   PipelineJob job{.layers = blocks(2)};
   job.inputs = [](int64_t i) { return Tensors{random({3, 6}, i), random({3, 6}, i)}; };
-  EXPECT_THAT(step_messages(job)[0], says("[pipeline] layer 'blocks.0' ... 2 tensors"));
+  EXPECT_THAT(step_messages(job)[0], says("[pipeline] ... layer 'blocks.0' ... 2 tensors"));
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ TEST(Csv, AFileMustHaveTheNumbersThatAreGiven) {
   refused(options(2, 4, 1), path + ": chunks is 3 in the file, but must be 1");
   auto grouped = options(2, 4, 3);
   grouped.group = 2;
-  refused(grouped, "[schedule] file: group is 2 ... only interleaved and zb-1p have groups");
+  refused(grouped, "[schedule] file ... group is 2 ... only interleaved and zb-1p have groups");
   auto missing = options(2, 4, 3);
   missing.file = dir.path() + "/none";
   EXPECT_THAT([&] { generate(missing); },
