@@ -194,8 +194,9 @@ TEST_F(Tune, FrozenParametersKeepTheirBits) {
           {"-n", "2", "--parallel.shard", "full", "--parallel.shard_granularity", "tensors"});
   follows("pp", {"-n", "2", "--parallel.pp", "2"});
   follows("zb", {"-n", "2", "--parallel.pp", "2", "--parallel.schedule", "zb-h1"});
-  follows("offload_whole", {"-n", "2", "--offload.params", "true", "--offload.grads", "true",
-                            "--offload.optimizer", "true", "--offload.device_limit", "64KB"});
+  follows("offload_whole",
+          {"-n", "2", "--offload.params", "true", "--offload.grads", "true", "--offload.optimizer",
+           "true", "--offload.strategy", "extreme", "--offload.param_budget", "64KB"});
 }
 
 // Stages and ranks on which nothing is trained.
