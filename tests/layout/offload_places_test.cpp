@@ -213,19 +213,20 @@ TEST(OffloadPlaces, DecidedAgainNothingComesNearerToTheDevice) {
 TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
   auto options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.host_budget = 159 * kMB;
-  EXPECT_THAT([&] { place(units_of(4), 0, options); },
-              ThrowsMessage<ConfigError>(
-                  AllOf(HasSubstr("offload.host_budget is 159 MB, but 160 MB are offloaded; "),
-                        HasSubstr("offload.disk"), HasSubstr("offload.codec"))));
+  EXPECT_THAT(
+      [&] { place(units_of(4), 0, options); },
+      ThrowsMessage<ConfigError>(AllOf(
+          HasSubstr("offload.host_budget is 159 MB, but 160 MB (167772160 bytes) are offloaded; "),
+          HasSubstr("offload.disk"), HasSubstr("offload.codec"))));
   options.advanced.host_limit = 100 * kMB;
   EXPECT_THAT([&] { place(units_of(4), 0, options); }, says("offload.host_limit is 100 MB"));
   options = options_of(100 * kMB, OffloadStrategy::extreme);
   options.disk = "/fast";
   options.host_budget = 79 * kMB;
-  EXPECT_THAT(
-      [&] { place(units_of(4), 0, options); },
-      says("offload.host_budget is 79 MB, but 80 MB are offloaded, in addition to 80 MB on the "
-           "disk; parameters and gradients do not go to the disk"));
+  EXPECT_THAT([&] { place(units_of(4), 0, options); },
+              says("offload.host_budget is 79 MB, but 80 MB (83886080 bytes) are offloaded, in "
+                   "addition to 80 MB on the "
+                   "disk; parameters and gradients do not go to the disk"));
 }
 
 TEST(OffloadPlaces, RefusesWhatTheDeviceCannotHold) {
@@ -233,19 +234,22 @@ TEST(OffloadPlaces, RefusesWhatTheDeviceCannotHold) {
   EXPECT_NO_THROW(place(units_of(4), 64 * kMB, options));
   EXPECT_THAT([&] { place(units_of(4), 80 * kMB, options); },
               ThrowsMessage<ConfigError>(AllOf(
-                  HasSubstr("offload.device_limit is 64 MB, but the device must hold 80 MB: 80 MB "
+                  HasSubstr("offload.device_limit is 64 MB, but the device must hold 80 MB "
+                            "(83886080 bytes): 80 MB "
                             "for what is being used; the largest unit, blocks.0, has 10 MB of "
                             "parameters and 10 MB of gradients"),
                   Not(HasSubstr("is false")))));
   options.params = false;
   EXPECT_THAT([&] { place(units_of(4), 30 * kMB, options); },
-              says("the device must hold 70 MB: 30 MB for what is being used, 40 MB of parameters "
+              says("the device must hold 70 MB (73400320 bytes): 30 MB for what is being used, 40 "
+                   "MB of parameters "
                    "(offload.params is false)"));
   options.params = true;
   options.grads = options.optimizer = false;
   EXPECT_THAT(
       [&] { place(units_of(4), 0, options); },
-      says("must hold 120 MB: 0 B for what is being used, 40 MB of gradients (offload.grads "
+      says("must hold 120 MB (125829120 bytes): 0 B for what is being used, 40 MB of gradients "
+           "(offload.grads "
            "is false), 80 MB of optimizer state (offload.optimizer is false); the largest"));
 }
 

@@ -17,7 +17,7 @@
 namespace lockstep::parallel::detail {
 
 // Compares a few elements of a few gradients. What changed them otherwise than by one factor
-// (noise, a limit for each element) is nobody's mistake, and so is a factor that all ranks have.
+// (noise, a limit for each element) is no mistake, and neither is a factor that all ranks have.
 class ScalingWatch {
  public:
   void start(const std::vector<std::unique_ptr<Flat>>& flats);
