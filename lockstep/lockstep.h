@@ -54,6 +54,7 @@
 #include "lockstep/optim/step_guard.h"
 #include "lockstep/parallel/data/data_parallel.h"
 #include "lockstep/parallel/data/ddp.h"
+#include "lockstep/parallel/data/distributed_sampler.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/pipeline/pipeline.h"

@@ -57,6 +57,9 @@ int64_t fraction_of(int64_t bytes, double fraction) {
   return static_cast<int64_t>(static_cast<double>(bytes) * fraction);
 }
 
+// Enough, where a number of three digits may be a little less.
+std::string exact_text(int64_t bytes) { return format("{} ({} bytes)", size_text(bytes), bytes); }
+
 // "1.2 GB of parameters (offload.params is false)"
 std::string kept_text(const Totals& kept) {
   std::string text;
@@ -88,7 +91,7 @@ void require_device_holds(const std::vector<OffloadUnit>& units, int64_t working
   }
   throw ConfigError(format(
       "offload.device_limit is {}, but the device must hold {}: {} for what is being used{}{}",
-      size_text(options.device_limit), size_text(fixed), size_text(working), kept_text(kept),
+      size_text(options.device_limit), exact_text(fixed), size_text(working), kept_text(kept),
       largest));
 }
 
@@ -210,14 +213,13 @@ class Places {
 };
 
 void require_line_fits(const std::vector<OffloadUnit>& units, const OffloadOptions& options) {
-  for (const OffloadUnit& unit : units) {
-    const int64_t line = std::max(unit.params, unit.line);
-    if (line <= options.param_budget) continue;
-    throw ConfigError(
-        format("offload.param_budget is {}, but the parameters of {} have {}, which "
-               "the device must have while it is used",
-               size_text(options.param_budget), unit.name, size_text(line)));
-  }
+  const auto line_of = [](const OffloadUnit& unit) { return std::max(unit.params, unit.line); };
+  const auto largest = std::ranges::max_element(units, {}, line_of);
+  if (largest == units.end() || line_of(*largest) <= options.param_budget) return;
+  throw ConfigError(
+      format("offload.param_budget is {}, but the parameters of {} have {}, which "
+             "the device must have while it is used",
+             size_text(options.param_budget), largest->name, exact_text(line_of(*largest))));
 }
 
 }  // namespace
@@ -225,7 +227,7 @@ void require_line_fits(const std::vector<OffloadUnit>& units, const OffloadOptio
 std::string_view name_of(Tier tier) { return enum_name(kTiers, tier); }
 
 OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
-                    const OffloadOptions& options) {
+                    const OffloadOptions& options, int64_t host_reserve) {
   Places places(units, options);
   const Totals kept = places.kept();
   const bool again = is_decided_again(units);
@@ -236,14 +238,16 @@ OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
 
   const int64_t most = std::min(options.host_budget, options.advanced.host_limit);
   if (!options.disk.empty())
-    places.spill(std::min(
-        most, fraction_of(options.advanced.host_limit, threshold(options.advanced.strategy))));
+    places.spill(std::min(most, fraction_of(options.advanced.host_limit,
+                                            threshold(options.advanced.strategy))) -
+                 host_reserve);
   OffloadPlaces counted = places.count(working);
-  if (counted.on_host <= most) return counted;
+  const int64_t on_host = counted.on_host + host_reserve;
+  if (on_host <= most) return counted;
   const bool budget = options.host_budget <= options.advanced.host_limit;
   throw ConfigError(format(
       "offload.{} is {}, but {} are offloaded{}; {}", budget ? "host_budget" : "host_limit",
-      size_text(most), size_text(counted.on_host),
+      size_text(most), exact_text(on_host),
       options.disk.empty() ? ""
                            : format(", in addition to {} on the disk", size_text(counted.on_disk)),
       options.disk.empty()

@@ -63,12 +63,13 @@ struct OffloadUnit {
 //
 // Of what moves, all is on the host, if it is within host_budget. With a disk, states go there from
 // the last slice of the last unit on until the rest is within host_budget and threshold x
-// host_limit. ConfigError, with the numbers, where device or host cannot hold what they must.
+// host_limit, less `host_reserve` bytes for what is on its way there. ConfigError, with the
+// numbers, where device or host cannot hold what they must.
 //
 // Where units rest somewhere already, the same is decided for what is still on the device, except
 // that parameters stay where they are, that nothing comes nearer to the device, and that a device
 // which cannot hold what it must is no error: all that may leave it then does.
 OffloadPlaces place(const std::vector<OffloadUnit>& units, int64_t working,
-                    const OffloadOptions& options);
+                    const OffloadOptions& options, int64_t host_reserve = 0);
 
 }  // namespace lockstep::layout

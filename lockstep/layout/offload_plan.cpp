@@ -257,7 +257,7 @@ int64_t working_of(OffloadPlan& plan) {
 
 // Places of what may leave. Where parameters rest does not depend on what is on the host, so the
 // copies of those that stay, and the state of those that are encoded, are known after a first look.
-void place_flats(OffloadPlan& plan) {
+void place_flats(OffloadPlan& plan, int64_t host_reserve) {
   std::vector<std::vector<OffloadUnit::Slice>> first;  // what the decision was made with
   for (const OffloadPlan::Flat& flat : plan.flats) first.push_back(flat.bytes.states);
   for (const bool with_copies : {false, true}) {
@@ -280,7 +280,8 @@ void place_flats(OffloadPlan& plan) {
         }
       }
     }
-    const OffloadPlaces places = place(units, plan.working + plan.activations, plan.options);
+    const OffloadPlaces places =
+        place(units, plan.working + plan.activations, plan.options, host_reserve);
     size_t unit = 0;
     for (OffloadPlan::Flat& flat : plan.flats) {
       if (flat.sizes.stays) continue;
@@ -399,13 +400,6 @@ void count(OffloadPlan& plan) {
 
 }  // namespace
 
-KindBytes& KindBytes::operator+=(const KindBytes& other) {
-  params += other.params;
-  grads += other.grads;
-  states += other.states;
-  return *this;
-}
-
 std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
   if (options.advanced.update_site != UpdateSite::automatic) return options.advanced.update_site;
   if (!options.optimizer) return UpdateSite::device;        // where its state is
@@ -421,25 +415,53 @@ OffloadMachine offload_machine(const OffloadOptions& options, bool cuda) {
           .site = decided_site(options).value_or(cuda ? UpdateSite::device : UpdateSite::cpu)};
 }
 
-std::vector<OffloadFlat::Tensor> optimized_tensors(
-    std::span<const Shape> shapes, const FlatLayout& layout, int part,
-    const std::function<bool(size_t)>& is_embedding) {
-  std::vector<OffloadFlat::Tensor> tensors;
-  for (const RowShard& shard : layout.rows[static_cast<size_t>(part)]) {
-    const auto index = static_cast<size_t>(shard.tensor);
-    const Shape& shape = shapes[index];
-    const int64_t row = !shape.empty() && shape[0] > 0 ? numel_of(shape) / shape[0] : 1;
-    if (shard.rows.size() > 0) tensors.push_back({shard.rows.size() * row, is_embedding(index)});
-  }
-  return tensors;
+namespace {
+
+OffloadPlan sized_plan(const std::vector<OffloadFlat>& flats, const OffloadOptions& options,
+                       const OffloadMachine& machine) {
+  OffloadPlan plan{.options = options, .machine = machine};
+  for (const OffloadFlat& flat : flats) plan.flats.push_back(sizes_of(flat, plan));
+  plan.working = working_of(plan);
+  return plan;
 }
+
+// What the device must hold, before anything has its place.
+int64_t device_need(const OffloadPlan& plan) {
+  int64_t bytes = plan.working;
+  for (const OffloadPlan::Flat& flat : plan.flats) {
+    if (flat.sizes.stays) continue;
+    if (!plan.options.params) bytes += flat.bytes.params;
+    if (!plan.options.grads) bytes += flat.bytes.grads;
+    if (plan.options.optimizer) continue;
+    for (const OffloadUnit::Slice& slice : flat.bytes.states) bytes += slice.on_device;
+  }
+  return bytes;
+}
+
+// Host memory for gradients on their way to the CPU that updates. What leaves the device does not
+// depend on the host.
+int64_t host_stages(OffloadPlan plan) {
+  plan.options.host_budget = plan.options.advanced.host_limit = int64_t{1} << 60;
+  place_flats(plan);
+  count(plan);
+  return plan.host_used;
+}
+
+}  // namespace
 
 OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& options,
                          const OffloadMachine& machine) {
-  OffloadPlan plan{.options = options, .machine = machine};
-  for (OffloadFlat& flat : flats) plan.flats.push_back(sizes_of(std::move(flat), plan));
-  plan.working = working_of(plan);
-  place_flats(plan);
+  OffloadPlan plan = sized_plan(flats, options, machine);
+  if (device_need(plan) > options.device_limit) {
+    // Slices, and so the ring, grow with the limit: refused with the numbers of one that is enough.
+    OffloadOptions enough = options;
+    do {
+      enough.device_limit = device_need(plan);
+      plan = sized_plan(flats, enough, machine);
+    } while (device_need(plan) > enough.device_limit);
+    plan.options = options;
+  }
+  place_flats(plan, host_stages(plan));
   count(plan);
   return plan;
 }
@@ -466,17 +488,6 @@ int64_t packed_values_bound(int64_t elements, size_t width) {
 
 Codec weight_codec(Codec wanted, int64_t count, bool embedding) {
   return is_8_bit(wanted) && (count < kSmall || embedding) ? Codec::bf16 : wanted;
-}
-
-int64_t num_gradient_blocks(bool in_backward, bool cuda) { return in_backward && cuda ? 4 : 2; }
-
-size_t units_ahead(std::span<const size_t> parameters, int prefetch) {
-  size_t units = 0, sum = 0;
-  while (units < parameters.size() &&
-         (units == 0 || sum + parameters[units] <= static_cast<size_t>(prefetch))) {
-    sum += parameters[units++];
-  }
-  return units;
 }
 
 }  // namespace lockstep::layout

@@ -103,7 +103,7 @@ OffloadPlan plan_offload(std::vector<OffloadFlat> flats, const OffloadOptions& o
                          const OffloadMachine& machine);
 // Gives the plan's flats their places, by place(), with its working set and activations; and counts
 // what is where then.
-void place_flats(OffloadPlan& plan);
+void place_flats(OffloadPlan& plan, int64_t host_reserve = 0);
 void recount(OffloadPlan& plan);
 // What the device has at most: what rests there, what is being used, and these activations.
 int64_t pressure(const OffloadPlan& plan, int64_t activations);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "lockstep/layout/offload_plan.h"
+
 namespace lockstep::layout {
 namespace {
 
@@ -63,6 +65,19 @@ int64_t ring_bytes(const RingNeed& need, const OffloadOptions& options, bool str
   const int64_t useful = streams ? std::max<int64_t>(std::min(most, room), 0) : 0;
   constexpr auto kUnit = static_cast<int64_t>(kAlignment);
   return std::max(std::min(useful, need.all) / kUnit * kUnit, need.least());
+}
+
+std::vector<OffloadFlat::Tensor> optimized_tensors(
+    std::span<const Shape> shapes, const FlatLayout& layout, int part,
+    const std::function<bool(size_t)>& is_embedding) {
+  std::vector<OffloadFlat::Tensor> tensors;
+  for (const RowShard& shard : layout.rows[static_cast<size_t>(part)]) {
+    const auto index = static_cast<size_t>(shard.tensor);
+    const Shape& shape = shapes[index];
+    const int64_t row = !shape.empty() && shape[0] > 0 ? numel_of(shape) / shape[0] : 1;
+    if (shard.rows.size() > 0) tensors.push_back({shard.rows.size() * row, is_embedding(index)});
+  }
+  return tensors;
 }
 
 }  // namespace lockstep::layout

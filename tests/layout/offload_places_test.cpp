@@ -217,7 +217,7 @@ TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
   options.host_budget = 159 * kMB;
   EXPECT_THAT([&] { place(units_of(4), 0, options); },
               ThrowsMessage<ConfigError>(
-                  AllOf(HasSubstr("offload.host_budget is 159 MB, but 160 MB are offloaded; "),
+                  AllOf(says("offload.host_budget is 159 MB ... 160 MB (167772160 bytes)"),
                         HasSubstr("offload.disk"), HasSubstr("offload.codec"))));
   options.advanced.host_limit = 100 * kMB;
   EXPECT_THAT([&] { place(units_of(4), 0, options); }, refused("offload.host_limit is 100 MB"));
@@ -226,24 +226,27 @@ TEST(OffloadPlaces, RefusesWhatTheHostCannotHold) {
   options.host_budget = 79 * kMB;
   EXPECT_THAT(
       [&] { place(units_of(4), 0, options); },
-      refused("offload.host_budget is 79 MB ... 80 MB are offloaded ... 80 MB on the disk"));
+      refused("offload.host_budget is 79 MB ... 80 MB (83886080 bytes) ... 80 MB on the disk"));
 }
 
 TEST(OffloadPlaces, RefusesWhatTheDeviceCannotHold) {
   auto options = options_of(64 * kMB, OffloadStrategy::extreme);
   EXPECT_NO_THROW(place(units_of(4), 64 * kMB, options));
-  EXPECT_THAT([&] { place(units_of(4), 80 * kMB, options); },
-              ThrowsMessage<ConfigError>(
-                  AllOf(says("offload.device_limit is 64 MB ... must hold 80 MB: 80 MB ... "
-                             "blocks.0, has 10 MB of parameters and 10 MB of gradients"),
-                        Not(HasSubstr("is false")))));
+  EXPECT_THAT(
+      [&] { place(units_of(4), 80 * kMB, options); },
+      ThrowsMessage<ConfigError>(AllOf(
+          says("offload.device_limit is 64 MB ... must hold 80 MB (83886080 bytes): 80 MB ... "
+               "blocks.0, has 10 MB of parameters and 10 MB of gradients"),
+          Not(HasSubstr("is false")))));
   options.params = false;
   EXPECT_THAT([&] { place(units_of(4), 30 * kMB, options); },
-              refused("must hold 70 MB: 30 MB ... 40 MB of parameters (offload.params is false)"));
+              refused("must hold 70 MB (73400320 bytes): 30 MB ... 40 MB of parameters "
+                      "(offload.params is false)"));
   options.params = true;
   options.grads = options.optimizer = false;
   EXPECT_THAT([&] { place(units_of(4), 0, options); },
-              refused("must hold 120 MB: 0 B ... 40 MB of gradients (offload.grads is false) ... "
+              refused("must hold 120 MB (125829120 bytes): 0 B ... 40 MB of gradients "
+                      "(offload.grads is false) ... "
                       "80 MB of optimizer state (offload.optimizer is false)"));
 }
 

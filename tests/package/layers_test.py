@@ -21,7 +21,7 @@ FOR_ANYBODY = {"lockstep/" + name for name in ["comm/control/rank_consistency.h"
 # What programs include. Of the installed headers it includes all but those that need the headers of another library.
 UMBRELLA = "lockstep/lockstep.h"
 NEED_OTHERS = {"lockstep/comm/backends/" + name for name in ["gloo/adopt_c10d.h", "mpi/adopt_mpi.h", "nccl/adopt.h"]}
-MAX_INSTALLED = 70  # headers
+MAX_INSTALLED = 71  # headers
 
 MAX_FILES = 30  # sources in a folder, without those in its rooms
 MAX_LINES = 500  # without the line of the license

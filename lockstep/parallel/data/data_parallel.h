@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "lockstep/core/torch_fwd.h"
+#include "lockstep/parallel/data/ddp.h"
 
 namespace lockstep::parallel {
 
@@ -149,8 +150,8 @@ class DataParallel : public DataParallelHandle {
   void train(bool on = true) { model_->train(on); }
   void eval() { model_->eval(); }
   bool is_training() const { return model_->is_training(); }
-  auto parameters() const { return model_->parameters(); }
-  auto named_parameters() const { return model_->named_parameters(); }
+  auto named_parameters() const { return detail::listed_once(model_->named_parameters()); }
+  auto parameters() const { return named_parameters().values(); }
 
  private:
   template <size_t kCount>

@@ -124,7 +124,6 @@ class Ddp {
         trained.push_back({.name = name, .tensor = tensor});
     }
     usage_ = std::make_shared<UsageCheck>(std::move(trained));
-    usage_->start();
   }
 
   void before_forward() {
@@ -138,6 +137,7 @@ class Ddp {
 
   void after_forward(const std::vector<at::Tensor>& outputs) {
     if ((!reducer_ && !usage_) || !at::GradMode::is_enabled()) return;
+    if (usage_) usage_->start();  // a pipeline's stages, which do not come here, use what they like
     // The gradient of an output comes first, and on the outermost graph: blocks that recompute run
     // graphs of their own, whose end is not the end of backward.
     for (const at::Tensor& output : outputs) {
@@ -191,7 +191,7 @@ class Ddp {
       lay_out_again(options_.bucket_bytes, device);
     } else {
       move_model(device);
-      if (usage_) usage_->start();
+      if (usage_) usage_->restart();
     }
   }
 

@@ -19,6 +19,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -157,6 +158,19 @@ class Placed {
       std::nullopt};
 };
 
+// A parameter that several modules have once, under its first name. torch lists it for each of
+// them, and an optimizer of such a list steps it as often.
+template <class Named>
+Named listed_once(const Named& parameters) {
+  Named once;
+  std::unordered_set<const void*> seen;
+  for (const auto& item : parameters) {
+    if (!item.value().defined() || seen.insert(item.value().unsafeGetTensorImpl()).second)
+      once.insert(item.key(), item.value());
+  }
+  return once;
+}
+
 // A module holder, or a pointer to a module.
 template <class Model>
 concept LeadsToModule = requires(Model model) {
@@ -248,12 +262,12 @@ class DistributedDataParallel : public DdpHandle {
   }
 
   Model& module() { return model_; }
-  // Those of the model.
+  // Those of the model, each parameter once.
   void train(bool on = true) { model_->train(on); }
   void eval() { model_->eval(); }
   bool is_training() const { return model_->is_training(); }
-  auto parameters() const { return model_->parameters(); }
-  auto named_parameters() const { return model_->named_parameters(); }
+  auto named_parameters() const { return detail::listed_once(model_->named_parameters()); }
+  auto parameters() const { return named_parameters().values(); }
 
  private:
   Model model_;

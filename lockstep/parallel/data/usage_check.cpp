@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/data/usage_check.h"
 
+#include <utility>
+
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -20,6 +22,7 @@ std::string wrong_gradients(const std::vector<std::string>& names, const char* w
 }
 
 void UsageCheck::start() {
+  if (std::exchange(listens_, true)) return;
   std::vector<at::Tensor> tensors;
   for (const Parameter& parameter : parameters_) tensors.push_back(parameter.tensor);
   rounds_.listen(tensors, weak_from_this());

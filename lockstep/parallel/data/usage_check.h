@@ -27,8 +27,9 @@ class UsageCheck final : public BackwardRounds::Listener,
   explicit UsageCheck(std::vector<Parameter> parameters)
       : parameters_(std::move(parameters)), has_gradient_(parameters_.size(), false) {}
 
-  // As those of Reducer.
+  // As those of Reducer. start() does nothing where it was called before, unless restart() was.
   void start();
+  void restart() { listens_ = false; }
   void begin_backward();
   void check_now();
   void set_syncing(bool syncing) { syncing_ = syncing; }
@@ -43,6 +44,7 @@ class UsageCheck final : public BackwardRounds::Listener,
   const std::vector<Parameter> parameters_;
   std::vector<char> has_gradient_;  // since the last step
   bool syncing_ = true;
+  bool listens_ = false;
   BackwardRounds rounds_;
 };
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/pipeline/layer.h"
 
+#include <algorithm>
 #include <set>
+#include <typeinfo>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -48,9 +50,26 @@ LayerForward detail::recomputed(LayerForward forward, layout::Recompute recomput
 std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
                                        layout::Recompute recompute,
                                        const RecomputeOptions& options) {
+  std::set<std::string> untied;
+  auto built = detail::build_stage_layers(layers, stage, recompute, options, untied);
+  for (const std::string& path : untied) {
+    // Layers of the program's own may all say that they are tied.
+    if (std::ranges::count(layers, path, &Layer::tied) == 1)
+      detail::refuse_tied(path, detail::layer_names(stage, untied));
+  }
+  return built;
+}
+
+namespace detail {
+
+std::vector<LayerForward> build_stage_layers(std::span<const Layer> layers,
+                                             torch::nn::Module& stage, layout::Recompute recompute,
+                                             const RecomputeOptions& options,
+                                             std::set<std::string>& untied) {
   std::vector<LayerForward> built;
   std::set<std::shared_ptr<torch::nn::Module>> known;
   for (const Layer& layer : layers) {
+    if (!layer.tied.empty() && !find_layer(stage, layer.tied)) untied.insert(layer.tied);
     LayerForward forward = layer.build(stage);
     RecomputeOptions again = options;
     const bool leaves = recompute != layout::Recompute::none && !layer.recompute;
@@ -60,12 +79,30 @@ std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn:
     // It may compute with modules of layers before it.
     if (again.modules.empty()) again.modules.assign(known.begin(), known.end());
     built.push_back(leaves ? std::move(forward)
-                           : detail::recomputed(std::move(forward), recompute, std::move(again)));
+                           : recomputed(std::move(forward), recompute, std::move(again)));
   }
   return built;
 }
 
-namespace detail {
+std::vector<std::string> layer_names(const torch::nn::Module& stage,
+                                     const std::set<std::string>& untied) {
+  std::vector<std::string> names;
+  for (const auto& item : stage.named_modules("", /*include_self=*/false)) {
+    const torch::nn::Module& module = *item.value();
+    if (typeid(module) == typeid(torch::nn::Module)) continue;  // on the way to others
+    const bool below = std::ranges::any_of(
+        names, [&](const std::string& name) { return item.key().starts_with(name + "."); });
+    if (!below && !untied.contains(item.key())) names.push_back(item.key());
+  }
+  return names;
+}
+
+void refuse_tied(const std::string& path, const std::vector<std::string>& names) {
+  throw ConfigError(format(
+      "[pipeline] a tied layer computes with the parameters of '{}', which no layer before it "
+      "has; the layers with parameters are {}",
+      path, join(names)));
+}
 
 torch::nn::Module& container(torch::nn::Module& root, const std::string& path) {
   torch::nn::Module* module = &root;

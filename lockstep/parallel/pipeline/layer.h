@@ -13,6 +13,7 @@
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -40,7 +41,8 @@ struct Layer {
 };
 
 // Builds the layers in the stage's module and returns what computes with them, with `recompute`
-// applied to those that allow it. none with a store: what autograd saves is stored.
+// applied to those that allow it. none with a store: what autograd saves is stored. ConfigError for
+// a tied layer whose module no layer before it has.
 std::vector<LayerForward> build_layers(std::span<const Layer> layers, torch::nn::Module& stage,
                                        layout::Recompute recompute,
                                        const RecomputeOptions& options = {});
@@ -57,6 +59,17 @@ namespace detail {
 
 // The module of this path below `root`; modules on the way that are not there are made.
 torch::nn::Module& container(torch::nn::Module& root, const std::string& path);
+// The same for a part of the layers: `untied` are paths of tied layers whose modules other parts
+// must have.
+std::vector<LayerForward> build_stage_layers(std::span<const Layer> layers,
+                                             torch::nn::Module& stage, layout::Recompute recompute,
+                                             const RecomputeOptions& options,
+                                             std::set<std::string>& untied);
+// Paths of the modules that layers have registered in the stage, without those below them and those
+// of `untied`.
+std::vector<std::string> layer_names(const torch::nn::Module& stage,
+                                     const std::set<std::string>& untied);
+[[noreturn]] void refuse_tied(const std::string& path, const std::vector<std::string>& names);
 // As a stage computes it.
 LayerForward recomputed(LayerForward forward, layout::Recompute recompute,
                         RecomputeOptions options);
@@ -124,6 +137,7 @@ Layer layer(std::string name, Make make) {
 // `forward(module, inputs)` is called with the module and returns a tensor, or tuples and vectors
 // of such. The parameters are tied on any number of ranks: where the two layers are in different
 // stages, the first stage's are trained, the other stage has a copy and returns its gradients.
+// ConfigError when the model is built, with the names that exist, if no other layer has this one.
 template <class Make, class Forward>
 Layer tied_layer(std::string name, Make make, Forward forward) {
   const auto build = [name, make = std::move(make),

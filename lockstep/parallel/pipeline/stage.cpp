@@ -50,9 +50,9 @@ Stage::Stage(std::span<const Layer> layers, const comm::Group& data, TensorParal
              const PipelineOptions& options) {
   const auto make = [&] {
     auto module = std::make_shared<StageModule>();
-    module->layers =
-        build_layers(layers, *module, options.advanced.recompute,
-                     {.random = options.advanced.random, .store = options.advanced.store});
+    module->layers = build_stage_layers(
+        layers, *module, options.advanced.recompute,
+        {.random = options.advanced.random, .store = options.advanced.store}, module->untied);
     tensor.apply(*module);
     return module;
   };

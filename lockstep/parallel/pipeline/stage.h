@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <variant>
@@ -35,6 +36,7 @@ PipelineOptions with_tied_layers(PipelineOptions options, const std::vector<Laye
 class StageModule : public torch::nn::Module {
  public:
   std::vector<LayerForward> layers;
+  std::set<std::string> untied;  // paths of tied layers whose modules other stages must have
 };
 
 class Stage {
@@ -65,6 +67,7 @@ class Stage {
   void set_first_microbatch(int64_t first) { first_microbatch_ = first; }
 
   torch::nn::Module& module() const { return *module_; }
+  const std::set<std::string>& untied() const { return module_->untied; }
   std::shared_ptr<torch::nn::Module> shared_module() const { return module_; }
   std::optional<ShardedModel>& sharded() { return sharded_; }
   const std::optional<ShardedModel>& sharded() const { return sharded_; }

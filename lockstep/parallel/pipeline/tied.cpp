@@ -9,6 +9,7 @@
 #include <map>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/philox.h"
@@ -54,6 +55,39 @@ std::map<uint64_t, Places> places_of_names(const std::vector<Stage*>& stages,
   return found;
 }
 
+// Some stage has each of the modules by a layer that is not tied. Collective.
+void require_owners(const std::vector<std::string>& modules, const std::vector<Stage*>& stages,
+                    const comm::Group& group) {
+  if (modules.empty()) return;
+  const at::Tensor owners = at::zeros({static_cast<int64_t>(modules.size())}, at::kLong);
+  for (size_t i = 0; i < modules.size(); ++i) {
+    for (const Stage* const stage : stages) {
+      if (find_layer(stage->module(), modules[i]) && !stage->untied().contains(modules[i]))
+        owners[static_cast<int64_t>(i)] += 1;
+    }
+  }
+  comm::all_reduce(owners, group, {.tag = "owners of tied layers"}).wait();
+  for (size_t i = 0; i < modules.size(); ++i) {
+    // Layers of the program's own may all say that they are tied.
+    if (std::ranges::count(modules, modules[i]) > 1) continue;
+    if (owners[static_cast<int64_t>(i)].item<int64_t>() > 0) continue;
+    std::string mine;
+    for (const Stage* const stage : stages) {
+      for (const std::string& name : layer_names(stage->module(), stage->untied()))
+        mine += mine.empty() ? name : "\n" + name;
+    }
+    std::vector<std::string> names;
+    for (const std::string& text : comm::gather_texts(mine, group)) {
+      for (size_t begin = 0; begin < text.size();) {
+        const size_t end = std::min(text.find('\n', begin), text.size());
+        names.push_back(text.substr(begin, end - begin));
+        begin = end + 1;
+      }
+    }
+    refuse_tied(modules[i], names);
+  }
+}
+
 }  // namespace
 
 TiedParameters::TiedParameters(const std::vector<std::string>& names,
@@ -61,6 +95,7 @@ TiedParameters::TiedParameters(const std::vector<std::string>& names,
                                const schedule::Pipeline& layout, const comm::Group& group,
                                milliseconds timeout)
     : stages_(std::move(stages)), group_(group), timeout_(timeout) {
+  require_owners(modules, stages_, group_);
   const auto is_tied = [&](const std::string& name) {
     return std::ranges::find(names, name) != names.end() ||
            std::ranges::any_of(

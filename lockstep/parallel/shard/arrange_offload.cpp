@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
@@ -84,22 +85,28 @@ int64_t agree_on_parameters(const std::vector<FlatPlan>& plans, layout::OffloadP
 }  // namespace
 
 std::shared_ptr<OffloadTiers> arrange_offload(
-    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, int rank,
+    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, const comm::Group& group,
     const std::function<bool(const std::string& name)>& is_embedding) {
   c10::Device device = at::kCPU;
   for (const FlatPlan& plan : plans) device = plan.device;
   const auto wanted = layout::resolved(options, memory::device_bytes(device),
                                        static_cast<int64_t>(available_memory()));
   layout::validate(wanted);
-  auto tiers = std::make_shared<OffloadTiers>(wanted, device, rank);
+  auto tiers = std::make_shared<OffloadTiers>(wanted, device,
+                                              group.members()[static_cast<size_t>(group.rank())]);
   layout::OffloadMachine machine = layout::offload_machine(wanted, device.is_cuda());
   check(tiers->device_memory.rounded(1) == static_cast<size_t>(machine.device_grain) &&
             memory::HostMemory::rounded(1) == static_cast<size_t>(machine.host_grain),
         "memory is taken in the grains that are planned with");
   tiers->site = machine.site = choose_site(tiers, layout::slice_elements(wanted, device.is_cuda()));
-  std::vector<layout::OffloadFlat> flats;
-  for (const FlatPlan& plan : plans) flats.push_back(sizes_of(plan, is_embedding));
-  layout::OffloadPlan plan = layout::plan_offload(std::move(flats), wanted, machine);
+  layout::OffloadPlan plan;
+  // Shares differ a little, and so does what ranks need.
+  comm::run_on_all_ranks("fully_shard", group, [&] {
+    std::vector<layout::OffloadFlat> flats;
+    for (const FlatPlan& each : plans) flats.push_back(sizes_of(each, is_embedding));
+    plan = layout::plan_offload(std::move(flats), wanted, machine);
+    return std::string();
+  });
   tiers->line_room = static_cast<size_t>(agree_on_parameters(plans, plan));
   tiers->state_room = {"offload.host_budget",
                        static_cast<size_t>(std::max<int64_t>(plan.state_room, 1))};

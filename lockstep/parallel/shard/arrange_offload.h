@@ -14,9 +14,9 @@ namespace lockstep::parallel::detail {
 
 // Fills FlatPlan::offload of all plans, which are in the order of use, and makes their memory.
 // `is_embedding`: whose state 8-bit codecs leave alone. Throws ConfigError where budgets are too
-// small, with the numbers.
+// small, with the numbers, on all ranks of the group where they are on one. Collective.
 std::shared_ptr<OffloadTiers> arrange_offload(
-    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, int rank,
+    std::vector<FlatPlan>& plans, const layout::OffloadOptions& options, const comm::Group& group,
     const std::function<bool(const std::string& name)>& is_embedding);
 
 }  // namespace lockstep::parallel::detail

@@ -427,7 +427,7 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   std::shared_ptr<OffloadTiers> tiers;
   if (const auto* offload = std::get_if<layout::OffloadOptions>(&options.offload)) {
     tiers = arrange_offload(
-        plans, *offload, groups.all.members()[static_cast<size_t>(groups.all.rank())],
+        plans, *offload, groups.all,
         [names = embeddings_of(*model)](const std::string& name) { return names.contains(name); });
   }
   take_over(nested);

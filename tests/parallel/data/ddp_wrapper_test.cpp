@@ -254,7 +254,7 @@ TEST(DdpWrapper, ForwardsToTheModel) {
     EXPECT_EQ(
         torch::autograd::impl::grad_accumulator(ddp.module()->weights[0])->post_hooks().size(), 1u);
   });
-  auto alone = parallel::ddp(Branches(), comm::Group());
+  auto alone = parallel::ddp(Branches(), comm::Group(), {.find_unused_parameters = true});
   alone.forward(std::vector<int>{0}, 2.0).backward();
   alone.to(at::kCPU);
   EXPECT_EQ(gradient(alone.module(), 0), 2);

@@ -204,6 +204,118 @@ TEST(OffloadLimits, TheLeastThatIsAcceptedIsEnough) {
   }
 }
 
+// ---- shared modules ----
+
+// Blocks of two layers; the second is one that all of them have.
+class SharingBlockImpl : public torch::nn::Module {
+ public:
+  SharingBlockImpl(int64_t width, Layer shared)
+      : own_(register_module("own", Layer(width))), shared_(register_module("shared", shared)) {}
+  at::Tensor forward(const at::Tensor& x) { return shared_(own_(x)); }
+
+ private:
+  Layer own_, shared_;
+};
+TORCH_MODULE(SharingBlock);
+
+class SharingTowerImpl : public torch::nn::Module {
+ public:
+  SharingTowerImpl() {
+    const Layer shared(kWidth);
+    for (int64_t i = 0; i < 4; ++i)
+      blocks_.push_back(register_module("block" + std::to_string(i), SharingBlock(kWidth, shared)));
+    fill_parameters(*this, 3);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& block : blocks_) x = block(x);
+    return x;
+  }
+
+ private:
+  std::vector<SharingBlock> blocks_;
+};
+TORCH_MODULE(SharingTower);
+
+void train_sharing(const comm::Group& group, const OffloadOptions& offload) {
+  SharingTower model;
+  auto sharded = parallel::fully_shard(*model, group,
+                                       {.units = parallel::ByType{{"SharingBlock"}},
+                                        .min_num_params = 100,
+                                        .use_orig_params = true,
+                                        .offload = offload});
+  const auto optimizer = make_optimizer(sharded, /*offloaded=*/true, {});
+  for (int step = 0; step < 2; ++step) {
+    const at::Tensor input = at::sin(at::arange(6 * kWidth, at::kFloat).view({6, kWidth}));
+    model->forward(input).square().mean().backward();
+    if (offload.advanced.clip_mode == layout::ClipMode::exact) sharded.clip_grad_norm_(0.05);
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+}
+
+int64_t bytes_named_in(const std::string& message) {
+  const size_t end = message.find(" bytes)"), begin = message.rfind('(', end);
+  return end == std::string::npos ? 0 : std::stoll(message.substr(begin + 1));
+}
+
+// The first message names what is enough; less is refused.
+void expect_named_is_enough(OffloadOptions offload, int64_t OffloadOptions::*budget) {
+  const auto refusal = [&] {
+    try {
+      train_sharing({}, offload);
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  offload.*budget = budget == &OffloadOptions::device_limit ? offload.param_budget : 16 * kKiB;
+  const std::string first = refusal();
+  ASSERT_GT(bytes_named_in(first), offload.*budget) << first;
+  offload.*budget = bytes_named_in(first);
+  EXPECT_EQ(refusal(), "");
+  --(offload.*budget);
+  EXPECT_GT(bytes_named_in(refusal()), offload.*budget);
+}
+
+TEST(OffloadLimits, TheLeastThatIsNamedIsEnoughForSharedModules) {
+  for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
+    for (const auto clip : {layout::ClipMode::exact, layout::ClipMode::none}) {
+      for (const bool grads : {true, false}) {
+        OffloadOptions offload = small_device(site);
+        offload.advanced.clip_mode = clip;
+        offload.grads = grads;
+        offload.device_limit = 4 * kMiB;
+        expect_named_is_enough(offload, &OffloadOptions::param_budget);
+        offload.param_budget = 100 * kKiB;
+        expect_named_is_enough(offload, &OffloadOptions::host_budget);
+        expect_named_is_enough(offload, &OffloadOptions::device_limit);
+      }
+    }
+  }
+}
+
+// What one rank refuses the other does too, and does not wait.
+TEST(OffloadLimits, RanksRefuseTogether) {
+  for (int64_t limit = 300 * kKiB; limit < 420 * kKiB; limit += 4 * kKiB) {
+    std::vector<int> refused(2, 0);
+    comm::run_threads(2, [&](const comm::Group& group) {
+      OffloadOptions offload = small_device();
+      offload.param_budget = 100 * kKiB;
+      offload.device_limit = limit;
+      SharingTower model;
+      try {
+        parallel::fully_shard(*model, group,
+                              {.units = parallel::ByType{{"SharingBlock"}},
+                               .min_num_params = 100,
+                               .offload = offload});
+      } catch (const ConfigError&) {
+        refused[static_cast<size_t>(group.rank())] = 1;
+      }
+    });
+    EXPECT_EQ(refused[0], refused[1]) << limit;
+  }
+}
+
 // In a process of its own, which cannot lock more than a megabyte.
 TEST(OffloadLimits, APinThatIsRefusedSaysHowMuchIsAllowed) {
   EXPECT_EQ(in_a_fresh_process([]() -> std::string {

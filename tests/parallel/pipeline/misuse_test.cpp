@@ -125,6 +125,35 @@ TEST(PipelineMisuse, ANameInTwoStages) {
                                    HasSubstr("'blocks.0.linear.weight'")));
 }
 
+// A tied layer of a mistyped name would train parameters of its own.
+TEST(PipelineMisuse, ATiedLayerOfAModuleThatNoLayerHas) {
+  const auto tied = [](const char* name) {
+    return parallel::tied_layer(
+        name, [] { return Block(6); },
+        [](BlockImpl& block, const parallel::Tensors& in) { return block.forward(in[0]); });
+  };
+  for (const int ranks : {1, 2}) {
+    const auto found = [&](std::vector<parallel::Layer> layers) {
+      return messages(ranks,
+                      [&](const comm::Group& group) { const Pipeline pipeline(layers, group); });
+    };
+    std::vector<parallel::Layer> layers = blocks(3);
+    layers.push_back(tied("blocks.9"));
+    EXPECT_THAT(found(layers),
+                testing::Each(testing::AllOf(HasSubstr("'blocks.9'"),
+                                             HasSubstr("blocks.0, blocks.1, blocks.2"))));
+    layers.back() = tied("blocks.0");  // of another stage, where there are two
+    EXPECT_THAT(found(layers), testing::Each(Eq("nothing was thrown")));
+    layers.back() = tied("blocks.2");  // of the same
+    EXPECT_THAT(found(layers), testing::Each(Eq("nothing was thrown")));
+  }
+  torch::nn::Module model;
+  const std::vector<parallel::Layer> alone{blocks(1)[0], tied("block.0")};
+  EXPECT_THAT([&] { parallel::build_layers(alone, model, layout::Recompute::none); },
+              testing::ThrowsMessage<ConfigError>(
+                  testing::AllOf(HasSubstr("'block.0'"), HasSubstr("are blocks.0"))));
+}
+
 TEST(PipelineMisuse, TiedNames) {
   expect_refused(blocks(4), {.tied = {"blocks.9.linear.weight"}},
                  "[pipeline] ... 'blocks.9.linear.weight' ... no stage");

@@ -213,6 +213,66 @@ TEST(FirstMistakes, OtherWaysToClipAreRight) {
               Each(IsEmpty()));
 }
 
+// ---- shared modules ----
+
+// Two layers that are one.
+class TwiceImpl : public torch::nn::Module {
+ public:
+  TwiceImpl() {
+    first = register_module("first", torch::nn::Linear(6, 6));
+    second = register_module("second", first);
+    fill_parameters(*this, 5);
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x))); }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Twice);
+
+// torch's list has each parameter twice, and torch's optimizer steps it as often.
+TEST(SharedModules, AreListedAndSteppedOnce) {
+  Twice torchs;
+  ASSERT_EQ(torchs->parameters().size(), 4U);
+  torchs->first->bias.mutable_grad() = at::ones({6});
+  const at::Tensor before = torchs->first->bias.detach().clone();
+  torch::optim::SGD(torchs->parameters(), 0.25).step();
+  ASSERT_TRUE(torchs->first->bias.equal(before - 0.5));
+  for (const int ranks : {1, 2}) {
+    EXPECT_THAT(errors_of(ranks,
+                          [](const comm::Group& group) {
+                            Twice plain;
+                            plain->forward(input_of(0)).sum().backward();
+                            const double norm = optim::grad_norm(
+                                std::vector{plain->first->weight, plain->first->bias});
+                            require(optim::clip_grad_norm_(plain, norm / 2) == norm, "norm");
+                            const at::Tensor expected =
+                                plain->first->weight.detach() - 0.1 * plain->first->weight.grad();
+
+                            auto ddp = parallel::ddp(Twice(), group);
+                            require(ddp.parameters().size() == 2, "parameters");
+                            require(ddp.named_parameters().keys() ==
+                                        std::vector<std::string>{"first.weight", "first.bias"},
+                                    "names");
+                            torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+                            ddp.forward(input_of(0)).sum().backward();
+                            optim::clip_grad_norm_(ddp.parameters(), norm / 2);
+                            optimizer.step();
+                            require(at::allclose(ddp.module()->first->weight, expected), "ddp");
+
+                            Twice model;
+                            const auto sharded = fully_shard(*model, group, {.min_num_params = 1});
+                            torch::optim::SGD of_shards(sharded.parameters(), 0.1);
+                            model->forward(input_of(0)).sum().backward();
+                            sharded.clip_grad_norm_(norm / 2);
+                            of_shards.step();
+                            const auto state = by_name(sharded.full_state_dict());
+                            require(state.size() == 2, "state");
+                            require(at::allclose(state.at("first.weight"), expected), "shards");
+                            require(optim::model_parameters(*model).size() == 2, "inventory");
+                          }),
+                Each(IsEmpty()));
+  }
+}
+
 // ---- ranks that do not do the same ----
 
 TEST(FirstMistakes, OtherNumbersOfBatches) {
@@ -232,7 +292,7 @@ TEST(FirstMistakes, OtherNumbersOfBatches) {
     for (int step = 0; step < 2 + group.rank(); ++step) backward(model, step);
   });
   EXPECT_THAT(of_shards[0], IsEmpty());
-  EXPECT_THAT(of_shards[1], AllOf(HasSubstr("rank 0"), HasSubstr("same number of batches")));
+  EXPECT_THAT(of_shards[1], AllOf(HasSubstr("rank 0"), HasSubstr("number of batches")));
 }
 
 TEST(FirstMistakes, EvaluatingOnARankThatIsAlone) {
@@ -248,7 +308,7 @@ TEST(FirstMistakes, EvaluatingOnARankThatIsAlone) {
     model->forward(LayersTask::batch(1).input);
   });
   EXPECT_THAT(errors[1], IsEmpty());
-  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1"), HasSubstr("evaluate on all of them")));
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1"), HasSubstr("evaluate on all")));
 }
 
 }  // namespace
