@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lockstep/codec/checksum.h"
 #include "lockstep/codec/codec.h"
 #include "lockstep/codec/lossless_format.h"
 #include "lockstep/core/error.h"
@@ -137,7 +138,7 @@ std::vector<std::byte> compress(std::span<const std::byte> bytes, size_t width) 
             .width = static_cast<uint32_t>(width),
             .magic = detail::kMagic};
   std::memcpy(packed.data(), &head, sizeof head);
-  head.checksum = detail::checksum(ConstBytes(packed).subspan(sizeof head.checksum));
+  head.checksum = checksum(ConstBytes(packed).subspan(sizeof head.checksum));
   std::memcpy(packed.data(), &head.checksum, sizeof head.checksum);
   return packed;
 }
@@ -153,7 +154,7 @@ void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes) {
   Head head;
   std::memcpy(&head, take(rest, sizeof head).data(), sizeof head);
   if (head.magic != detail::kMagic) damaged("they do not begin as compress() begins them");
-  if (head.checksum != detail::checksum(packed.subspan(sizeof head.checksum))) {
+  if (head.checksum != checksum(packed.subspan(sizeof head.checksum))) {
     damaged("their checksum is wrong");
   }
   if (head.bytes != bytes.size()) {

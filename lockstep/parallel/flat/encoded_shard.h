@@ -17,7 +17,7 @@
 #include "lockstep/codec/master.h"
 #include "lockstep/memory/arena.h"
 #include "lockstep/parallel/flat/flat_parameter.h"
-#include "lockstep/parallel/flat/packed_values.h"
+#include "lockstep/parallel/tiers/packed_values.h"
 
 namespace lockstep::parallel::detail {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/parallel/flat/packed_gradient.h"
 #include "lockstep/parallel/flat/sharded_gradients.h"
+#include "lockstep/parallel/tiers/packed_gradient.h"
 
 namespace lockstep::parallel::detail {
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/flat/packed_gradient.h"
+#include "lockstep/parallel/tiers/packed_gradient.h"
 
 #include <ATen/ATen.h>
 
 #include <array>
 #include <utility>
 
-#include "lockstep/codec/lossless_format.h"
+#include "lockstep/codec/checksum.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::parallel::detail {
@@ -25,7 +25,7 @@ PackedGradient::PackedGradient(int64_t count, at::ScalarType dtype, OffloadTiers
 
 // No change of a single word goes unseen, so that writes past torch's operators count too.
 uint64_t PackedGradient::checksum() const {
-  return codec::detail::checksum({range_->data(), values_.nbytes()});
+  return codec::checksum({range_->data(), values_.nbytes()});
 }
 
 void PackedGradient::begin() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/parallel/flat/packed_values.h"
+#include "lockstep/parallel/tiers/packed_values.h"
 
 #include <ATen/ATen.h>
 

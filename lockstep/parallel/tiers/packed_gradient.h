@@ -12,7 +12,7 @@
 #include <string>
 
 #include "lockstep/memory/arena.h"
-#include "lockstep/parallel/flat/packed_values.h"
+#include "lockstep/parallel/tiers/packed_values.h"
 
 namespace lockstep::parallel::detail {
 
@@ -30,8 +30,8 @@ class PackedGradient {
   void begin();
   // Memory with what was there.
   void open();
-  // Compresses what has changed since open(), whoever wrote it, or all after begin(). No-op where
-  // there is no memory.
+  // Compresses what has changed since open(), also past torch's operators, or all after begin().
+  // No-op where there is no memory.
   void settle();
 
   // Compressed; 0 before the first settle(). By any thread.
