@@ -48,7 +48,5 @@ std::vector<std::byte> compress(std::span<const std::byte> bytes, size_t width);
 // That compress() makes of so many, at most.
 size_t compressed_bound(size_t bytes, size_t width);
 void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes);
-// What compress() keeps of its result: no change of a single 64-bit word leaves it as it was.
-uint64_t checksum(std::span<const std::byte> bytes);
 
 }  // namespace lockstep::codec

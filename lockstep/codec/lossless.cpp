@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lockstep/codec/checksum.h"
 #include "lockstep/codec/codec.h"
 #include "lockstep/codec/lossless_format.h"
 #include "lockstep/core/error.h"
@@ -137,7 +138,7 @@ std::vector<std::byte> compress(std::span<const std::byte> bytes, size_t width) 
             .width = static_cast<uint32_t>(width),
             .magic = detail::kMagic};
   std::memcpy(packed.data(), &head, sizeof head);
-  head.checksum = detail::checksum(ConstBytes(packed).subspan(sizeof head.checksum));
+  head.checksum = checksum(ConstBytes(packed).subspan(sizeof head.checksum));
   std::memcpy(packed.data(), &head.checksum, sizeof head.checksum);
   return packed;
 }
@@ -148,14 +149,12 @@ size_t compressed_bound(size_t bytes, size_t width) {
   return sizeof(Head) + bytes + chunks * (width + 1) * sizeof(uint32_t);  // a length for each plane
 }
 
-uint64_t checksum(std::span<const std::byte> bytes) { return detail::checksum(bytes); }
-
 void decompress(std::span<const std::byte> packed, std::span<std::byte> bytes) {
   ConstBytes rest = packed;
   Head head;
   std::memcpy(&head, take(rest, sizeof head).data(), sizeof head);
   if (head.magic != detail::kMagic) damaged("they do not begin as compress() begins them");
-  if (head.checksum != detail::checksum(packed.subspan(sizeof head.checksum))) {
+  if (head.checksum != checksum(packed.subspan(sizeof head.checksum))) {
     damaged("their checksum is wrong");
   }
   if (head.bytes != bytes.size()) {

@@ -24,8 +24,8 @@ class Budget {
   // Throws OverBudget: "[offload.host_budget] 512 MB for optimizer state of blocks.3 are too many:
   // 31.8 GB of 32.0 GB are taken".
   [[nodiscard]] Share take(size_t bytes, std::string_view what) const;
-  // The same, but exceeds the limit instead of throwing: for what cannot be anywhere else. No other
-  // call takes anything then until enough was given back.
+  // The same, but exceeds the limit instead of throwing: for what cannot be anywhere else. Then
+  // take() throws until enough was given back.
   [[nodiscard]] Share take_over(size_t bytes) const;
   // The limit, which must not be 0, is higher by so many bytes from now on.
   void extend(size_t bytes) const;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 
+#include "lockstep/codec/checksum.h"
 #include "lockstep/codec/codec.h"
 #include "lockstep/codec/lossless_format.h"
 #include "lockstep/core/error.h"
@@ -114,7 +115,7 @@ TEST(Lossless, DamageIsRefused) {
 }
 
 void seal(Bytes& packed) {
-  const uint64_t sum = detail::checksum(std::span(packed).subspan(sizeof sum));
+  const uint64_t sum = checksum(std::span(packed).subspan(sizeof sum));
   std::memcpy(packed.data(), &sum, sizeof sum);
 }
 

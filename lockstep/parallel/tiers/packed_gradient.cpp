@@ -6,7 +6,7 @@
 #include <array>
 #include <utility>
 
-#include "lockstep/codec/codec.h"
+#include "lockstep/codec/checksum.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::parallel::detail {

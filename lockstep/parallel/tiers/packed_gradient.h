@@ -30,7 +30,7 @@ class PackedGradient {
   void begin();
   // Memory with what was there.
   void open();
-  // Compresses what has changed since open(), by operators or past them, or all after begin().
+  // Compresses what has changed since open(), also past torch's operators, or all after begin().
   // No-op where there is no memory.
   void settle();
 
