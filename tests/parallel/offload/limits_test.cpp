@@ -316,6 +316,27 @@ TEST(OffloadLimits, RanksRefuseTogether) {
   }
 }
 
+// What is not refused at the start is enough to the end: nothing may fail in a step.
+TEST(OffloadLimits, WhatTwoRanksAcceptIsEnough) {
+  for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
+    int trained = 0;
+    for (int64_t limit = 300 * kKiB; limit < 460 * kKiB; limit += 20 * kKiB) {
+      comm::run_threads(2, [&](const comm::Group& group) {
+        OffloadOptions offload = small_device(site);
+        offload.param_budget = 100 * kKiB;
+        offload.device_limit = limit;
+        try {
+          train_sharing(group, offload);
+          if (group.rank() == 0) ++trained;
+        } catch (const ConfigError&) {
+        }
+      });
+    }
+    EXPECT_GT(trained, 0);
+    EXPECT_LT(trained, 8);
+  }
+}
+
 // In a process of its own, which cannot lock more than a megabyte.
 TEST(OffloadLimits, APinThatIsRefusedSaysHowMuchIsAllowed) {
   EXPECT_EQ(in_a_fresh_process([]() -> std::string {

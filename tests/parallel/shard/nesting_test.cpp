@@ -489,7 +489,8 @@ TEST(Nesting, MemoryOfShardsAndOneUnit) {
         comm::barrier(group).wait();
         const auto sharded = fully_shard(*model, group, one_unit());
         comm::barrier(group).wait();
-        EXPECT_LT(own_status("VmHWM"), before + kModel / 2) << "shards of both were there twice";
+        // Twice would be kModel more; some memory is on its way while ranks take turns.
+        EXPECT_LT(own_status("VmHWM"), before + kModel * 3 / 4) << "shards were there twice";
         EXPECT_EQ(sharded.stats().peak_bytes, static_cast<int64_t>(kModel / 2));
       },
       kThreads);
