@@ -6,7 +6,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/system_memory.h"
 
 namespace lockstep::layout {
 namespace {
@@ -14,7 +13,6 @@ namespace {
 using codec::Codec;
 
 constexpr int64_t kSmall = 4096;        // elements: smaller tensors are not kept in 8 bits
-constexpr int64_t kCudaBlock = 512;     // bytes: torch's allocator gives multiples of it
 constexpr int64_t kGradientStages = 2;  // on the host
 
 int64_t rounded(int64_t bytes, int64_t grain) {
@@ -202,6 +200,15 @@ OffloadPlan::Flat sizes_of(OffloadFlat flat, const OffloadPlan& plan) {
   return all;
 }
 
+// Gradients of shards on the device, of which the largest has so many bytes. Where updates follow
+// in backward, every reduction in flight has its own until its update is over.
+int64_t reduced_at_once(const OffloadPlan& plan, int64_t reduced) {
+  if (reduced == 0) return 0;
+  const int64_t count =
+      updates_in_backward(plan.options) ? num_gradient_blocks(true, plan.machine.cuda) : 1;
+  return count * rounded(reduced, plan.machine.device_grain);
+}
+
 // What the device must have at the least, whatever rests where: a line of the unit in use,
 // gradients on their way, the ring, and what stays.
 int64_t working_of(OffloadPlan& plan) {
@@ -246,8 +253,7 @@ int64_t working_of(OffloadPlan& plan) {
   }
   if (options.grads || !local || updates_in_backward(options))
     working += num_gradient_blocks(updates_in_backward(options), plan.machine.cuda) * gradient;
-  if (reduced > 0 && (options.grads || updates_in_backward(options)))
-    working += rounded(reduced, plan.machine.device_grain);
+  if (options.grads || updates_in_backward(options)) working += reduced_at_once(plan, reduced);
   const bool streams = plan.machine.cuda && plan.machine.site != UpdateSite::cpu;
   plan.ring = ring_bytes(need, options, streams, options.device_limit - working - kept);
   return working + rounded(plan.ring, plan.machine.device_grain);
@@ -386,7 +392,7 @@ void count(OffloadPlan& plan) {
   }
   plan.used.grads =
       num_gradient_blocks(updates_in_backward(plan.options), plan.machine.cuda) * gradient +
-      (reduced > 0 ? rounded(reduced, plan.machine.device_grain) : 0);
+      reduced_at_once(plan, reduced);
   const bool moves = plan.on_host.sum() + plan.on_disk > 0;
   if (moves && plan.ring > 0) plan.used.states = rounded(plan.ring, plan.machine.device_grain);
   plan.used.params = lines_at_once(plan);
@@ -399,21 +405,6 @@ void count(OffloadPlan& plan) {
 }
 
 }  // namespace
-
-std::optional<UpdateSite> decided_site(const OffloadOptions& options) {
-  if (options.advanced.update_site != UpdateSite::automatic) return options.advanced.update_site;
-  if (!options.optimizer) return UpdateSite::device;        // where its state is
-  if (options.codec.is_lossless()) return UpdateSite::cpu;  // which is where LZ4 is
-  return std::nullopt;
-}
-
-OffloadMachine offload_machine(const OffloadOptions& options, bool cuda) {
-  const auto page = static_cast<int64_t>(page_size());
-  return {.cuda = cuda,
-          .device_grain = cuda ? kCudaBlock : page,
-          .host_grain = page,
-          .site = decided_site(options).value_or(cuda ? UpdateSite::device : UpdateSite::cpu)};
-}
 
 namespace {
 

@@ -82,6 +82,7 @@ at::Tensor OffloadedGradients::scatter_target() {
 }
 
 at::Tensor OffloadedGradients::scratch(int64_t count) {
+  tiers().make_room(static_cast<size_t>(count) * c10::elementSize(line_.scalar_type()));
   return tiers().on_device(count, line_.scalar_type(), "gradients of " + plan_.name,
                            memory::Stay::short_time);
 }

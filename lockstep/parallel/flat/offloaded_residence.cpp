@@ -21,6 +21,7 @@ at::Tensor OffloadedResidence::line_memory(at::ScalarType dtype, c10::Device dev
     tiers().param_budget.wait_until_fits(line_bytes(), kMoment);
     tiers().device_budget.wait_until_fits(line_bytes(), kMoment);
   }
+  tiers().make_room(line_bytes());
   return tiers().parameters_on_device(parameter_.layout().size, dtype, plan_.name,
                                       memory::Stay::short_time);
 }

@@ -156,6 +156,10 @@ void OffloadTiers::free_retired() {
   std::erase_if(retired_, [](const auto& each) { return each.second.passed(); });
 }
 
+void OffloadTiers::make_room(size_t bytes) {
+  if (!device_memory.fits(device_memory.rounded(bytes))) free_retired();
+}
+
 void OffloadTiers::retire(std::shared_ptr<void> memory, memory::Event event) {
   std::erase_if(retired_, [](const auto& each) { return each.second.passed(); });
   retired_.emplace_back(std::move(memory), std::move(event));

@@ -129,6 +129,8 @@ class OffloadTiers {
   void retire(std::shared_ptr<void> memory, memory::Event event);
   // Waits, and lets all of that go: before much is taken at once.
   void free_retired();
+  // The same, if so many bytes do not fit on the device: updates may still have gradients there.
+  void make_room(size_t bytes);
 
  private:
   struct Stage {
