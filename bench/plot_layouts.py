@@ -9,7 +9,7 @@ import json
 import sys
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 400, 60, 310, 20, 50
-COLOURS = ["#d9d9d9", "#f2c14e", "#e4572e", "#8ac6a5", "#2e86ab", "#b28dd6", "#111111"]
+COLOURS = ["#d9d9d9", "#f2c14e", "#e4572e", "#8ac6a5", "#2e86ab", "#b28dd6", "#8d5a2b", "#111111"]
 
 
 def losses(path):

@@ -3,7 +3,9 @@
 # Trains under a real Slurm of one node, which this script configures in a temporary folder, starts, and stops. Not part of
 # `make test`: it must run as root and needs the Debian packages slurm-wlm and munge, which --install installs.
 #
-# usage: tests/cluster/slurm.sh [--install] [FOLDER_OF_PROGRAMS]      the folder is build/bin if not given
+# usage: tests/cluster/slurm.sh [--install] [FOLDER_OF_PROGRAMS [COMMAND...]]
+#
+# The folder is build/bin if not given. A COMMAND is run instead of the tests, in the present folder and with this Slurm.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source=$PWD
@@ -88,6 +90,11 @@ for ((second = 0; ; ++second)); do
   sleep 1
 done
 echo "slurm.sh: $(srun --version), $(sinfo -h -o '%n: %C CPUs (allocated/idle/other/total)')"
+
+if [ $# -gt 1 ]; then
+  "${@:2}"
+  exit
+fi
 
 # ---- training ----
 
