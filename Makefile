@@ -17,8 +17,8 @@ define configure
 	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
 	fi
 endef
-# One test more than there are cores: many wait, for a deadline or for their peers.
-ctest = ctest -j $$(($(JOBS) + 1)) --output-on-failure --no-tests=error --test-dir
+# Two tests more than there are cores: many wait, for a deadline or for their peers.
+ctest = ctest -j $$(($(JOBS) + 2)) --output-on-failure --no-tests=error --test-dir
 
 .NOTPARALLEL:
 .PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
