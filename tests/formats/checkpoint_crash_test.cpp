@@ -196,9 +196,9 @@ TEST(KilledSave, AtAnyMomentLeavesSoundCheckpoints) {
   io::calls::arm(Fault::none, 0);
   const auto start = Clock::now();
   for (int64_t step = 1; step <= 5; ++step) save_by_processes(dir, step, 1, *shared);
-  // Two saves: some 10 ms, and ten times that with a sanitizer.
+  // Two saves: some 10 ms, and up to fifty times that with a sanitizer on a busy machine.
   const auto took = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start);
-  const auto longest = std::min<int64_t>(took.count() * 2 / 5, 200'000);
+  const auto longest = std::min<int64_t>(took.count() * 2 / 5, 600'000);
   int64_t next = 1;
   for (int round = 0; round < 200; ++round) {
     SCOPED_TRACE(testing::Message() << "round " << round);
