@@ -472,7 +472,7 @@ size_t own_status(const std::string& field) {  // bytes
 
 // Both ranks are in this process. Beside the shards of both, a unit is whole on each.
 TEST(Nesting, MemoryOfShardsAndOneUnit) {
-  constexpr int64_t kLayers = 12, kWidth = 1024;
+  constexpr int64_t kLayers = 24, kWidth = 1024;
   constexpr size_t kUnit = kWidth * kWidth * sizeof(float), kModel = kLayers * kUnit;
   mallopt(M_MMAP_THRESHOLD, 1 << 20);  // what is freed goes back to the system
   comm::run_threads(
@@ -489,8 +489,8 @@ TEST(Nesting, MemoryOfShardsAndOneUnit) {
         comm::barrier(group).wait();
         const auto sharded = fully_shard(*model, group, one_unit());
         comm::barrier(group).wait();
-        // Twice would be kModel more; some memory is on its way while ranks take turns.
-        EXPECT_LT(own_status("VmHWM"), before + kModel * 3 / 4) << "shards were there twice";
+        // Units on their way take 24 MB, in a model of any size, and a unit more under load.
+        EXPECT_LT(own_status("VmHWM"), before + kModel * 2 / 5) << "shards were there twice";
         EXPECT_EQ(sharded.stats().peak_bytes, static_cast<int64_t>(kModel / 2));
       },
       kThreads);
