@@ -17,8 +17,10 @@ define configure
 	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
 	fi
 endef
-# Two tests more than there are cores: many wait, for a deadline or for their peers.
-ctest = ctest -j $$(($(JOBS) + 2)) --output-on-failure --no-tests=error --test-dir
+# $(call ctest,FOLDER,OPTIONS). Two tests more than there are cores: many wait, for a deadline or for their peers.
+define ctest
+	@ctest -j $$(($(JOBS) + 2)) --no-tests=error --test-dir $(1) $(2) || { python3 tests/package/test_failures.py $(1); exit 1; }
+endef
 
 .NOTPARALLEL:
 .PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
@@ -58,7 +60,7 @@ train: configure
 	$(BUILD)/bin/lockstep sample --checkpoint $(BUILD)/train --prompt "namespace std {" --tokens 600
 
 test: tests
-	@$(ctest) $(BUILD)
+	$(call ctest,$(BUILD))
 
 # What `make test` runs, and what docs/performance.md measures.
 tests: configure
@@ -133,7 +135,7 @@ check-wide: tests
 	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*:OffloadWrites*'
 	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
 	$(BUILD)/bin/train_tests
-	@$(ctest) $(BUILD) -R '^(cluster_train|package_consumer|package_negative_compile)$$'
+	$(call ctest,$(BUILD),-R '^(cluster_train|package_consumer|package_negative_compile)$$')
 	for ranks in 1 2 4; do $(BUILD)/bin/lockstep run -n $$ranks $(BUILD)/bin/process_tests --gtest_filter='*MemoryPrediction*' || exit 1; done
 	if command -v mpirun >/dev/null; then LOCKSTEP_TEST_BACKEND=mpi mpirun -n 4 --oversubscribe --allow-run-as-root --bind-to none \
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi
@@ -145,7 +147,7 @@ check-wide: tests
 check-asan check-tsan: check-%: setup
 	$(call configure,$*,build/check-$*,-DLOCKSTEP_TORCH=OFF)
 	@cmake --build build/check-$* -j $(JOBS)
-	@$(ctest) build/check-$*
+	$(call ctest,build/check-$*)
 
 # Precompiled headers, and sources compiled together, hide a forgotten include.
 check-no-pch: setup
