@@ -88,7 +88,8 @@ void abandon(const io::FolderLock& lock, int64_t step) {
     lock.require_held();  // else what is there may be another job's
     formats::abandon_checkpoint(dir, step);
   } catch (const std::exception& failure) {
-    log::warn(format("a part of a checkpoint stays in {}: {}", dir, failure.what()));
+    log::warn(
+        format("an incomplete checkpoint could not be removed from {}: {}", dir, failure.what()));
   }
 }
 

@@ -116,9 +116,9 @@ void add_states(Optimizer& optimizer, const std::map<const c10::TensorImpl*, std
       if (!parameter.requires_grad()) continue;
       const auto name = names.find(parameter.unsafeGetTensorImpl());
       if (name == names.end()) {
-        throw ConfigError(
-            format("[checkpoint] the optimizer has a parameter of ({}) that the model has not",
-                   join(parameter.sizes())));
+        throw ConfigError(format(
+            "[checkpoint] the optimizer has a parameter of shape ({}) that the model does not have",
+            join(parameter.sizes())));
       }
       const auto key = key_of<States::key_type>(parameter);
       if (optimizer.state().find(key) == optimizer.state().end()) {
@@ -153,8 +153,8 @@ std::vector<StateTensor> state_of(Optimizer& optimizer,
     add_states<AdagradParamState, AdagradOptions>(optimizer, by_tensor, all);
   } else {
     throw ConfigError(
-        "[checkpoint] of torch's optimizers Adam, AdamW, SGD, RMSprop and Adagrad can be saved; "
-        "list the tensors of another yourself");
+        "[checkpoint] torch's optimizers Adam, AdamW, SGD, RMSprop and Adagrad can be saved; for "
+        "another optimizer, list its state tensors yourself");
   }
   return all;
 }

@@ -129,7 +129,7 @@ int pack(const Words& arguments) {
   }
   writer.finish();
   if (files.binary + files.unreadable > 0) {
-    std::cerr << format("data pack: passed over {} and {}\n", counted(files.binary, "binary file"),
+    std::cerr << format("data pack: skipped {} and {}\n", counted(files.binary, "binary file"),
                         counted(files.unreadable, "unreadable file"));
   }
   std::cout << format("{}: {}, {}, {} bytes, {:.2f} seconds\n", output,
@@ -149,7 +149,7 @@ int data(const Words& arguments) {
                  "Usage: lockstep data pack --input PATH --output FILE [OPTIONS]\n";
     return 0;
   }
-  throw ConfigError(format("data: '{}' is not known; there is: lockstep data pack",
+  throw ConfigError(format("data: unknown subcommand '{}'; use lockstep data pack",
                            arguments.empty() ? "" : arguments[0]));
 }
 

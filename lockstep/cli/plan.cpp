@@ -182,7 +182,7 @@ int plan(const Words& arguments) {
   const Words rest(arguments.begin() + 1, arguments.end());
   if (arguments[0] == "memory") return plan_memory(rest);
   if (arguments[0] == "inventory") return plan_inventory(rest);
-  throw ConfigError(format("plan: '{}' is no plan, must be memory or inventory", arguments[0]));
+  throw ConfigError(format("plan: unknown subcommand '{}'; use memory or inventory", arguments[0]));
 }
 
 }  // namespace lockstep::cli

@@ -154,7 +154,7 @@ int schedule(const Words& arguments) {
     write(render(read_step(trace, *stepped ? std::optional(step) : std::nullopt), form), output);
     return 0;
   }
-  if (*stepped) throw ConfigError("schedule: --step is of a trace: it needs --trace");
+  if (*stepped) throw ConfigError("schedule: --step selects a step of a trace; it needs --trace");
   if (lower && form != "text") {
     throw ConfigError(format("schedule: --lower is for --format text, not {}", form));
   }

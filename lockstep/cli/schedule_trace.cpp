@@ -142,8 +142,8 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
   }
   if (steps.empty()) {
     throw ConfigError(
-        format("schedule: {}/*.json have no events of a pipeline; a run of one writes them when "
-               "LOCKSTEP_TRACE names a folder",
+        format("schedule: {}/*.json have no pipeline events; a run with parallel.pp above 1 writes "
+               "them when LOCKSTEP_TRACE names a folder",
                folder));
   }
   if (step && !steps.contains(*step)) {

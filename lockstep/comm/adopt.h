@@ -20,7 +20,7 @@ constexpr size_t kTextBytes = 2048;
 std::vector<std::byte> to_record(const std::string& text);
 std::vector<std::string> from_records(std::span<const std::byte> records);
 
-// Makes a meeting point for these ranks and the group of all of them. `adopted` makes it and its
+// Makes a rendezvous for these ranks and the group of all of them. `adopted` makes it and its
 // splits over what is adopted, unless the options name another backend. Collective. A group of one
 // for one rank.
 Group adopt_world(int rank, int size, const GatherTexts& gather, Backend adopted,

@@ -50,7 +50,7 @@ class Pending {
 // This rank's view of the job, shared by all groups made from it.
 struct World {
   std::shared_ptr<launch::RendezvousServer> server =
-      nullptr;                                     // where this rank hosts the meeting point
+      nullptr;                                     // where this rank hosts the rendezvous
   std::shared_ptr<launch::Store> store = nullptr;  // destroyed before the server
   std::optional<Backend> adopted = std::nullopt;   // over what the program has brought
   // The same on all ranks, and no other start of communication has it: neither an earlier one of

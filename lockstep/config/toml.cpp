@@ -57,7 +57,7 @@ class Line {
     return true;
   }
   void expect_end() {
-    if (next() != '\0') fail(format("'{}' follows the end of what is understood", rest_));
+    if (next() != '\0') fail(format("unexpected '{}' after the value", rest_));
   }
 
   // a.b."c": joined with dots.
@@ -185,7 +185,7 @@ std::vector<Setting> read_toml(const std::string& text, const std::string& path)
       section = line.key();
       if (!line.take("]")) line.fail(format("] must follow [{}", section));
       if (!sections.insert(section).second)
-        line.fail(format("section [{}] stands here a second time", section));
+        line.fail(format("section [{}] is defined a second time", section));
     } else {
       const std::string key = line.key();
       if (!line.take("=")) line.fail(format("= must follow {}", key));

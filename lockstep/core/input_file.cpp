@@ -64,7 +64,7 @@ Fd InputFile::opened() const {
   try {
     fd = open_input(path_, status);
   } catch (const Error& failure) {
-    throw DataError(format("{} is gone while it is in use: {}", path_, failure.what()));
+    throw DataError(format("{} was removed while it is in use: {}", path_, failure.what()));
   }
   if (status.st_dev != device_ || status.st_ino != inode_ || birth_of(fd) != birth_) {
     throw DataError(format("{} was replaced by another file while it is in use", path_));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who am I? Rank, world size and meeting point, read from whatever launcher started this process.
+// Rank, world size and rendezvous address of this process, as its launcher set them.
 #pragma once
 
 #include <functional>

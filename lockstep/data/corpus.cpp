@@ -302,8 +302,8 @@ std::string Corpus::describe() const {
   text = size() == data_->size ? format("{}, {} tokens", text, size())
                                : format("{} of the {} tokens of {}", size(), data_->size, text);
   if (has_examples()) text = format("{} examples in {}", examples_->size(), text);
-  if (data_->binary > 0) text += format(", {} binary passed over", data_->binary);
-  if (data_->unreadable > 0) text += format(", {} unreadable passed over", data_->unreadable);
+  if (data_->binary > 0) text += format(", {} binary skipped", data_->binary);
+  if (data_->unreadable > 0) text += format(", {} unreadable skipped", data_->unreadable);
   return text;
 }
 

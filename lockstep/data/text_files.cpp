@@ -191,8 +191,8 @@ DataFiles find_data_files(const std::string& path) {
   DataFiles files = search.take();
   if (files.paths.empty()) {
     throw ConfigError(
-        format("data path {}: has no file to read: {} binary and {} unreadable ones were passed "
-               "over, and all empty and hidden ones; {}",
+        format("data path {}: has no file to read: {} binary and {} unreadable files were skipped, "
+               "and all empty and hidden files; {}",
                path, files.binary, files.unreadable, kForms));
   }
   return files;

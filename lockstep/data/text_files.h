@@ -10,8 +10,8 @@ namespace lockstep::data {
 
 struct DataFiles {
   std::vector<std::string> paths;  // each file once, in the order in which they are read
-  int64_t unreadable = 0;          // files and folders that were passed over
-  int64_t binary = 0;              // files with a zero byte in their first 8 KiB, passed over
+  int64_t unreadable = 0;          // files and folders that were skipped
+  int64_t binary = 0;              // files with a zero byte in their first 8 KiB, skipped
 };
 
 // `path` is a file, a folder with all below it, a pattern for glob(3), or several of these

@@ -181,8 +181,8 @@ struct SharedHeap::Books {
       if (const auto start = pool.take(bytes)) return {&pool, *start};
     }
     if (pools.size() == kMaxSegments)
-      throw SystemError(format("this rank has {} segments of symmetric memory, the most there can "
-                               "be, and no room for {} bytes in them",
+      throw SystemError(format("this rank has {} segments of symmetric memory, the maximum, and no "
+                               "room for {} bytes in them",
                                kMaxSegments, bytes),
                         ENFILE);
     Pool& pool = pools.emplace_back(make_segment(round_up(bytes, page_size())), pools.size());
@@ -211,8 +211,7 @@ struct SharedHeap::Books {
     if (free_entries.empty()) {
       if (num_entries == kMaxBlocks)
         throw SystemError(
-            format("this rank already has {} blocks of symmetric memory, the most there can be",
-                   kMaxBlocks),
+            format("this rank already has {} blocks of symmetric memory, the maximum", kMaxBlocks),
             ENFILE);
       table.commit(offsetof(Table, blocks) + num_entries * sizeof(Entry), sizeof(Entry));
       free_entries.push_back(num_entries++);

@@ -23,7 +23,7 @@ namespace {
 constexpr milliseconds kProgressEvery{5'000};
 constexpr milliseconds kPoll{50};
 constexpr milliseconds kLeaveTime{3'000};
-// That those who come too late to a meeting that has failed can still hear why.
+// So that nodes that join too late, after the start has failed, can still be told why.
 constexpr milliseconds kLateComers{1'000};
 
 Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1, false, text}; }
@@ -82,7 +82,7 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
 // As the other nodes do; without it there is nothing to listen on.
 void NodeLink::wait_for_own_name(const Deadline& deadline) {
   if (wait_for_name(master_addr_, Deadline(milliseconds{0}))) return;
-  console_.message(format("node 0 waits until '{}' is known here", master_addr_));
+  console_.message(format("node 0 waits until this host can resolve the name '{}'", master_addr_));
   while (!wait_for_name(master_addr_, Deadline(milliseconds{500})) && !deadline.passed())
     signals_.pause(milliseconds{0});
 }
@@ -96,8 +96,8 @@ void NodeLink::warn_of_address() {
   const bool meant = is_loopback(master_addr_) || master_addr_ == "localhost";
   if (!alone() && is_loopback(bound) && !meant) {
     console_.message(
-        format("--rendezvous {}: here this name means {}, where other nodes cannot come; name an "
-               "address, or an --interface",
+        format("--rendezvous {}: on this host the name resolves to {}, which other nodes cannot "
+               "reach; give an address, or --interface",
                address_, bound));
   }
 }
@@ -126,13 +126,13 @@ void NodeLink::meet(const LaunchOptions& options, const std::string& token,
 void NodeLink::exchange_facts(LaunchOptions& options) {
   if (node_rank_ == 0) {
     const std::string verdict = judge(options);
-    if (!client_->find(kMeetingKey)) client_->set(kMeetingKey, verdict);
+    if (!client_->find(kJoinedKey)) client_->set(kJoinedKey, verdict);
   }
   std::optional<std::string> verdict;
   // Longer than node 0 waits: it can say who is missing.
-  wait_until([&] { return (verdict = client_->find(kMeetingKey)).has_value(); },
+  wait_until([&] { return (verdict = client_->find(kJoinedKey)).has_value(); },
              meet_time_ + kLeaveTime, [] { return std::string("the other nodes"); });
-  const std::string facts = meeting_result(*verdict);
+  const std::string facts = join_result(*verdict);
   char run_id[64] = "";
   if (std::sscanf(facts.c_str(), "%d %hu %63s", &options.max_restarts, &master_port_, run_id) !=
       3) {
@@ -141,7 +141,7 @@ void NodeLink::exchange_facts(LaunchOptions& options) {
   run_id_ = run_id;
 }
 
-// Waits for all nodes and compares what they start. What the meeting came to, for all of them.
+// Waits for all nodes and compares what they start. Returns the result for all of them.
 std::string NodeLink::judge(const LaunchOptions& options) {
   std::vector<std::string> starts;
   const auto find_node = [&](int node) { return client_->find(format("node/{}", node)); };
@@ -155,7 +155,7 @@ std::string NodeLink::judge(const LaunchOptions& options) {
   const auto all_came = [&] {
     while (static_cast<int>(starts.size()) < nodes_) {
       const auto found = find_node(static_cast<int>(starts.size()));
-      if (!found) return client_->find(kMeetingKey).has_value();
+      if (!found) return client_->find(kJoinedKey).has_value();
       starts.push_back(*found);
     }
     return true;

@@ -14,7 +14,7 @@ namespace lockstep::launch {
 struct JobFacts {
   std::string run_id;
   std::string rendezvous;   // host:port
-  std::string master_addr;  // for programs that bring their own meeting point
+  std::string master_addr;  // for programs that bring their own rendezvous
   uint16_t master_port = 0;
   int token_fd = -1;
   int cores = 1;  // this process may use

@@ -11,7 +11,7 @@ namespace {
 
 void require_same_dims(const Box& a, const Box& b) {
   if (a.ranges.size() != b.ranges.size()) {
-    throw ConfigError(format("[box] {} and {} have {} and {} dimensions, must have as many",
+    throw ConfigError(format("[box] {} and {} have {} and {} dimensions, must have the same number",
                              a.describe(), b.describe(), a.ranges.size(), b.ranges.size()));
   }
 }

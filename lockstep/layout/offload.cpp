@@ -218,7 +218,7 @@ void validate_codecs(const OffloadOptions& options) {
   if (codecs.grads != codec::Codec::none && options.advanced.clip_mode == ClipMode::none) {
     throw ConfigError(
         format("offload.codec has grads={}, but offload.clip_mode is none: gradients are used at "
-               "once and do not rest",
+               "once and not kept",
                codec::name_of(codecs.grads)));
   }
   if (codecs.is_lossless() && options.advanced.update_site == UpdateSite::device) {

@@ -130,7 +130,7 @@ std::vector<int> ParallelConfig::layers_per_stage(int64_t layers) const {
 void ParallelConfig::validate(int world_size) const {
   dims.validate(world_size);
   require_config(advanced.num_layers >= 0,
-                 format("{} layers, must be at least 1, or 0: not said", advanced.num_layers));
+                 format("{} layers, must be at least 1, or 0 if unknown", advanced.num_layers));
   if (advanced.num_layers > 0) layers_per_stage(advanced.num_layers);
   require_config(micro_batch_size > 0,
                  format("micro-batch size {}, must be greater than 0", micro_batch_size));

@@ -31,7 +31,7 @@ Fd open_unnamed(const std::string& folder) {
   }
   if (!file.valid()) {
     throw ConfigError(
-        format("[disk store] cannot make a file in {}: {}; name a folder that can be "
+        format("[disk store] cannot create a file in {}: {}; name a folder that can be "
                "written",
                folder, std::strerror(errno)));
   }

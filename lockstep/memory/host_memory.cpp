@@ -47,7 +47,8 @@ class Pages {
         mmap(nullptr, share_.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) {
       throw SystemError(
-          format("[host memory] cannot have {} for {}", size_text(share_.bytes()), what), errno);
+          format("[host memory] cannot allocate {} for {}", size_text(share_.bytes()), what),
+          errno);
     }
     bytes_ = {static_cast<std::byte*>(start), share_.bytes()};
     madvise(bytes_.data(), bytes_.size(), MADV_HUGEPAGE);

@@ -20,11 +20,11 @@ DType dtype_of(const at::Tensor& tensor, std::string_view operation) {
   for (const auto& [scalar_type, dtype] : kTypes) {
     if (tensor.scalar_type() == scalar_type) return dtype;
   }
-  throw ConfigError(
-      format("[{}] dtype {} does not travel; there are float64, float32, float16, bfloat16, int64, "
-             "int32, int8, "
-             "uint8 and bool",
-             operation, c10::toString(tensor.scalar_type())));
+  throw ConfigError(format(
+      "[{}] dtype {} is not supported; supported are float64, float32, float16, bfloat16, int64, "
+      "int32, int8, "
+      "uint8 and bool",
+      operation, c10::toString(tensor.scalar_type())));
 }
 
 at::ScalarType to_scalar_type(DType dtype) {

@@ -148,8 +148,8 @@ void initialize(Module& model, uint64_t seed, const InitializeOptions& options) 
       const auto start = wish != wishes.end() ? wish->second : start_of(module, item.key());
       if (!start) {
         throw ConfigError(
-            format("[initialize] parameter '{}' of a {} begins with no known "
-                   "distribution; InitializeOptions::rule must deal with it",
+            format("[initialize] parameter '{}' of a {} has no known initializer; give it one in "
+                   "InitializeOptions::rule",
                    source.name, module.name()));
       }
       apply(*start, parameter, source);

@@ -112,7 +112,7 @@ class ProgramExecution {
     while (!sent.empty() && !asked.empty()) {
       if (sent.front().first != asked.front().first) {
         refuse(receiver, asked.front().second,
-               format("meets {} of rank {}: the order of receives is not that of sends",
+               format("is paired with {} of rank {}: receives are in another order than sends",
                       name(sent.front().second), sender));
       }
       has_[receiver].insert(sent.front().first);

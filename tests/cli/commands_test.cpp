@@ -135,7 +135,7 @@ TEST(Commands, WrongOptionsAreOneLine) {
       {{"bench", "collectives", "--bytes", "-4"}, "--bytes: -4 ... whole number ... 1 to"},
       {{"bench", "collectives", "--bytes", "many"}, "--bytes: many ... whole number ... 1 to"},
       {{"bench", "collectives", "--strategy", "star"}, "'star' ... all-reduce"},
-      {{"bench", "everything"}, "bench: 'everything' is not known"},
+      {{"bench", "everything"}, "bench: unknown subcommand 'everything'"},
       {{"selftest", "--fast"}, "unknown argument --fast"},
       {{"selftest", "-n", "two"}, "-n: 'two' ... whole number"},
       {{"selftest", "-n"}, "-n takes one value"},

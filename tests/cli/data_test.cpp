@@ -50,7 +50,7 @@ TEST_F(DataPack, AllLayoutsHoldWhatTheTextHolds) {
     EXPECT_THAT(result.out, MatchesRegex(".*" + output +
                                          ": 2 documents, 11 tokens, [0-9]+ bytes, [0-9.]+ "
                                          "seconds\n"));
-    EXPECT_THAT(result.err, HasSubstr("passed over 1 binary file and 0 unreadable files"));
+    EXPECT_THAT(result.err, HasSubstr("skipped 1 binary file and 0 unreadable files"));
     const auto file = data::TokenFile::open(path(output));
     EXPECT_EQ(data::name_of(file.kind()), layout);
     std::vector<int64_t> tokens(11);
@@ -138,8 +138,8 @@ TEST_F(DataPack, WrongUseIsOneLineAndLeavesNothing) {
       {lockstep_command({"data", "pack", "--output", path("x.bin")}), "--input is required"},
       {lockstep_command({"data", "pack", "--input", path("none"), "--output", path("x.bin")}),
        "none: No such file"},
-      {lockstep_command({"data", "unpack"}), "data: 'unpack' is not known"},
-      {lockstep_command({"data"}), "data: '' is not known"}};
+      {lockstep_command({"data", "unpack"}), "data: unknown subcommand 'unpack'"},
+      {lockstep_command({"data"}), "data: unknown subcommand ''"}};
   for (const auto& [result, words] : cases) {
     EXPECT_EQ(result.code, 2);
     EXPECT_THAT(result.err, says(words));

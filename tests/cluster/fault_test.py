@@ -6,7 +6,7 @@ import time
 
 import hosts
 
-# The connection to the meeting point of a host that vanishes is given up after 10 to 11 s (TCP_USER_TIMEOUT and keep-alive), which is
+# The connection to the rendezvous of a host that vanishes is given up after 10 to 11 s (TCP_USER_TIMEOUT and keep-alive), which is
 # sooner than the deadline here.
 DEADLINE = 60
 

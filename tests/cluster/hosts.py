@@ -26,7 +26,7 @@ INSIDE = "LOCKSTEP_TEST_HOSTS"
 NAMESPACES = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Enters the host named by the first word; the network alone does not make a host: it needs a name of its own.
 ENTER = 'ip netns exec "$0" unshare --uts sh -c \'hostname "$0"; exec "$@"\' "$0" "$@"'
-# Lockstep's meeting point needs a port that all know; namespaces of our own have them all free.
+# Lockstep's rendezvous needs a port that all know; namespaces of our own have them all free.
 PORT = 29400
 # What the build has found: mpirun, and a python3 whose torch is the one that Lockstep is built with. Empty where there is none, and then
 # no test needs it.
@@ -165,7 +165,7 @@ class Hosts:
         call("ip", "-n", "switch", "link", "set", f"{name}-{interface}", "down")
 
     def connections(self, name):
-        """How many have come to the meeting point on this host."""
+        """How many have come to the rendezvous on this host."""
         found = subprocess.run(["ip", "netns", "exec", name, "ss", "-Htn", "state", "established", f"sport = :{PORT}"],
                                check=True, capture_output=True, text=True)
         return len(found.stdout.splitlines())

@@ -28,7 +28,7 @@ class Input(hosts.HostsTest):
                                 f"h0:{PORT}", "--token-file", token or self.hosts.token_file, *options, *program, **variables)
 
     def wait_for(self, count, jobs):
-        """Until so many have come to the meeting point: what follows does not depend on who is quicker."""
+        """Until so many have come to the rendezvous: what follows does not depend on who is quicker."""
         self.eventually(lambda: self.hosts.connections("h0") >= count, lambda: "\n".join(job.describe() for job in jobs))
         return jobs
 
@@ -55,7 +55,7 @@ class Input(hosts.HostsTest):
         jobs = self.two_ranks(LOCKSTEP_TIMEOUT=5)
         self.expect([self.rank("h2", 2, LOCKSTEP_TOKEN="another")], "wrong token")
         # A stranger cannot end the job; but who is missing is known in the end.
-        self.expect(jobs, "[init] 2 of 3 ranks came; missing: 2", code=1)
+        self.expect(jobs, "[init] 2 of 3 ranks joined; missing: 2", code=1)
 
     def test_a_rank_that_counts_others(self):
         self.expect([*self.two_ranks(), self.rank("h2", 2, size=4)], "rank 2 counts 4 ranks in all, rank 0 counts 3")
@@ -64,7 +64,7 @@ class Input(hosts.HostsTest):
         self.expect([*self.two_ranks(), self.rank("h2", 1)], "rank 1 is already connected")
 
     def test_a_rank_that_does_not_come(self):
-        self.expect(self.two_ranks(LOCKSTEP_TIMEOUT=5), "[init] 2 of 3 ranks came; missing: 2", code=1)
+        self.expect(self.two_ranks(LOCKSTEP_TIMEOUT=5), "[init] 2 of 3 ranks joined; missing: 2", code=1)
 
     def test_a_rank_of_another_version(self):
         jobs = self.two_ranks()
@@ -86,7 +86,7 @@ class Input(hosts.HostsTest):
         self.expect([self.rank("h0", 0, LOCKSTEP_INTERFACE="eth7")], "has no 'eth7'; there are lo (127.0.0.1, ::1)",
                     "eth0 (10.77.0.1, fd77::1)")
         self.expect([self.node("h1", 1, options=["--interface", "eth7"])], "has no 'eth7'", "eth0 (10.77.0.2, fd77::2)")
-        self.expect([self.rank("h0", 0, LOCKSTEP_INTERFACE="lo")], "meet at h0:", "which is 10.77.0.1 on eth0, not on lo")
+        self.expect([self.rank("h0", 0, LOCKSTEP_INTERFACE="lo")], "rendezvous address is h0:", "which is 10.77.0.1 on eth0, not on lo")
 
     # ---- nodes ----
 

@@ -102,7 +102,7 @@ class Launchers(hosts.HostsTest):
         self.assertGreater(sent[interface], 4 * MEGABYTE, sent)
         self.assertLess(sent[other], MEGABYTE, sent)
 
-    def test_gloo_uses_the_interface_that_reaches_the_meeting_point(self):
+    def test_gloo_uses_the_interface_that_reaches_the_rendezvous(self):
         for place in ("10.78.0.1", "[fd78::1]"):
             with self.subTest(place):
                 self.expect_over("eth1", lambda: self.hosts.lockstep_run(

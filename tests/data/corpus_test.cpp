@@ -180,7 +180,7 @@ TEST_F(CorpusTest, SaysWhatItPassedOver) {
   write("f/b", std::string("a\0", 2));
   std::filesystem::create_symlink("gone", path("f/c"));
   EXPECT_EQ(open(path("f")).describe(),
-            "1 file, 0.0 kB of text, 4 tokens, 1 binary passed over, 1 unreadable passed over");
+            "1 file, 0.0 kB of text, 4 tokens, 1 binary skipped, 1 unreadable skipped");
 }
 
 TEST_F(CorpusTest, HoldOutIsTheEnd) {

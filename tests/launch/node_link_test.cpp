@@ -51,7 +51,7 @@ TEST_F(Nodes, AreOneJob) {
                            HasSubstr("[rank1]: 1/4 1/2 0/2 127.0.0.1:")));
   EXPECT_THAT(b.out, AllOf(HasSubstr("[rank2]: 2/4 0/2 1/2 127.0.0.1:"),
                            HasSubstr("[rank3]: 3/4 1/2 1/2 127.0.0.1:")));
-  // The meeting points are the same on both.
+  // The rendezvous addresses are the same on both.
   const auto tail = [](const std::string& out) {
     const size_t at = out.find("127.0.0.1:");
     return out.substr(at, out.find('\n', at) - at);
@@ -166,7 +166,7 @@ TEST_F(Nodes, OfAnotherVersionAreRefused) {
   launch::RendezvousClient other(address_, launch::token_for_job("two-nodes-one-secret", ""),
                                  {1, 2, launch::kControlGeneration}, Deadline(kDefaultTimeout));
   other.set("node/1", "2 ranks of Lockstep 9.9.9");
-  EXPECT_THAT(other.get(launch::kMeetingKey, Deadline(kDefaultTimeout)),
+  EXPECT_THAT(other.get(launch::kJoinedKey, Deadline(kDefaultTimeout)),
               AllOf(HasSubstr("refused "), HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9")));
   other.set("left/1", "yes");
   const Result result = first->wait();

@@ -47,13 +47,13 @@ TEST_F(Deadlock, RefusesValuesThatWereNeverSent) {
 
 TEST_F(Deadlock, RefusesReceivesInAnotherOrderThanSends) {
   swap(0, {Op::recv_gradient, 0, 0}, {Op::recv_gradient, 1, 0});
-  refused("rank 0: RG1 meets SG0 of rank 1");
+  refused("rank 0: RG1 is paired with SG0 of rank 1");
   program_ = lower(generate({Kind::gpipe, 2, 2}));
   swap(0, {Op::send_activation, 0, 0}, {Op::send_activation, 1, 0});
   refused("rank 0: SA1 ... not computed");
   program_ = lower(generate({Kind::gpipe, 2, 2}));  // rank 1: RA0 RA1 F0 F1 ...
   swap(1, {Op::recv_activation, 0, 0}, {Op::recv_activation, 1, 0});
-  refused("rank 1: RA1 meets SA0 of rank 0");
+  refused("rank 1: RA1 is paired with SA0 of rank 0");
 }
 
 TEST_F(Deadlock, RefusesAValueWithoutAReceive) {

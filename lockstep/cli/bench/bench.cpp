@@ -23,7 +23,7 @@ int bench(const std::vector<std::string>& arguments) {
   if (what == "collectives") return bench_collectives(rest);
   if (what == "codecs") return bench_codecs(rest);
   throw ConfigError(format(
-      "bench: '{}' is not known; there are: lockstep bench collectives, lockstep bench codecs",
+      "bench: unknown subcommand '{}'; use lockstep bench collectives or lockstep bench codecs",
       what));
 }
 

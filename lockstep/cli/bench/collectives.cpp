@@ -30,7 +30,7 @@ class TemporaryFile {
  public:
   TemporaryFile() : path_((fs::temp_directory_path() / "lockstep-XXXXXX").string()) {
     const int fd = mkstemp(path_.data());
-    if (fd < 0) throw SystemError("cannot make a temporary file " + path_, errno);
+    if (fd < 0) throw SystemError("cannot create a temporary file " + path_, errno);
     close(fd);
   }
   ~TemporaryFile() { fs::remove(path_, ignored_); }
@@ -123,8 +123,8 @@ int bench_collectives(const Words& arguments) {
   const bool in_job = env.world_size > 1;
   if (in_job && (backends.size() > 1 || !ranks_option->empty())) {
     throw ConfigError(
-        format("bench collectives: this is rank {} of a job of {}: -n is not for it, and "
-               "--backends must name one",
+        format("bench collectives: this process is already rank {} of a job of {}; leave -n out, "
+               "and name one backend with --backends",
                env.rank, env.world_size));
   }
 

@@ -313,13 +313,13 @@ void run_request(const Request& request, const Group& world) {
   const auto layout = comm::host_layout(world);
   if (request.calibrate && world.backend() == "nccl")
     throw ConfigError(
-        "bench collectives: what lies on GPUs is NCCL's under every strategy; there is nothing to "
-        "calibrate");
+        "bench collectives: NCCL chooses its own algorithms for tensors on GPUs, under every "
+        "strategy; there is nothing to calibrate");
   if (request.calibrate && layout.hosts.size() == 1 &&
       world.backend() != comm::backend_inside(std::string(world.backend()))) {
     throw ConfigError(
-        format("bench collectives: all {} ranks are on one host, where adaptive is about shm and "
-               "not {}: calibrate that",
+        format("bench collectives: all {} ranks are on one host, where strategy adaptive chooses "
+               "for backend shm, not for {}; calibrate shm",
                world.size(), world.backend()));
   }
   const auto contenders = make_contenders(request, world);

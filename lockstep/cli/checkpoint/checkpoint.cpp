@@ -47,7 +47,8 @@ int checkpoint(const Words& arguments) {
     if (name == verb.name) return verb.function({arguments.begin() + 1, arguments.end()});
     known.emplace_back(verb.name);
   }
-  throw ConfigError(format("checkpoint: '{}' is not known; there are: {}", name, join(known)));
+  throw ConfigError(
+      format("checkpoint: unknown subcommand '{}'; use one of {}", name, join(known)));
 }
 
 }  // namespace lockstep::cli

@@ -185,9 +185,9 @@ Findings check_thread_variables(const Machine& machine) {
 Findings check_memory(const Machine& machine) {
   const double total = memory_in_machine(machine.root),
                available = static_cast<double>(available_memory());
-  Findings findings = {{Verdict::ok, "memory",
-                        format("{}, of which {} can be had by this process", gigabytes(total),
-                               gigabytes(available))}};
+  Findings findings = {
+      {Verdict::ok, "memory",
+       format("{}, of which this process can use {}", gigabytes(total), gigabytes(available))}};
   if (available < 1 << 30) {
     findings[0].verdict = Verdict::warning;
     findings[0].text += ": free some, or raise the container's limit";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How ranks come together: find the meeting point that the launcher left, learn who is on which
+// How ranks come together: find the rendezvous that the launcher left, learn who is on which
 // host, choose a backend.
 #include <algorithm>
 #include <cstdlib>
@@ -93,11 +93,11 @@ std::string places_of(const launch::RendezvousServer& server, const RankEnv& env
 // What rank `rank` has contributed. Throws ConfigError where it could not.
 std::string value_of(int rank, const std::string& text) {
   if (const auto error = Contribution::error_in(text))
-    throw ConfigError(format("[init] rank {} cannot take part: {}", rank, error->message));
+    throw ConfigError(format("[init] rank {} cannot join: {}", rank, error->message));
   return Contribution::value_in(text);
 }
 
-// The launcher gives a way to share one text; rank 0 hosts the meeting point and shares where it
+// The launcher gives a way to share one text; rank 0 hosts the rendezvous and shares where it
 // is and a name for the job. Without a secret of the user's, who can read that text can join.
 template <class Share>
 Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
@@ -135,20 +135,21 @@ std::string job_name(const RankEnv& env, const std::string& address) {
 void warn_of_open_job(const std::string& address) {
   static std::once_flag once;
   std::call_once(once, [&] {
-    log::warn(format(
-        "[init] the job has no secret: any process that reaches {} can join it. To close it, set "
-        "LOCKSTEP_TOKEN_FILE on all ranks to a file of mode 0600 that holds a random text",
-        address));
+    log::warn(
+        format("[init] the job has no secret: any process that reaches {} can join it. To prevent "
+               "that, set "
+               "LOCKSTEP_TOKEN_FILE on all ranks to a file of mode 0600 that holds a random text",
+               address));
   });
 }
 
 // Nothing but an address that all ranks know: rank 0 listens there.
 Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadline) {
   if (env.master_addr.empty() || env.master_port == 0) {
-    throw ConfigError(
-        format("[init] rank {} of {}: {} gives no meeting point; set MASTER_ADDR and MASTER_PORT, "
-               "or use lockstep run",
-               env.rank, env.world_size, name_of(env.launcher)));
+    throw ConfigError(format(
+        "[init] rank {} of {}: {} gives no rendezvous address; set MASTER_ADDR and MASTER_PORT, "
+        "or use lockstep run",
+        env.rank, env.world_size, name_of(env.launcher)));
   }
   const launch::HostPort place{env.master_addr, static_cast<uint16_t>(env.master_port)};
   const std::string address = place.text();
@@ -159,7 +160,7 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
   if (env.rank != 0) return join_at(address, token, env, deadline);
   const std::string interface = launch::interface_from_environment();
   if (interface.empty() && !launch::wait_for_name(place.host, Deadline(milliseconds{0}))) {
-    log::warn(format("[init] rank 0 waits until '{}' is known here", place.host));
+    log::warn(format("[init] rank 0 waits until this host can resolve the name '{}'", place.host));
     launch::wait_for_name(place.host, deadline);
   }
   const auto here = launch::listening_address(place, interface);

@@ -51,8 +51,7 @@ class Alone final : public detail::GroupImpl {
 }  // namespace
 
 void register_backend(const std::string& name, TransportFactory create) {
-  if (!create)
-    throw ConfigError(format("[register_backend] '{}' has no function that makes it", name));
+  if (!create) throw ConfigError(format("[register_backend] '{}' has no factory function", name));
   detail::add_backend({name, [] { return true; },
                        [name, create = std::move(create)](detail::Membership membership) {
                          return detail::make_custom_group(std::move(membership), name, create);
@@ -86,7 +85,7 @@ const detail::Backend& detail::find_backend(const std::string& name) {
   if (backend == nullptr) {
     std::vector<std::string> names{"auto"};
     for (const Backend& known : table()) names.push_back(known.name);
-    throw ConfigError(format("backend '{}' is not known; there are {}", name, join(names)));
+    throw ConfigError(format("unknown backend '{}'; available are {}", name, join(names)));
   }
   if (!backend->is_available()) {
     throw ConfigError(backend->problem

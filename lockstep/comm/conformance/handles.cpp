@@ -123,7 +123,7 @@ void check_unwaited(const Ranks& group) {
       // is over.
       (void)begin(output, expected);
       verify(until([&] { return output.use_count() == 1 && output.storage().use_count() == 1; }),
-             format("{} of {} elements: the tensor is held for ever", name, count));
+             format("{} of {} elements: the tensor is never released", name, count));
       verify_equal(output.contiguous(), expected, format("{}, its handle dropped", name),
                    tolerance);
       barrier(group).wait();

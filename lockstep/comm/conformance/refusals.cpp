@@ -152,7 +152,7 @@ void check_mismatches(const Ranks& group) {
     } catch (const CommError&) {
       still_broken = true;
     }
-    verify(still_broken, format("{}: the group went on afterwards", what));
+    verify(still_broken, format("{}: the group still worked afterwards", what));
   }
 }
 

@@ -33,7 +33,7 @@ void ActivityReporter::run(std::stop_token stop) {
     try {
       for (const auto& [key, value] : news) store_->set(key, std::to_string(value));
     } catch (const std::exception&) {
-      return;  // the meeting point is gone; who waits finds that out by itself
+      return;  // the rendezvous is gone; who waits finds that out by itself
     }
     lock.lock();
   }

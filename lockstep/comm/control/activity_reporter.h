@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells the meeting point what this rank is doing, so that others can say who is late and where.
+// Tells the rendezvous what this rank is doing, so that others can say who is late and where.
 #pragma once
 
 #include <atomic>

@@ -36,7 +36,7 @@ std::string link_target(const char* path) {
 }
 
 struct Card {
-  std::string identity, server;  // `server` is the meeting point's address, as this rank has it
+  std::string identity, server;  // `server` is the rendezvous address, as this rank has it
   Stated stated;                 // what must be the same
 
   std::string pack() const {
@@ -61,7 +61,7 @@ std::string compare(const std::vector<Card>& cards) {
   }
   std::vector<std::string> known;
   std::vector<int> hosts;
-  // How ranks of other hosts came to the host of the meeting point, which rank 0 is on.
+  // How ranks of other hosts came to the host of the rendezvous, which rank 0 is on.
   std::string address = "-";
   for (const Card& card : cards) {
     const auto found = std::find(known.begin(), known.end(), card.identity);
@@ -77,20 +77,20 @@ std::string who_is_missing(launch::Store& store, const RankEnv& env) {
   for (int rank = 0; rank < env.world_size; ++rank) {
     if (!store.find(card_key(rank))) missing.push_back(rank);
   }
-  return format("late [init] {} of {} ranks came; missing: {}",
+  return format("late [init] {} of {} ranks joined; missing: {}",
                 env.world_size - static_cast<int>(missing.size()), env.world_size, join(missing));
 }
 
 // The result of the rendezvous, from any rank.
 std::string wait_for_result(launch::Store& store, const RankEnv& env, const Deadline& deadline) {
   try {
-    return store.get(launch::kMeetingKey,
+    return store.get(launch::kJoinedKey,
                      env.rank == 0 ? deadline : Deadline(deadline.left() + kRank0First));
   } catch (const TimeoutError&) {
     const std::string late = who_is_missing(store, env);
     // Who came last may be about to say something else.
-    if (store.add("verdicts", 1) > 1) return store.get(launch::kMeetingKey, Deadline(kHearing));
-    store.set(launch::kMeetingKey, late);
+    if (store.add("verdicts", 1) > 1) return store.get(launch::kJoinedKey, Deadline(kHearing));
+    store.set(launch::kJoinedKey, late);
     return late;
   }
 }
@@ -132,12 +132,12 @@ JobRoster make_job_roster(launch::RendezvousClient& store, const RankEnv& env,
     std::vector<Card> cards;
     for (int rank = 0; rank < env.world_size; ++rank)
       cards.push_back(Card::unpack(store.get(card_key(rank), deadline)));
-    if (store.add("verdicts", 1) == 1) store.set(launch::kMeetingKey, compare(cards));
+    if (store.add("verdicts", 1) == 1) store.set(launch::kJoinedKey, compare(cards));
   }
   const std::string result = wait_for_result(store, env, deadline);
   std::istringstream words;
   try {
-    words.str(launch::meeting_result(result));
+    words.str(launch::join_result(result));
   } catch (const Error&) {
     if (store.add("heard", 1) == env.world_size) store.set("all heard", "yes");
     throw;

@@ -14,7 +14,7 @@ struct JobRoster {
   uint64_t incarnation = 0;  // a random number that all ranks have got from one of them
   std::vector<int> hosts;    // of every rank; numbered in order of their lowest rank
   // By which other hosts reach this rank: of the interface that LOCKSTEP_INTERFACE names, else of
-  // the one that leads to the meeting point.
+  // the one that leads to the rendezvous.
   std::string address;
 };
 
@@ -27,12 +27,12 @@ JobRoster make_job_roster(launch::RendezvousClient& store, const RankEnv& env,
 // A number that no other start of communication has.
 uint64_t new_incarnation();
 
-// Where others may find a meeting point that listens at this port of every address of this host;
+// Where others may find a rendezvous that listens at this port of every address of this host;
 // which of them they reach only they can find out. `named` is what the user calls the host, or
 // empty: they try that first.
 std::string places(const std::string& named, std::vector<std::string> addresses, uint16_t port);
 
-// After a failure, on the rank that hosts the meeting point: the others shall hear why, not that it
+// After a failure, on the rank that hosts the rendezvous: the others shall hear why, not that it
 // is gone. A moment at most.
 void let_others_hear(launch::Store& store);
 

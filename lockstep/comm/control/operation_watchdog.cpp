@@ -24,7 +24,7 @@ constexpr milliseconds kWarnAfter{2000};
 constexpr milliseconds kAlone{1000};
 
 // It is no longer known which rank is late or lost.
-class MeetingPointGone final : public CommError {
+class RendezvousGone final : public CommError {
  public:
   using CommError::CommError;
 };
@@ -49,7 +49,7 @@ void tell_failure(launch::Store& store, const std::string& group, int rank,
       std::min(told.message.size(), told.message.find('\n')));  // a stack may follow
   try {
     if (!store.find(failure_key(group))) store.set(failure_key(group), told.to_text());
-  } catch (const std::exception&) {  // the meeting point is gone: they find out by themselves
+  } catch (const std::exception&) {  // the rendezvous is gone: they find out by themselves
   }
 }
 
@@ -63,7 +63,7 @@ OperationWatchdog::OperationWatchdog(const Membership& membership, std::string e
       rank_(membership.rank),
       members_(membership.members),
       store_(membership.world->store),
-      hosts_meeting_point_(membership.world->server != nullptr) {
+      hosts_rendezvous_(membership.world->server != nullptr) {
   reporter_ = reporter_of(*membership.world);
   activity_ = reporter_->watch(key(rank_));
 }
@@ -110,8 +110,8 @@ std::optional<std::string> OperationWatchdog::look_up(const std::string& key) co
   try {
     return store_->find(key);
   } catch (const std::exception& error) {
-    throw MeetingPointGone(format("rank {} of group '{}': the job's meeting point is gone: {}",
-                                  rank_, name_, error.what()));
+    throw RendezvousGone(format("rank {} of group '{}': the job's rendezvous server is gone: {}",
+                                rank_, name_, error.what()));
   }
 }
 
@@ -137,7 +137,7 @@ void OperationWatchdog::fail(std::exception_ptr error, bool all_know) {
     if (is_first) failure_ = error;
   }
   tell_failure(*store_, name_, rank_, error);
-  if (hosts_meeting_point_ && is_first && !all_know) let_others_hear(*store_);
+  if (hosts_rendezvous_ && is_first && !all_know) let_others_hear(*store_);
   std::rethrow_exception(error);
 }
 
@@ -209,7 +209,7 @@ void OperationWatchdog::wait(const Operation& operation, uint64_t sequence,
                              Clock::time_point started,
                              const std::function<bool(milliseconds)>& poll) const {
   bool warned = false;
-  // Rank 0 hosts the meeting point, or the launcher does. A group that rank 0 is not in outlives
+  // Rank 0 hosts the rendezvous, or the launcher does. A group that rank 0 is not in outlives
   // it.
   const bool needs_host = std::find(members_.begin(), members_.end(), 0) != members_.end();
   std::optional<Clock::time_point> alone_since;
@@ -221,7 +221,7 @@ void OperationWatchdog::wait(const Operation& operation, uint64_t sequence,
     slice = kLookInterval;
     try {
       throw_if_lost(operation, sequence);
-    } catch (const MeetingPointGone&) {
+    } catch (const RendezvousGone&) {
       // The rank that hosts it may have finished and left, its part of this operation done: what
       // it has sent is still on its way.
       if (!alone_since) alone_since = Clock::now();
@@ -251,7 +251,7 @@ void OperationWatchdog::wait_for(Pending& agreement) const {
 
 void OperationWatchdog::explain(const Operation& operation, uint64_t sequence,
                                 const std::string& words) const {
-  // The engine may notice a death before the meeting point does: give that, and the others'
+  // The engine may notice a death before the rendezvous does: give that, and the others'
   // reports, a moment.
   const Deadline moment(2 * ActivityReporter::kInterval);
   std::condition_variable never;

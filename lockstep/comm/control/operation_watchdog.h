@@ -77,7 +77,7 @@ class OperationWatchdog {
   int rank_;
   std::vector<int> members_;
   std::shared_ptr<launch::Store> store_;
-  bool hosts_meeting_point_;
+  bool hosts_rendezvous_;
   std::shared_ptr<ActivityReporter> reporter_;
   ActivityReporter::Word activity_;
   std::atomic<uint64_t> sequence_{0}, messages_{0};

@@ -35,7 +35,7 @@ OpKind kind_of(const std::string& name) {
   for (const OpKind kind : kKinds) {
     if (name == fabric::name_of(kind)) return kind;
   }
-  throw ConfigError(format("'{}' is no operation with strategies", name));
+  throw ConfigError(format("operation '{}' has no strategies", name));
 }
 
 // The whole file, checked: every table in it can be read. Throws ConfigError with the reason.

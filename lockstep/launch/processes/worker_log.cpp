@@ -60,7 +60,8 @@ void WorkerLog::keep(std::string_view bytes, Console& console) {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) {
       // A full disk must not end the job; the console still has everything.
-      console.message(format("{}its log file gets no more: {}", prefix_, std::strerror(errno)));
+      console.message(
+          format("{}its log file is no longer written: {}", prefix_, std::strerror(errno)));
       file_ = Fd();
       return;
     }
@@ -79,7 +80,7 @@ Fd open_log(const std::string& dir, int attempt, int rank, Console::Stream strea
   std::error_code failure;
   std::filesystem::create_directories(folder, failure);
   if (failure) {
-    throw ConfigError(format("--log-dir: cannot make {}: {}", folder, failure.message()));
+    throw ConfigError(format("--log-dir: cannot create {}: {}", folder, failure.message()));
   }
   Fd file(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
   if (!file.valid()) {

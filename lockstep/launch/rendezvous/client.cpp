@@ -154,8 +154,9 @@ class RendezvousClient::Impl {
     if (!incarnation ||
         !wire::same_bytes(answer.substr(8),
                           wire::server_proof(token_, opening, challenge->value, *incarnation))) {
-      throw ConfigError(
-          format("rendezvous {}: it does not know the job's token; is it of another job?", where_));
+      throw ConfigError(format(
+          "rendezvous {}: the server does not know the job's token; it may belong to another job",
+          where_));
     }
     identity.incarnation = *incarnation;
     return joined;

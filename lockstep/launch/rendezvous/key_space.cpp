@@ -22,7 +22,7 @@ std::string KeySpace::join(const wire::Hello& hello) {
                   hello.rank);
   }
   if (lost_.contains(hello.rank)) {
-    return format("{} {} was lost and may not come back", word, hello.rank);
+    return format("{} {} was lost and cannot join again", word, hello.rank);
   }
   if (world_size_ == 0) first_ = hello.rank;
   world_size_ = hello.world_size;
@@ -40,9 +40,9 @@ bool KeySpace::is_over() const {
   return static_cast<int>(came_.size()) == world_size_ && present_.empty();
 }
 
-std::optional<wire::Request> KeySpace::end_meeting(const std::string& how) {
-  if (store_.find(kMeetingKey)) return std::nullopt;
-  return wire::Request{wire::Op::set, kMeetingKey, how};
+std::optional<wire::Request> KeySpace::end_joining(const std::string& how) {
+  if (store_.find(kJoinedKey)) return std::nullopt;
+  return wire::Request{wire::Op::set, kJoinedKey, how};
 }
 
 wire::Reply KeySpace::answer(const wire::Request& request) {

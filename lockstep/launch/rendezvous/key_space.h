@@ -28,8 +28,8 @@ class KeySpace {
   // Empty when the client is let in, otherwise why it is not.
   std::string join(const wire::Hello& hello);
   // The others need not wait for all to come: this has gone wrong. Nothing once they have met.
-  std::optional<wire::Request> end_meeting(const std::string& how);
-  bool is_decided() { return store_.find(kMeetingKey).has_value(); }
+  std::optional<wire::Request> end_joining(const std::string& how);
+  bool is_decided() { return store_.find(kJoinedKey).has_value(); }
   bool is_present(int rank) const { return present_.contains(rank); }
   void leave(int rank) { present_.erase(rank); }
   // It may not come back to this space.

@@ -119,10 +119,10 @@ HostPort listening_address(const HostPort& where, const std::string& interface) 
     for (const std::string& address : other.addresses) {
       if (is_loopback(address)) continue;
       if (std::find(named.begin(), named.end(), address) == named.end()) continue;
-      throw ConfigError(
-          format("--interface or LOCKSTEP_INTERFACE: the ranks meet at {}, which is {} on {}, not "
-                 "on {} ({})",
-                 where.text(), address, other.name, interface, join(mine)));
+      throw ConfigError(format(
+          "--interface or LOCKSTEP_INTERFACE: the rendezvous address is {}, which is {} on {}, not "
+          "on {} ({})",
+          where.text(), address, other.name, interface, join(mine)));
     }
   }
   return {address_of_interface(interface, named.empty() ? "" : named.front()), where.port};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The meeting point of a job over TCP: a key-value server that first asks for the job's token, and
+// The rendezvous of a job over TCP: a key-value server that first asks for the job's token, and
 // its client.
 #pragma once
 

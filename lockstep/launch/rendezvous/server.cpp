@@ -111,8 +111,8 @@ class RendezvousServer::Impl {
     space->lose(rank);
     ask(space, {wire::Op::set, lost_key(rank), how});
     const char* const word = space == control_ ? "node" : "rank";
-    const auto news = space->end_meeting(
-        format("lost {} {} {} was lost before all {}s had come: {}", rank, word, rank, word, how));
+    const auto news = space->end_joining(format(
+        "lost {} {} {} was lost before all {}s had joined: {}", rank, word, rank, word, how));
     if (news) ask(space, *news);
   }
   void mark_lost(int rank, const std::string& how) {
@@ -225,7 +225,7 @@ class RendezvousServer::Impl {
     space->leave(rank);
     if (space == control_) return;
     const auto news =
-        space->end_meeting(format("lost {} rank {} left before all ranks had come", rank, rank));
+        space->end_joining(format("lost {} rank {} left before all ranks had joined", rank, rank));
     if (news) ask(space, *news);
   }
 
@@ -330,7 +330,7 @@ class RendezvousServer::Impl {
                        format("incarnation {} is over", hello.incarnation));
     if (!space) {
       return turn_away(connection, wire::Status::later,
-                       format("rank {} has been here before, and rank 0 has not begun the next "
+                       format("rank {} has joined before, and rank 0 has not started the next "
                               "incarnation of the job",
                               hello.rank));
     }
@@ -339,7 +339,7 @@ class RendezvousServer::Impl {
     }
     const std::string reason = space->join(hello);
     if (!reason.empty()) {
-      const auto news = space->end_meeting("refused " + reason);
+      const auto news = space->end_joining("refused " + reason);
       if (news) ask(space, *news);
       return turn_away(connection, wire::Status::refused, reason);
     }

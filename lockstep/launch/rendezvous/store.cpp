@@ -11,7 +11,7 @@ namespace lockstep::launch {
 
 std::string lost_key(int rank) { return format("lost/{}", rank); }
 
-std::string meeting_result(const std::string& value) {
+std::string join_result(const std::string& value) {
   std::istringstream words(value);
   std::string kind, text;
   int number = -1;

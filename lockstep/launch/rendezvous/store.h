@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A key-value meeting point: how ranks find each other before they can communicate.
+// A key-value rendezvous: how ranks find each other before they can communicate.
 #pragma once
 
 #include <condition_variable>
@@ -38,9 +38,9 @@ std::string lost_key(int rank);
 //   refused WHY    they disagree, or one came twice
 //   lost N WHY     number N went away before all were there
 //   late WHY       some did not come in time
-inline constexpr const char* kMeetingKey = "meeting";
+inline constexpr const char* kJoinedKey = "joined";
 // What it says after "met"; else throws ConfigError, PeerLost or TimeoutError with the reason.
-std::string meeting_result(const std::string& value);
+std::string join_result(const std::string& value);
 
 // For ranks that are threads of one process, and inside the rendezvous server.
 class LocalStore final : public Store {

@@ -103,11 +103,11 @@ void look_at_gradient(const Tag& tag, const at::Tensor& view, const std::string&
                "last backward was under no_sync() and reduced nothing; run one without it first",
                tag.name_of(view), name));
   }
-  throw Error(format(
-      "[fully_shard] the gradient of parameter {} is used by {}, but it has gone into the "
-      "shards; give the optimizer, and whatever looks at gradients, the parameters() of what "
-      "fully_shard returned, not the model's",
-      tag.name_of(view), name));
+  throw Error(
+      format("[fully_shard] the gradient of parameter {} is used by {}, but it has gone into the "
+             "shards; give the optimizer, and any code that reads gradients, the parameters() of "
+             "what fully_shard returned, not the model's",
+             tag.name_of(view), name));
 }
 
 void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,

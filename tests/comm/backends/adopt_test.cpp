@@ -69,7 +69,7 @@ TEST(AdoptProcessGroup, AllRanksSayWhyOneCannotTakePart) {
 
 TEST(AdoptProcessGroup, BadInput) {
   EXPECT_THAT(run_gloo(1, "null")[0].err, says("config error: [adopt] ... null"));
-  EXPECT_THAT(run_gloo(1, "pigeon")[0].err, HasSubstr("backend 'pigeon' is not known"));
+  EXPECT_THAT(run_gloo(1, "pigeon")[0].err, HasSubstr("unknown backend 'pigeon'"));
   EXPECT_THAT(run_gloo(1, "thread")[0].err, HasSubstr("use run_threads"));
 }
 

@@ -160,13 +160,13 @@ TEST(Init, AMissingRankIsNamedAtTheDeadline) {
   const Result result = run({kInitRank}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
                                           "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});
   EXPECT_EQ(result.code, 1);
-  EXPECT_THAT(result.err, HasSubstr("[init] 1 of 3 ranks came; missing: 1, 2"));
+  EXPECT_THAT(result.err, HasSubstr("[init] 1 of 3 ranks joined; missing: 1, 2"));
 }
 
 TEST(Init, BadInput) {
   EXPECT_THAT(
       run({kInitRank, "carrier-pigeon"}).err,
-      HasSubstr("backend 'carrier-pigeon' is not known; there are auto, thread, shm, mpi, gloo"));
+      HasSubstr("unknown backend 'carrier-pigeon'; available are auto, thread, shm, mpi, gloo"));
   EXPECT_THAT(run({kInitRank}, {"RANK=3", "WORLD_SIZE=2"}).err,
               HasSubstr("RANK=3 and WORLD_SIZE=2"));
   EXPECT_THAT(run({kInitRank}, {"RANK=0", "WORLD_SIZE=2"}).err,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that hosts the meeting point may finish, and end, while others still wait for data that it
+// A rank that hosts the rendezvous may finish, and end, while others still wait for data that it
 // has sent.
 #include "lockstep/comm/control/operation_watchdog.h"
 
@@ -61,7 +61,7 @@ TEST_F(RendezvousGone, GivesUpAnOperationLongBeforeItsDeadline) {
     });
     ADD_FAILURE() << "no exception";
   } catch (const CommError& error) {
-    EXPECT_THAT(error.what(), says("meeting point ... gone"));
+    EXPECT_THAT(error.what(), says("rendezvous ... gone"));
   }
   EXPECT_LT(seconds_since(start), 15);
 }

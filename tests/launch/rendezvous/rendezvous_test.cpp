@@ -116,22 +116,22 @@ TEST(Rendezvous, ARankConnectsOnceAndAllCountTheSameWorld) {
   EXPECT_NO_THROW(client(server, 2, 4));  // it left in order, so it may come again
 }
 
-// What those who wait for the meeting hear.
-std::string meeting(RendezvousClient& waiting) { return waiting.get(kMeetingKey, in(20'000)); }
+// What those who wait until all have joined hear.
+std::string joined(RendezvousClient& waiting) { return waiting.get(kJoinedKey, in(20'000)); }
 
 TEST(Rendezvous, ARefusedRankEndsTheRendezvousForAll) {
   {
     RendezvousServer server(kToken);
     auto first = client(server, 0, 3);
     EXPECT_THROW(client(server, 0, 3), ConfigError);
-    const std::string why = message_of<ConfigError>([&] { meeting_result(meeting(first)); });
+    const std::string why = message_of<ConfigError>([&] { join_result(joined(first)); });
     EXPECT_THAT(why, HasSubstr("rank 0 is already connected"));
   }
   // Even if it is the first to come.
   RendezvousServer server(kToken, "127.0.0.1:0", {.ranks = 3});
   EXPECT_THROW(client(server, 2, 4), ConfigError);
   auto good = client(server, 1, 3);
-  EXPECT_EQ(meeting(good), "refused rank 2 counts 4 ranks in all, rank 0 counts 3");
+  EXPECT_EQ(joined(good), "refused rank 2 counts 4 ranks in all, rank 0 counts 3");
 }
 
 TEST(Rendezvous, EarlierGenerationsCannotEndARendezvousAndNothingEndsAFinishedOne) {
@@ -139,20 +139,20 @@ TEST(Rendezvous, EarlierGenerationsCannotEndARendezvousAndNothingEndsAFinishedOn
   server.begin_generation(1);
   auto first = client(server, 0, 2, 1);
   EXPECT_THROW(client(server, 0, 2, 0), ConfigError);
-  EXPECT_EQ(first.find(kMeetingKey), std::nullopt);
-  first.set(kMeetingKey, "met all");
+  EXPECT_EQ(first.find(kJoinedKey), std::nullopt);
+  first.set(kJoinedKey, "met all");
   EXPECT_THROW(client(server, 1, 3, 1), ConfigError);
-  EXPECT_EQ(meeting_result(meeting(first)), "all");
+  EXPECT_EQ(join_result(joined(first)), "all");
 }
 
 TEST(Rendezvous, EveryIncarnationHasKeysOfItsOwn) {
   RendezvousServer server(kToken);
   auto old0 = client(server, 0, 2), old1 = client(server, 1, 2);
-  old0.set(kMeetingKey, "met all");
+  old0.set(kJoinedKey, "met all");
   old0.set("key", "old");
   auto new0 = client(server, 0, 2);  // ahead of rank 1, and of its own former self
   EXPECT_EQ(new0.find("key"), std::nullopt);
-  EXPECT_EQ(new0.find(kMeetingKey), std::nullopt);
+  EXPECT_EQ(new0.find(kJoinedKey), std::nullopt);
   new0.set("key", "new");
   EXPECT_EQ(old1.get("key", in(20'000)), "old");
   auto waiting = std::async(std::launch::async, [&] { return new0.get("answer", in(20'000)); });
@@ -168,17 +168,17 @@ TEST(Rendezvous, WhatIsLostInOneIncarnationMayComeToTheNext) {
   auto old0 = client(server, 0, 2);
   { const Fd vanishes = joined(server, {1, 2, 0}); }
   EXPECT_THAT(old0.get(lost_key(1), in(20'000)), HasSubstr("closed"));
-  EXPECT_THROW(meeting_result(meeting(old0)), PeerLost);
+  EXPECT_THROW(join_result(joined(old0)), PeerLost);
   auto new0 = client(server, 0, 2), new1 = client(server, 1, 2);
   EXPECT_EQ(new0.find(lost_key(1)), std::nullopt);
-  EXPECT_EQ(new1.find(kMeetingKey), std::nullopt);
+  EXPECT_EQ(new1.find(kJoinedKey), std::nullopt);
 }
 
 TEST(Rendezvous, ARankThatLeavesEarlyEndsTheRendezvousForAll) {
   RendezvousServer server(kToken);
   auto first = client(server, 0, 2);
   { auto leaves = client(server, 1, 2); }
-  EXPECT_THROW(meeting_result(meeting(first)), PeerLost);
+  EXPECT_THROW(join_result(joined(first)), PeerLost);
 }
 
 TEST(Rendezvous, ARankWhoseProcessHasEndedIsLostInAllIncarnationsToCome) {
@@ -186,14 +186,14 @@ TEST(Rendezvous, ARankWhoseProcessHasEndedIsLostInAllIncarnationsToCome) {
   auto old0 = client(server, 0, 2);
   {
     auto old1 = client(server, 1, 2);
-    old0.set(kMeetingKey, "met all");
+    old0.set(kJoinedKey, "met all");
   }
   auto between = client(server, 0, 2);
   server.mark_lost(1, "ended with code 9");
   auto after = client(server, 0, 2);
-  EXPECT_EQ(meeting_result(meeting(old0)), "all");
+  EXPECT_EQ(join_result(joined(old0)), "all");
   for (auto* waits : {&between, &after}) {
-    EXPECT_THROW(meeting_result(meeting(*waits)), PeerLost);
+    EXPECT_THROW(join_result(joined(*waits)), PeerLost);
     EXPECT_EQ(waits->find(lost_key(1)), "ended with code 9");
   }
   // Its number is of no use to others.
@@ -205,7 +205,7 @@ TEST(Rendezvous, AServerOfOneIncarnationSendsRanksOnToTheNext) {
   auto server = std::make_unique<RendezvousServer>(kToken, "127.0.0.1:0", once);
   const std::string address = server->address();
   auto old0 = client(*server, 0, 2), old1 = client(*server, 1, 2);
-  old0.set(kMeetingKey, "met all");
+  old0.set(kJoinedKey, "met all");
   EXPECT_THAT(message_of<TimeoutError>([&] {
                 RendezvousClient(address, kToken, {1, 2, 0}, in(100));
               }),
@@ -226,13 +226,13 @@ TEST(Rendezvous, ALostRankEndsTheRendezvousForAll) {
   auto first = client(server, 0, 3);
   server.mark_lost(2, "ended with code 9");
   try {
-    meeting_result(meeting(first));
+    join_result(joined(first));
     ADD_FAILURE() << "no exception";
   } catch (const PeerLost& lost) {
     EXPECT_EQ(lost.rank(), 2);
     EXPECT_THAT(lost.what(), says("rank 2 was lost ... ended with"));
   }
-  EXPECT_THROW(meeting_result("late 1 of 2 came"), TimeoutError);
+  EXPECT_THROW(join_result("late 1 of 2 came"), TimeoutError);
 }
 
 TEST(Rendezvous, TheFirstOfSeveralAddressesThatAnswersIsTaken) {

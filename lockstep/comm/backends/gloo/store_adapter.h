@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Our meeting point in the shape that c10d wants.
+// Our rendezvous in the shape that c10d wants.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,7 +13,7 @@
 
 namespace lockstep::comm::gloo {
 
-// Does not keep the store: a rank leaves the meeting point when its groups are gone, not when Gloo
+// Does not keep the store: a rank leaves the rendezvous when its groups are gone, not when Gloo
 // has returned from a connection that was given up.
 class StoreAdapter final : public c10d::Store {
  public:

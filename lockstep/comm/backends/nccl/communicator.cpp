@@ -42,7 +42,7 @@ Communicator::~Communicator() {
     shutdown();
     if (owned_ && !wait_for_good_byes()) abort();
   } catch (const std::exception& error) {
-    log::debug(format("[nccl] a communicator did not end well: {}", error.what()));
+    log::debug(format("[nccl] a communicator was not destroyed cleanly: {}", error.what()));
     abort();
   }
   engine_.runtime->free_stream(seat_.stream);

@@ -417,11 +417,11 @@ std::shared_ptr<detail::Pending> NcclGroup::submit(Operation operation,
 void require_own_strategy(const detail::Membership& membership) {
   const layout::CommStrategy strategy = membership.world->strategy;
   if (strategy == layout::CommStrategy::all_reduce || membership.size() == 1) return;
-  throw ConfigError(
-      format("[init] strategy {} cannot be had with backend nccl, which chooses between rings and "
-             "trees for tensors on GPUs itself (NCCL_ALGO overrides it); use strategy {}, or "
-             "another backend",
-             layout::name_of(strategy), layout::name_of(layout::CommStrategy::all_reduce)));
+  throw ConfigError(format(
+      "[init] strategy {} is not supported with backend nccl, which chooses between rings and "
+      "trees for tensors on GPUs itself (NCCL_ALGO overrides it); use strategy {}, or "
+      "another backend",
+      layout::name_of(strategy), layout::name_of(layout::CommStrategy::all_reduce)));
 }
 
 Engine real_engine() { return {library().api, cuda_runtime()}; }

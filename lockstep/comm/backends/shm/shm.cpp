@@ -19,7 +19,7 @@ std::function<std::string(int)> make_probe(const detail::Membership& membership,
   return [liveness, board, store = membership.world->store,
           members = membership.members](int rank) -> std::string {
     std::string death = liveness->death_of(rank);
-    // A process that has not joined is not on the board yet; the meeting point knows of it.
+    // A process that has not joined is not on the board yet; the rendezvous knows of it.
     if (death.empty() && board->slot(rank).state.load() == fabric::SlotState::empty) {
       death = store->find(launch::lost_key(members[static_cast<size_t>(rank)])).value_or("");
     }
