@@ -2,6 +2,7 @@
 // How ranks come together: find the rendezvous that the launcher left, learn who is on which
 // host, choose a backend.
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -266,6 +267,9 @@ Group init(const RankEnv& env, InitOptions options) {
   log::set_rank(env.rank);
   trace::name_thread(env.rank, "compute");
   raise_open_file_limit();
+  // A launcher's pipe would make it fully buffered: lines would come late, and not at all from a
+  // rank that dies.
+  if (env.world_size > 1) std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   name_interface_to_engines();
   if (env.world_size == 1 && !options.force_backend_on_single_rank) return {};
   auto world = world_with(options);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/comm/control/rank_error.h"
 #include "lockstep/core/format.h"
 
@@ -47,8 +48,9 @@ std::vector<std::string> run_on_all_ranks(const std::string& what, const Group& 
                                           const std::function<std::string()>& function) {
   using detail::Contribution, detail::RankError;
   const Contribution mine(group.rank(), function);
-  std::vector<std::string> texts =
-      gather_texts(mine.text(), group, {.timeout = kSlowestRank, .tag = what});
+  std::vector<std::string> texts = with_peer_hint(
+      format("all ranks of the group must take part in {}", what),
+      [&] { return gather_texts(mine.text(), group, {.timeout = kSlowestRank, .tag = what}); });
   mine.throw_if_failed();
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (auto error = Contribution::error_in(texts[rank])) {

@@ -16,9 +16,8 @@ RandomLayer::RandomLayer(std::string layer_name, std::shared_ptr<const RandomCon
 RandomKey RandomLayer::key(std::string_view purpose) const {
   if (!context) {
     throw ConfigError(
-        format("[{}] layer '{}' has no RandomContext; attach_random(model, context) "
-               "gives it one",
-               purpose, layer_name));
+        format("[{}] {} has no RandomContext; attach_random(model, context) gives it one", purpose,
+               layer_name.empty() ? "a layer of the model" : "layer '" + layer_name + "'"));
   }
   if (layer_name.empty()) {
     throw ConfigError(

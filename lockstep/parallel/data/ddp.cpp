@@ -12,11 +12,11 @@
 #include <set>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/parallel/data/reducer.h"
 #include "lockstep/parallel/data/same_model.h"
-#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -84,8 +84,8 @@ class Ddp {
     }
     // Of its own, so that collectives of the user, or of layers in backward, do not mix with ours.
     private_group_ = group_.size() == 1 ? group_ : group_.split(0, group_.rank());
-    check_same_model(all, private_group_);
-    check_same_strides(parameters, private_group_);
+    check_same_model("ddp", all, private_group_);
+    check_same_strides("ddp", parameters, private_group_);
     check_own_devices("ddp", parameters, private_group_);
     if (options_.reproducible) check_same_threads("ddp", private_group_);
     broadcast_tensors(all, private_group_, 0);
@@ -131,8 +131,8 @@ class Ddp {
     if (no_sync_ > 0 || !model_->is_training() || !at::GradMode::is_enabled()) return;
     if (!options_.broadcast_buffers || buffers_.empty() || group_.size() == 1) return;
     const int root = options_.uneven_inputs ? reducer_->take_part(Activity::buffers).leader : 0;
-    with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs,
-                   [&] { broadcast_tensors(buffers_, private_group_, root); });
+    comm::with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs,
+                         [&] { broadcast_tensors(buffers_, private_group_, root); });
   }
 
   void after_forward(const std::vector<at::Tensor>& outputs) {

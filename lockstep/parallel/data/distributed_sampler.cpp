@@ -89,8 +89,9 @@ torch::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size)
   const int64_t count = std::min(left, static_cast<int64_t>(batch_size));
   if (count <= 0) return torch::nullopt;
   std::vector<size_t> batch;
-  for (int64_t i = 0; i < count; ++i, state.at.taken += state.ranks)
-    batch.push_back(state.sample(state.at.taken + state.rank));
+  const int64_t first = state.at.taken + state.rank * count;
+  for (int64_t i = 0; i < count; ++i) batch.push_back(state.sample(first + i));
+  state.at.taken += state.ranks * count;
   return batch;
 }
 

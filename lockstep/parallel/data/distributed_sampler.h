@@ -6,9 +6,10 @@
 //   for (int epoch = 0; epoch < 10; ++epoch)
 //     for (auto& batch : *loader) ...
 //
-// Every epoch has an order of its own, which is a function of the seed and the epoch. Rank r of n
-// takes the samples r, r + n, r + 2n, ... of it. So the ranks' k-th batches are, together, the k-th
-// batch that a single rank with a batch size n times as large takes.
+// Every epoch has an order of its own, which is a function of the seed and the epoch. The ranks'
+// k-th batches, one after the other, are the k-th batch of a single rank with a batch size n times
+// as large: with batches of 32, rank 1 has its rows 32 to 63. All ranks must ask for batches of the
+// same size.
 #pragma once
 
 #include <torch/data/samplers/base.h>

@@ -8,12 +8,12 @@
 #include <numeric>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/parallel/data/sparse_average.h"
-#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -267,7 +267,8 @@ void Reducer::launch(size_t position) {
 
 void Reducer::close_round() {
   if (round_syncs_) {
-    with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs, [this] { average_round(); });
+    comm::with_peer_hint(options_.uneven_inputs ? kJoin : kUnevenInputs,
+                         [this] { average_round(); });
   } else {
     accumulate_round();
   }

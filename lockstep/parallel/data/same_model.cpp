@@ -54,7 +54,8 @@ namespace {
 
 using Describe = std::string (*)(const std::pair<std::string, at::Tensor>&);
 
-void compare(const NamedTensors& tensors, Describe describe, const comm::Group& group) {
+void compare(const char* operation, const NamedTensors& tensors, Describe describe,
+             const comm::Group& group) {
   const auto count = static_cast<int64_t>(tensors.size());
   const at::Tensor counts = at::empty({group.size()}, at::kLong);
   comm::all_gather(counts, at::full({1}, count, at::kLong), group).wait();
@@ -75,8 +76,8 @@ void compare(const NamedTensors& tensors, Describe describe, const comm::Group& 
   const std::string mine =
       first < count ? describe(tensors[static_cast<size_t>(first)]) : "nothing";
   throw ConfigError(format(
-      "[ddp] the ranks' models differ at tensor {} of {}: {}; all ranks must build the same model",
-      first,
+      "[{}] the ranks' models differ at tensor {} of {}: {}; all ranks must build the same model",
+      operation, first,
       join(std::vector<int64_t>(counts.data_ptr<int64_t>(),
                                 counts.data_ptr<int64_t>() + group.size()),
            "/"),
@@ -85,17 +86,19 @@ void compare(const NamedTensors& tensors, Describe describe, const comm::Group& 
 
 }  // namespace
 
-void check_same_model(const NamedTensors& tensors, const comm::Group& group) {
-  compare(tensors, describe, group);
+void check_same_model(const char* operation, const NamedTensors& tensors,
+                      const comm::Group& group) {
+  compare(operation, tensors, describe, group);
 }
 
-void check_same_strides(const NamedTensors& parameters, const comm::Group& group) {
+void check_same_strides(const char* operation, const NamedTensors& parameters,
+                        const comm::Group& group) {
   const Describe with_strides = [](const std::pair<std::string, at::Tensor>& named) {
     const at::Tensor& tensor = named.second;
     if (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense()) return describe(named);
     return format("{} with strides ({})", describe(named), join(tensor.strides()));
   };
-  compare(parameters, with_strides, group);
+  compare(operation, parameters, with_strides, group);
 }
 
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root) {

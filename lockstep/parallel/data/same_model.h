@@ -16,12 +16,14 @@ namespace lockstep::parallel::detail {
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Throws the same ConfigError on all ranks if number, order, names, shapes, dtypes or
-// requires_grad differ; it names the first tensor that does, and the ranks. Collective.
-void check_same_model(const NamedTensors& tensors, const comm::Group& group);
+// requires_grad differ; it names the operation, the first tensor that does, and the ranks.
+// Collective.
+void check_same_model(const char* operation, const NamedTensors& tensors, const comm::Group& group);
 
 // The same where elements are not in the same order in memory: gradients are averaged as they lie
 // there (bucket.h).
-void check_same_strides(const NamedTensors& parameters, const comm::Group& group);
+void check_same_strides(const char* operation, const NamedTensors& parameters,
+                        const comm::Group& group);
 
 // Gives all ranks `root`'s values; small tensors travel together. Collective.
 void broadcast_tensors(const NamedTensors& tensors, const comm::Group& group, int root);

@@ -114,10 +114,13 @@ Tensors as_leaves(Tensors tensors) {
 std::vector<int> cut_into_stages(int64_t layers, int stages, const std::vector<int>& split) {
   if (const auto counts = layout::layers_per_stage(layers, stages, split)) return *counts;
   if (split.empty()) {
+    std::vector<int64_t> even;
+    for (int64_t stage = 0; stage < stages; ++stage)
+      even.push_back(layers / stages + (stage < layers % stages ? 1 : 0));
     throw ConfigError(
         format("[pipeline] {} layers over {} stages, must be a multiple; or give split, the "
-               "layers of each stage",
-               layers, stages));
+               "layers of each stage, such as {{{}}}",
+               layers, stages, join(even)));
   }
   throw ConfigError(
       format("[pipeline] split is {}: {} stages with {} layers, must be {} stages with at least "

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/core/error.h"
-#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 
@@ -87,11 +87,11 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
 void ShardEngine::before_operator(std::span<const size_t> flats) {
   if (replaced_ != nullptr && !replaced_->tensor.key_set().has(kShardKey)) check_replaced();
   if (tiers_) tiers_->activations.resume();
-  with_peer_hint(kUseByAllRanks, [this] { window_.close_before_use(); });
+  comm::with_peer_hint(kUseByAllRanks, [this] { window_.close_before_use(); });
   // The first operator of a backward is in its outermost graph; gradients may come from inner ones.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted != nullptr && wanted->empty()) gradients_.begin_backward();
-  with_peer_hint(kUseByAllRanks, [&] { units_.before_operator(flats); });
+  comm::with_peer_hint(kUseByAllRanks, [&] { units_.before_operator(flats); });
 }
 
 // A parameter that was replaced stays an error: also for a caller who catches the first one.

@@ -404,7 +404,7 @@ ShardedModelState::ShardedModelState(torch::nn::Module& given, FullyShardOptions
   const ShardGroups groups = make_groups(mesh, options.strategy);
   NamedTensors all = parameters;
   for (auto& buffer : list(model->named_buffers())) all.push_back(std::move(buffer));
-  check_same_model(with_nesting(all, nested), groups.all);
+  check_same_model("fully_shard", with_nesting(all, nested), groups.all);
   agree_on_nesting(nested, options, ranks, recording != nullptr, groups.all);
   NestedValues nested_values(groups.reduce);
   FlatShard::ValueOf value_of = [&](const optim::NamedParameter& parameter) {

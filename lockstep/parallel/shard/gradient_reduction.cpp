@@ -6,11 +6,11 @@
 #include <algorithm>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
-#include "lockstep/parallel/gradients/missing_peer.h"
 
 namespace lockstep::parallel::detail {
 
@@ -129,14 +129,14 @@ void GradientReduction::launch(Flat& flat) {
 // Ends the reduction that was begun first.
 bool GradientReduction::make_room() {
   if (under_way_.empty()) return false;
-  under_way_.front()->gradients->wait_reduced();
+  comm::with_peer_hint(kUseByAllRanks, [this] { under_way_.front()->gradients->wait_reduced(); });
   under_way_.erase(under_way_.begin());
   return true;
 }
 
 void GradientReduction::close_round() {
   events_.ends();
-  if (round_syncs_) return with_peer_hint(kUseByAllRanks, [this] { reduce_round(); });
+  if (round_syncs_) return comm::with_peer_hint(kUseByAllRanks, [this] { reduce_round(); });
   for (const size_t index : launch_order_)
     flats_[index]->gradients->keep_for_later([this] { return make_room(); }, micro_batch_);
 }

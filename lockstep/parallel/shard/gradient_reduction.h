@@ -22,7 +22,7 @@ namespace lockstep::parallel::detail {
 // What is likely wrong where a rank waits in vain.
 inline constexpr const char* kUseByAllRanks =
     "all ranks must use a sharded model equally often: give them the same number of batches, "
-    "evaluate on all of them, and let none leave before the others (comm::barrier)";
+    "evaluate and save on all of them, and let none leave before the others (comm::barrier)";
 
 class GradientReduction final : public BackwardRounds::Listener {
  public:

@@ -105,8 +105,8 @@ void look_at_gradient(const Tag& tag, const at::Tensor& view, const std::string&
   }
   throw Error(
       format("[fully_shard] the gradient of parameter {} is used by {}, but it has gone into the "
-             "shards; give the optimizer, and any code that reads gradients, the parameters() of "
-             "what fully_shard returned, not the model's",
+             "shards; give the optimizer the parameters() of what fully_shard returned, not the "
+             "model's, and clip with its clip_grad_norm_()",
              tag.name_of(view), name));
 }
 
@@ -117,8 +117,8 @@ void look_at_parameter(const Tag& tag, const at::Tensor& view, bool is_write,
   if (is_write && !engine->window().is_summoned_to_write() && !changes_no_values(name)) {
     throw Error(
         format("[fully_shard] {} writes into parameter {}, of which this is a copy that will be "
-               "dropped; give an optimizer the parameters() of what fully_shard returned; write "
-               "yourself under summon(), or into the shard",
+               "dropped; give an optimizer the parameters() of what fully_shard returned; to write "
+               "or load values yourself, do it under summon({{.write_back = true}})",
                name, tag.name_of(view)));
   }
   auto used = std::find_if(found.models.begin(), found.models.end(),

@@ -3,7 +3,7 @@
 // another.
 //   init_rank [BACKEND,BACKEND... [ELEMENTS [STRATEGY]]]
 //   init_rank --cycles N ...   before that: init, collectives, drop, N times, with random delays
-//   init_rank --vanish ...     the last rank ends without a word after init
+//   init_rank --vanish ...     the last rank ends after init, without a flush
 #include <ATen/ATen.h>
 #include <unistd.h>
 
@@ -91,7 +91,10 @@ void run(const Arguments& arguments, std::mt19937& random) {
   }
   if (arguments.cycles > 0) std::printf("%d cycles are right\n", arguments.cycles);
   const comm::Group world = comm::init(arguments.options);
-  if (arguments.vanish && world.rank() + 1 == world.size()) _exit(3);
+  if (arguments.vanish && world.rank() + 1 == world.size()) {
+    std::printf("the last words of rank %d\n", world.rank());
+    _exit(3);
+  }
   at::Tensor sum = at::full({arguments.elements}, world.rank() + 1, at::kLong);
   comm::all_reduce(sum, world).wait();
   std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),

@@ -156,6 +156,12 @@ TEST(Init, RanksThatWantDifferentThingsSaySo) {
   EXPECT_THAT(result.err, HasSubstr("strategy tree on rank 1"));
 }
 
+TEST(Init, LinesOfARankThatDiesAreKept) {
+  const Result result = run({LOCKSTEP_COMMAND, "run", "-n", "2", kInitRank, "--vanish"});
+  EXPECT_EQ(result.code, 3) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("the last words of rank 1"));
+}
+
 TEST(Init, AMissingRankIsNamedAtTheDeadline) {
   const Result result = run({kInitRank}, {"RANK=0", "WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1",
                                           "MASTER_PORT=" + some_port(), "LOCKSTEP_TIMEOUT=0.5"});

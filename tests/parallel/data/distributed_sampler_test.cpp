@@ -28,7 +28,7 @@ Samples pass_of(DistributedSampler& sampler, size_t batch) {
   return all;
 }
 
-// Batch by batch, what all ranks take in some epochs.
+// Batch by batch, what all ranks take in some epochs, rank after rank.
 std::vector<Samples> batches_of(int ranks, size_t batch, int epochs,
                                 const DistributedSamplerOptions& options, int64_t size = 24,
                                 SamplerPosition from = {}) {
@@ -50,7 +50,6 @@ std::vector<Samples> batches_of(int ranks, size_t batch, int epochs,
       EXPECT_EQ(mine[b].size(), taken[0][b].size());
       all.back().insert(all.back().end(), mine[b].begin(), mine[b].end());
     }
-    std::sort(all.back().begin(), all.back().end());
   }
   return all;
 }

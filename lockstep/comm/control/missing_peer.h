@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is likely wrong where a rank waits for another that does not come. Private: not installed.
+// The likely cause, in errors of a rank that waits in vain for another. Private: not installed.
 #pragma once
 
 #include <string>
@@ -7,12 +7,12 @@
 
 #include "lockstep/core/error.h"
 
-namespace lockstep::parallel::detail {
+namespace lockstep::comm {
 
 // Calls `work`. An error because a peer has left, or did not come in time, ends with the hint.
 template <class Work>
-decltype(auto) with_peer_hint(const char* hint, Work&& work) {
-  const auto longer = [hint](const Error& error) {
+decltype(auto) with_peer_hint(const std::string& hint, Work&& work) {
+  const auto longer = [&hint](const Error& error) {
     const std::string text = error.what();
     return text.find(hint) == std::string::npos ? text + "; " + hint : text;
   };
@@ -25,4 +25,4 @@ decltype(auto) with_peer_hint(const char* hint, Work&& work) {
   }
 }
 
-}  // namespace lockstep::parallel::detail
+}  // namespace lockstep::comm
