@@ -106,13 +106,14 @@ bool report_speed() {
 void report_bfloat16() {
   constexpr int64_t kSide = 256;  // slow ones would take seconds for larger matrices
   try {
-    const double half = gigaflops(kSide, at::kCPU, at::kBFloat16),
-                 single = gigaflops(kSide, at::kCPU, at::kFloat);
-    const std::string slow = nn::slower_than_float32(half, single);
+    const double half = gigaflops(kSide, at::kCPU, at::kBFloat16);
+    const std::string slow =
+        nn::slower_than_float32(nn::layer_rate(kSide, at::kBFloat16, at::kCPU, kSecondsEach),
+                                nn::layer_rate(kSide, at::kFloat, at::kCPU, kSecondsEach));
     report(slow.empty() ? Verdict::ok : Verdict::note, "bfloat16",
            format("{}{:.1f} GFLOP/s for {} x {}", slow.empty() ? "usable, " : "slow, ", half, kSide,
                   kSide) +
-               (slow.empty() ? "" : format(": {}; train with float32", slow)));
+               (slow.empty() ? "" : format(": a layer takes {}; train with float32", slow)));
   } catch (const std::exception& failure) {
     report(Verdict::note, "bfloat16",
            format("not usable on this CPU ({}): train.dtype must be float32", first_line(failure)));

@@ -60,6 +60,31 @@ double multiply_rate(int64_t n, at::ScalarType type, c10::Device device, double 
   return 2 * size * size * size * runs / taken / 1e9;
 }
 
+double layer_rate(int64_t width, at::ScalarType type, c10::Device device, double seconds) {
+  const auto filled = [&](at::IntArrayRef sizes) {
+    return at::full(sizes, 0.01, at::TensorOptions().dtype(type).device(device))
+        .set_requires_grad(true);
+  };
+  const at::Tensor x = filled({128, width}), scale = filled({width}),
+                   up = filled({4 * width, width}), down = filled({width, 4 * width});
+  const auto run = [&] {
+    const c10::AutoGradMode grad(true);
+    const at::Tensor inner = at::linear(at::layer_norm(x, {width}, scale), up);
+    at::linear(at::gelu(inner), down).sum().backward();
+    const double corner = up.grad()[0][0].item<double>();  // waits for a GPU
+    for (const at::Tensor& each : {x, scale, up, down}) each.mutable_grad().reset();
+    return corner;
+  };
+  run();
+  const auto start = Clock::now();
+  int runs = 0;
+  do {
+    run();
+    ++runs;
+  } while (seconds_since(start) < seconds);
+  return runs / seconds_since(start);
+}
+
 std::string slower_than_float32(double rate, double float32_rate) {
   const double ratio = float32_rate / rate;
   return ratio < kNoticeable ? "" : format("{:.3g} times the time of float32", ratio);

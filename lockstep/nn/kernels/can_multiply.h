@@ -16,6 +16,10 @@ bool can_multiply(at::ScalarType type, c10::Device device);
 // after one product that is not counted. Throws what libtorch throws, and Error for a wrong result.
 double multiply_rate(int64_t n, at::ScalarType type, c10::Device device, double seconds);
 
+// Layers per second, forward and backward, measured in the same way: a norm and an MLP, `width`
+// wide, of 128 rows. Types with fast products may be slow in all else.
+double layer_rate(int64_t width, at::ScalarType type, c10::Device device, double seconds);
+
 // "2.5 times the time of float32", from two rates; empty where a type is about as fast or faster.
 std::string slower_than_float32(double rate, double float32_rate);
 

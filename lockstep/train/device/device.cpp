@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/device/device.h"
 
+#include <algorithm>
+
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -11,18 +13,18 @@ namespace lockstep::train {
 
 namespace {
 
-// Large enough that starting a product takes little of its time, and quick on the slowest CPU.
-void warn_if_slow(c10::Device device) {
+// With a layer of the model's width, or one that the slowest CPU computes in no time.
+void warn_if_slow(int64_t hidden, c10::Device device) {
   constexpr double kSeconds = 0.05;
-  const int64_t n = device.is_cuda() ? 2048 : 256;
+  const int64_t width = std::min<int64_t>(hidden, device.is_cuda() ? 2048 : 512);
   const std::string slow =
-      nn::slower_than_float32(nn::multiply_rate(n, at::kBFloat16, device, kSeconds),
-                              nn::multiply_rate(n, at::kFloat, device, kSeconds));
+      nn::slower_than_float32(nn::layer_rate(width, at::kBFloat16, device, kSeconds),
+                              nn::layer_rate(width, at::kFloat, device, kSeconds));
   if (slow.empty()) return;
   log::warn(
-      format("train.dtype is bfloat16, whose matrix products take {} on {}; "
+      format("train.dtype is bfloat16, in which a layer {} wide takes {} on {}; "
              "train.dtype float32 trains faster here",
-             slow, device.str()));
+             width, slow, device.str()));
 }
 
 }  // namespace
@@ -44,7 +46,9 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "use train.dtype float32",
         found.str()));
   }
-  if (config.train.dtype == config::Precision::bfloat16 && group.rank() == 0) warn_if_slow(found);
+  if (config.train.dtype == config::Precision::bfloat16 && group.rank() == 0) {
+    warn_if_slow(config.model.hidden, found);
+  }
   return found;
 }
 

@@ -154,7 +154,7 @@ TEST(Doctor, TheCommand) {
   EXPECT_EQ(problem, !fs::exists(LOCKSTEP_TEST_BIN "/lockstep-torch")) << result.out;
   if (!problem) {
     EXPECT_THAT(result.out, ContainsRegex("\nok       bfloat16        usable, [0-9.]+ GFLOP/s|"
-                                          "\nnote     bfloat16        slow, [0-9.]+ GFLOP/s.*: "
+                                          "\nnote     bfloat16        slow, [0-9.]+ GFLOP/s.*: .* "
                                           "[0-9.e+]+ times the time of float32; train with float32|"
                                           "\nnote     bfloat16        not usable on this CPU"));
   }

@@ -20,6 +20,7 @@ TEST(CanMultiply, ATypeIsSlowWhenItTakesAQuarterMoreTimeThanFloat32) {
 TEST(CanMultiply, RatesAreOfTheDeviceAndType) {
   EXPECT_GT(multiply_rate(64, at::kFloat, at::kCPU, 0), 0);
   EXPECT_GT(multiply_rate(64, at::kDouble, at::kCPU, 0), 0);
+  EXPECT_GT(layer_rate(64, at::kFloat, at::kCPU, 0), 0);
 }
 
 }  // namespace
