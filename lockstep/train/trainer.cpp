@@ -275,8 +275,8 @@ void Trainer::State::say_what_is_trained() {
   if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {
       progress->line(
-          format("       a model that knows how often each token occurs has loss {:.3f}; "
-                 "after each other token, {:.3f}",
+          format("       for comparison: a unigram model of these data has loss {:.3f}, a bigram "
+                 "model {:.3f}",
                  entropy->unigram, entropy->bigram));
     }
   }
@@ -289,6 +289,8 @@ void Trainer::State::say_what_is_trained() {
                                   static_cast<double>(reader->samples()))));
   if (!config.run.dir.empty())
     progress->line(format("run    {}", config::shown_path(config.run.dir)));
+  if (!config.checkpoint.dir.empty() && config.checkpoint.every == 0)
+    progress->line("save   at the end; --checkpoint.every N limits what a crash loses");
   if (!resumed_from.empty()) {
     const std::string from = config::shown_path(resumed_from);
     progress->line(config.checkpoint.load == config::LoadWhat::all

@@ -9,12 +9,15 @@
 
 namespace lockstep::comm {
 
-// Calls `work`. An error because a peer has left, or did not come in time, ends with the hint.
+// Calls `work`. An error because a peer has left, or did not come in time, ends with the hint; not
+// where the peer has died, which is cause enough.
 template <class Work>
 decltype(auto) with_peer_hint(const std::string& hint, Work&& work) {
   const auto longer = [&hint](const Error& error) {
     const std::string text = error.what();
-    return text.find(hint) == std::string::npos ? text + "; " + hint : text;
+    const bool says_why =
+        text.find(hint) != std::string::npos || text.find("has died") != std::string::npos;
+    return says_why ? text : text + "; " + hint;
   };
   try {
     return std::forward<Work>(work)();
