@@ -259,6 +259,7 @@ inline const PipelineCurve& one_process(const PipelineCase& c) {
   static std::map<std::string, PipelineCurve> known;
   const std::string key = std::to_string(spec_of(c).layers) + " " + std::to_string(c.total()) +
                           (c.llama ? "l" + std::to_string(c.kv_heads()) : "g") +
+                          (c.qwen ? "q" : "") + std::to_string(c.dropout) + c.device.str() +
                           (c.tied ? "t" : "u") + (c.reproducible ? "r" : "") +
                           (c.evals ? "e" : "") + std::to_string(c.steps);
   const auto found = known.find(key);
