@@ -34,7 +34,7 @@ constexpr const char* kPlanHelp =
     "status is\n"
     "0 if it fits or there is no limit, else 1; then a change of the layout that fits is named. No "
     "GPU is needed to\n"
-    "plan for one: --train.device cuda.\n"
+    "plan for one: --train.device cuda. 1 GB is 2^30 bytes.\n"
     "inventory: the model's tensors by kind, with statistics, and the tier that offloaded data is "
     "placed in.\n"
     "With --list: every tensor with the ranks that own a shard of it, and the process groups by "
@@ -95,6 +95,11 @@ std::string describe(const layout::OffloadOptions& offload) {
   return layout::resolved(offload, 0, 0).describe();
 }
 
+std::string doubts(bool cuda) {
+  return format("; predictions may be 7 % low{}",
+                cuda ? ", and a CUDA context takes about 0.5 GB in addition" : "");
+}
+
 struct Request {
   TrainConfig config;
   config::ModelSpec model;
@@ -144,8 +149,12 @@ int plan_memory(const Words& arguments) {
     return 0;
   }
   const bool fits = ranks[rank].total() <= limit;
-  std::cout << format("{}: {}, memory.max_per_device is {}\n", fits ? "fits" : "does not fit", most,
-                      size_text(limit));
+  const bool barely = fits && ranks[rank].total() > config::safe_part_of(limit);
+  std::cout << format("{}: {}, memory.max_per_device is {}{}\n",
+                      barely ? "fits barely"
+                      : fits ? "fits"
+                             : "does not fit",
+                      most, size_text(limit), barely ? doubts(run.cuda) : "");
   if (fits) return 0;
   if (const auto change = config::would_fit(config, model, world)) {
     std::cout << format("would fit: {} ({})\n", change->flags, size_text(change->bytes));

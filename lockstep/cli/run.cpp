@@ -3,6 +3,8 @@
 
 #include "lockstep/cli/common/options.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
 #include "lockstep/launch/launcher.h"
 
 namespace lockstep::cli {
@@ -18,6 +20,32 @@ std::vector<std::string> program_of(CLI::App& app) {
                       "; lockstep run --help lists the options, and they come before the program");
   }
   return words;
+}
+
+// mpirun calls it -np, which would be -n with the value "p". Every option has one value.
+std::vector<std::string> without_np(std::vector<std::string> arguments) {
+  for (size_t i = 0; i < arguments.size() && arguments[i].starts_with('-');) {
+    std::string& word = arguments[i];
+    if (word == "--") break;
+    if (word == "-np") word = "-n";
+    const bool has_value =
+        word.find('=') != std::string::npos || (word.size() > 2 && !word.starts_with("--"));  // -n4
+    i += has_value ? 1 : 2;
+  }
+  return arguments;
+}
+
+// Each copy would start a job of its own, and all of them would do the same work.
+void refuse_copies(int nodes) {
+  if (nodes > 1) return;
+  const RankEnv env = RankEnv::detect();
+  if (env.world_size == 1) return;
+  const std::string launcher =
+      env.launcher == Launcher::lockstep ? "lockstep run" : std::string(name_of(env.launcher));
+  throw ConfigError(
+      format("run: {} has started {} copies of lockstep run, of which this is number {}; start one "
+             "per node with --nnodes, or start the program directly under {}",
+             launcher, env.world_size, env.rank, launcher));
 }
 
 }  // namespace
@@ -50,7 +78,8 @@ int run(const std::vector<std::string>& arguments) {
                  "Number of times to restart all ranks after a rank has failed")
       ->capture_default_str();
   app.add_option("--log-dir", options.log_dir,
-                 "Also write each rank's output to DIR/attempt_<k>/rank<r>/{stdout,stderr}.log");
+                 "Also write each rank's output to DIR/attempt_<k>/rank<r>/{stdout,stderr}.log; k "
+                 "counts on from earlier runs in DIR");
   app.add_option("--hang-rank", options.hang_rank,
                  "Rank that waits for a debugger before it starts");
   app.add_option("--grace", grace,
@@ -64,8 +93,9 @@ int run(const std::vector<std::string>& arguments) {
           parse(app, "run",
                 "Starts N ranks of a program and stops all of them when one fails.\n"
                 "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n",
-                arguments))
+                without_np(arguments)))
     return *status;
+  refuse_copies(options.nodes);
   options.meet_time = std::chrono::seconds{meet_seconds};
   options.grace = milliseconds{grace};
   options.stop_grace = milliseconds{stop_grace};

@@ -82,7 +82,7 @@ std::string render(const schedule::Schedule& schedule, const schedule::Simulatio
 }
 
 std::string render(const MeasuredStep& measured, const std::string& form) {
-  const auto& [step, schedule, simulation, runs] = measured;
+  const auto& [step, schedule, simulation, runs, replicas] = measured;
   if (form == "text") return to_text(measured);
   if (form == "svg") {
     return to_svg(to_chart(schedule, simulation,
@@ -131,8 +131,9 @@ int schedule(const Words& arguments) {
   app.add_option("--output", output, "Output file; an existing file is overwritten");
   auto* lowered =
       app.add_flag("--lower", lower, "Also show sends and receives (--format text only)");
-  auto* traced = app.add_option(
-      "--trace", trace, "Folder with the traces of a run: show a step as it ran, in milliseconds");
+  auto* traced =
+      app.add_option("--trace", trace,
+                     "Run folder, or folder with traces: show a step as it ran, in milliseconds");
   auto* stepped =
       app.add_option("--step", step, "Step of the trace to show [the last complete one]");
   if (const auto status =

@@ -41,7 +41,7 @@ bool is_computation_name(const std::string& name) {
 
 // One event a line, as core/trace writes them; the last line of a process that was killed may be
 // cut.
-void read_trace(const fs::path& path, Steps& steps) {
+void read_trace(const fs::path& path, Steps& steps, int& replicas) {
   std::istringstream file(read_text(path.string(), kMostBytes));
   for (std::string line; std::getline(file, line);) {
     if (line.find("\"cat\":\"pipeline\"") == std::string::npos) continue;
@@ -51,7 +51,9 @@ void read_trace(const fs::path& path, Steps& steps) {
     try {
       const std::string name = json.at("name");
       const auto& args = json.at("args");
-      if (!is_computation_name(name) || args.value("dp", 0) != 0) continue;
+      const int replica = args.value("dp", 0);
+      replicas = std::max(replicas, replica + 1);
+      if (!is_computation_name(name) || replica != 0) continue;
       const double start = json.at("ts");
       const double duration = json.at("dur");
       steps[args.at("step")][json.at("pid")][args.at("rank")].push_back(
@@ -130,20 +132,23 @@ MeasuredStep measured(int64_t number, Ranks ranks) {
 
 }  // namespace
 
-MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
-  if (!fs::is_directory(folder)) {
-    throw ConfigError(format("schedule: --trace {}: is not a folder", folder));
+MeasuredStep read_step(const std::string& named, std::optional<int64_t> step) {
+  if (!fs::is_directory(named)) {
+    throw ConfigError(format("schedule: --trace {}: is not a folder", named));
   }
+  const fs::path of_run = fs::path(named) / "traces";  // where lockstep train puts them
+  const std::string folder = fs::is_directory(of_run) ? of_run.string() : named;
   Steps steps;
+  int replicas = 1;
   const auto runs = runs_in(folder);
   for (const Run& run : runs) {  // the newest of a pipeline
-    for (const fs::path& path : run.files) read_trace(path, steps);
+    for (const fs::path& path : run.files) read_trace(path, steps, replicas);
     if (!steps.empty()) break;
   }
   if (steps.empty()) {
     throw ConfigError(
         format("schedule: {}/*.json have no pipeline events; a run with parallel.pp above 1 writes "
-               "them when LOCKSTEP_TRACE names a folder",
+               "them with --metrics.trace auto, a program of your own with LOCKSTEP_TRACE=FOLDER",
                folder));
   }
   if (step && !steps.contains(*step)) {
@@ -156,6 +161,7 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
     try {
       MeasuredStep result = measured(found->first, first_of(found->second));
       result.runs = runs.size();
+      result.replicas = replicas;
       return result;
     } catch (const ConfigError& error) {
       if (why.empty()) why = error.what();
@@ -167,7 +173,7 @@ MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step) {
 }
 
 std::string to_text(const MeasuredStep& measured) {
-  const auto& [step, schedule, simulation, runs] = measured;
+  const auto& [step, schedule, simulation, runs, replicas] = measured;
   constexpr std::array<const char*, 4> kOps = {"F", "B", "I", "W"};
   struct Sum {
     double time = 0;
@@ -184,9 +190,10 @@ std::string to_text(const MeasuredStep& measured) {
       used[op] = true;
     }
   }
-  std::string text =
-      format("step {} as measured{}: {}; times in ms\n", step,
-             runs > 1 ? format(" in the newest of {} runs", runs) : "", describe(schedule));
+  std::string text = format("step {} as measured{}: {}{}; times in ms\n", step,
+                            runs > 1 ? format(" in the newest of {} runs", runs) : "",
+                            replicas > 1 ? format("data-parallel replica 0 of {}, ", replicas) : "",
+                            describe(schedule));
   text += "rank";
   for (size_t op = 0; op < kOps.size(); ++op) {
     if (used[op]) text += format("  mean {}", kOps[op]);

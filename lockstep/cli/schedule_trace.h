@@ -16,11 +16,12 @@ struct MeasuredStep {
   schedule::Schedule schedule = {};      // its kind is file: a trace does not tell
   schedule::Simulation simulation = {};  // milliseconds
   size_t runs = 1;                       // in the folder
+  int replicas = 1;                      // of data parallelism, of which this is number 0
 };
 
 // Reads the pipeline's computations of data-parallel replica 0 from the traces of the newest run in
-// `folder`; without `step`, those of the last step that is complete. Throws ConfigError if there is
-// none.
+// `folder`, or in its folder traces/; without `step`, those of the last step that is complete.
+// Throws ConfigError if there is none.
 MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step);
 
 // Means per rank and op, and the numbers of the whole step.

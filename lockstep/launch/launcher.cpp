@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <thread>
 
@@ -39,12 +40,16 @@ std::string choose_token(const LaunchOptions& options) {
   return secret.empty() ? make_token() : token_for_job(secret, step_of_slurm(options.nodes));
 }
 
-// So that a folder that cannot be written is known before anything runs.
-void prepare_logs(const LaunchOptions& options) {
+// So that a folder that cannot be written is known before anything runs. Logs of an earlier job in
+// the same folder stay: this one's attempts follow them.
+void prepare_logs(LaunchOptions& options) {
   if (options.log_dir.empty()) return;
-  for (int rank = options.first_rank(); rank < options.first_rank() + options.ranks; ++rank) {
-    open_log(options.log_dir, 0, rank, Console::Stream::out);
-    open_log(options.log_dir, 0, rank, Console::Stream::err);
+  const int end = options.first_rank() + options.ranks;
+  for (int rank = options.first_rank(); rank < end; ++rank)
+    options.first_attempt = std::max(options.first_attempt, free_attempt(options.log_dir, rank));
+  for (int rank = options.first_rank(); rank < end; ++rank) {
+    open_log(options.log_dir, options.first_attempt, rank, Console::Stream::out);
+    open_log(options.log_dir, options.first_attempt, rank, Console::Stream::err);
   }
 }
 

@@ -18,8 +18,9 @@ struct LaunchOptions {
   std::string interface;  // that hosts talk over; empty: LOCKSTEP_INTERFACE, or what reaches node 0
   milliseconds meet_time{60'000};  // that nodes wait for each other
   int max_restarts = 0;
-  std::string log_dir;  // empty: no files
-  int hang_rank = -1;   // -1: none
+  std::string log_dir;    // empty: no files
+  int first_attempt = 0;  // in log_dir; run() and the nodes choose one that no earlier job has used
+  int hang_rank = -1;     // -1: none
   // Rank 0 writes to the launcher's own stdout and stderr, without a prefix: it may draw on a
   // terminal.
   bool bare_rank_0 = false;

@@ -122,7 +122,7 @@ void LocalRanks::add_log(Fd pipe, int rank, Console::Stream stream) {
   const std::string& dir = around_.options.log_dir;
   Fd file;
   try {
-    if (!dir.empty()) file = open_log(dir, generation_, rank, stream);
+    if (!dir.empty()) file = open_log(dir, attempt(), rank, stream);
   } catch (const ConfigError& failure) {
     // The first attempt's files were opened before anything ran; a later one continues without.
     around_.console.message(failure.what());
@@ -292,12 +292,14 @@ void LocalRanks::drain() {
 
 std::string LocalRanks::describe(const Worker& worker) const {
   const LaunchOptions& options = around_.options;
+  // All nodes print this line.
   const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
+  const std::string where = node.empty() ? " above" : node;
   const std::string log =
       options.log_dir.empty()
-          ? options.bare_rank_0 ? "its output is above"
-                                : "its output is above (--log-dir keeps it in files)"
-          : "its log is " + log_folder(options.log_dir, generation_, worker.rank);
+          ? format("its output is{}{}", where,
+                   options.bare_rank_0 ? "" : " (--log-dir keeps it in files)")
+          : "its log is " + log_folder(options.log_dir, attempt(), worker.rank) + node;
   return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(),
                 worker.status->text(), log);
 }

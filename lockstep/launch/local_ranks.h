@@ -71,6 +71,8 @@ class LocalRanks {
   bool over() const;
   void drain();
 
+  // Which of the log folder's.
+  int attempt() const { return around_.options.first_attempt + generation_; }
   std::string describe(const Worker& worker) const;
   Outcome local_failure(const Worker& worker) const;
   Outcome stop_outcome() const;

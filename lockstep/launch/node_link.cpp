@@ -26,6 +26,25 @@ constexpr milliseconds kLeaveTime{3'000};
 // So that nodes that join too late, after the start has failed, can still be told why.
 constexpr milliseconds kLateComers{1'000};
 
+// Between the number of ranks that a node starts and their version.
+constexpr std::string_view kOfVersion = " ranks of Lockstep ";
+
+// Which of the two, where nodes start different ones.
+std::string_view what_differs(const std::vector<std::string>& starts) {
+  const auto ranks_of = [](const std::string& start) {
+    return start.substr(0, start.find(kOfVersion));
+  };
+  const auto version_of = [&](const std::string& start) {
+    return start.substr(ranks_of(start).size());
+  };
+  bool ranks = false, version = false;
+  for (const std::string& start : starts) {
+    ranks |= ranks_of(start) != ranks_of(starts.front());
+    version |= version_of(start) != version_of(starts.front());
+  }
+  return !version ? "-n differs" : ranks ? "-n and the version differ" : "the version differs";
+}
+
 Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1, false, text}; }
 
 // For what must not fail the job by itself: where the rendezvous is gone, the listener sees it too
@@ -105,13 +124,19 @@ void NodeLink::warn_of_address() {
 void NodeLink::meet(const LaunchOptions& options, const std::string& token,
                     const Deadline& deadline) {
   Deadline progress(kProgressEvery);
+  const auto start = Clock::now();
   while (!client_) {
     try {
       client_ = std::make_unique<RendezvousClient>(address_, token,
                                                    Identity{node_rank_, nodes_, kControlGeneration},
-                                                   Deadline(milliseconds{500}));
+                                                   Deadline(milliseconds{500}), start);
     } catch (const TimeoutError& failure) {
-      if (deadline.passed()) throw TimeoutError(format("node {}: {}", node_rank_, failure.what()));
+      if (deadline.passed()) {
+        throw TimeoutError(format("node {}: {}, or wait longer with --rendezvous-timeout",
+                                  node_rank_, failure.what()));
+      }
+    } catch (const CommError& failure) {
+      throw CommError(format("node {}: {}", node_rank_, failure.what()));
     }
     if (!client_ && progress.passed()) {
       console_.message(format("node {} waits for node 0 at {}", node_rank_, address_));
@@ -119,8 +144,9 @@ void NodeLink::meet(const LaunchOptions& options, const std::string& token,
     }
     signals_.pause(milliseconds{0});
   }
+  client_->set(format("attempt/{}", node_rank_), std::to_string(options.first_attempt));
   client_->set(format("node/{}", node_rank_),
-               format("{} ranks of Lockstep {}", options.ranks, LOCKSTEP_VERSION));
+               format("{}{}{}", options.ranks, kOfVersion, LOCKSTEP_VERSION));
 }
 
 void NodeLink::exchange_facts(LaunchOptions& options) {
@@ -134,8 +160,8 @@ void NodeLink::exchange_facts(LaunchOptions& options) {
              meet_time_ + kLeaveTime, [] { return std::string("the other nodes"); });
   const std::string facts = join_result(*verdict);
   char run_id[64] = "";
-  if (std::sscanf(facts.c_str(), "%d %hu %63s", &options.max_restarts, &master_port_, run_id) !=
-      3) {
+  if (std::sscanf(facts.c_str(), "%d %d %hu %63s", &options.max_restarts, &options.first_attempt,
+                  &master_port_, run_id) != 4) {
     throw CommError(format("rendezvous {}: the job's facts are malformed", address_));
   }
   run_id_ = run_id;
@@ -167,7 +193,12 @@ std::string NodeLink::judge(const LaunchOptions& options) {
   }
   const auto differs = [&](const std::string& start) { return start != starts.front(); };
   if (std::none_of(starts.begin(), starts.end(), differs)) {
-    return format("met {} {} {}", options.max_restarts, master_port_, run_id_);
+    int attempt = 0;  // free in the log folders of all nodes
+    for (int node = 0; node < nodes_; ++node) {
+      const auto free = client_->find(format("attempt/{}", node));
+      attempt = std::max(attempt, std::stoi(free.value_or("0")));
+    }
+    return format("met {} {} {} {}", options.max_restarts, attempt, master_port_, run_id_);
   }
   std::vector<std::string> parts;
   std::map<std::string, std::vector<size_t>> holders;
@@ -176,7 +207,7 @@ std::string NodeLink::judge(const LaunchOptions& options) {
     parts.push_back(format("node{} {} {} {}", nodes.size() > 1 ? "s" : "", join(nodes),
                            nodes.size() > 1 ? "start" : "starts", start));
   }
-  return format("refused -n or the version differs: {}; it must be the same on every node",
+  return format("refused {}: {}; it must be the same on every node", what_differs(starts),
                 join(parts, "; "));
 }
 

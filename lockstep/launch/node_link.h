@@ -5,7 +5,9 @@
 // Node 0 hosts the rendezvous; launchers meet there in a space of their own (kControlGeneration),
 // with these keys:
 //   node/R    what node R starts: ranks per node, and of which version
-//   joined    (kJoinedKey) node 0's facts once all are there: restarts, master port, run id
+//   attempt/R the first attempt whose log folders are free on node R
+//   joined    (kJoinedKey) node 0's facts once all are there: restarts, first attempt, master port,
+//             run id
 //   ready/G   how many nodes have nothing running and wait for generation G
 //   full/G    all are ready; go/G: begin
 //   claim/G   who adds first may set end/G, how generation G ended

@@ -73,6 +73,16 @@ std::string kept_text(const Totals& kept) {
   return text;
 }
 
+// "; raise offload.device_limit, or offload more with offload.params"
+std::string advice(const Totals& kept) {
+  std::vector<std::string> off;
+  if (kept.params > 0) off.push_back("offload.params");
+  if (kept.grads > 0) off.push_back("offload.grads");
+  if (kept.states > 0) off.push_back("offload.optimizer");
+  return format("; raise offload.device_limit{}",
+                off.empty() ? "" : ", or offload more with " + join(off));
+}
+
 const OffloadUnit& largest_of(const std::vector<OffloadUnit>& units) {
   return *std::ranges::max_element(units, {}, [](const OffloadUnit& unit) {
     return std::max(unit.params, unit.line) + unit.grads;
@@ -90,9 +100,9 @@ void require_device_holds(const std::vector<OffloadUnit>& units, int64_t working
                      size_text(std::max(unit.params, unit.line)), size_text(unit.grads));
   }
   throw ConfigError(format(
-      "offload.device_limit is {}, but the device must hold {}: {} for what is being used{}{}",
+      "offload.device_limit is {}, but the device must hold {}: {} for what is being used{}{}{}",
       size_text(options.device_limit), exact_text(fixed), size_text(working), kept_text(kept),
-      largest));
+      largest, advice(kept)));
 }
 
 // Places of everything, first all on the device, or where it rests already.

@@ -57,6 +57,27 @@ TEST(Plan, SaysWhetherItFits) {
   EXPECT_THAT(result.out, AllOf(HasSubstr("\nfits: rank 0 takes most"), Not(HasSubstr("not fit"))));
 }
 
+// Of 100 GB, 91 % is less than an error of the prediction away from too much.
+TEST(Plan, SaysWhereItFitsBarely) {
+  const auto with_limit = [](const std::string& device, const std::string& limit) {
+    return plan({"--model.hidden", "512", "--model.layers", "8", "--train.device", device,
+                 "--memory.max_per_device", limit});
+  };
+  for (const std::string device : {"cpu", "cuda"}) {
+    const std::string all = with_limit(device, "100GB").out;
+    const std::string mark = "takes most, ";
+    const size_t at = all.find(mark) + mark.size();
+    const double mb =
+        std::stod(all.substr(at)) * (all.substr(all.find(' ', at) + 1, 2) == "GB" ? 1024 : 1);
+    const Result barely = with_limit(device, std::to_string(static_cast<int>(mb / 0.93)) + "MB");
+    EXPECT_EQ(barely.code, 0) << barely.out;
+    EXPECT_THAT(barely.out, AllOf(HasSubstr("\nfits barely: "), HasSubstr("7 %")));
+    EXPECT_EQ(barely.out.find("CUDA context") != std::string::npos, device == "cuda");
+    const Result well = with_limit(device, std::to_string(static_cast<int>(mb / 0.87)) + "MB");
+    EXPECT_THAT(well.out, AllOf(HasSubstr("\nfits: "), Not(HasSubstr("barely"))));
+  }
+}
+
 // A login node has no GPU.
 TEST(Plan, PlansForTheDeviceThatIsNamed) {
   const Result cpu = plan({"--train.device", "cpu"}), cuda = plan({"--train.device", "cuda"});
@@ -102,6 +123,7 @@ TEST(Plan, NamesAChangeThatFits) {
     options.insert(options.end(), named.begin(), named.end());
     const Result again = plan(options);
     EXPECT_EQ(again.code, 0) << again.out << again.err;
+    EXPECT_THAT(again.out, HasSubstr("\nfits: "));
   }
   Words options = large;
   options.insert(options.end(), {"--memory.max_per_device", "1MB"});

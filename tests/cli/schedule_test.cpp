@@ -18,6 +18,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 using Words = std::vector<std::string>;
 
@@ -110,7 +111,7 @@ TEST(ScheduleCommand, WrongUseIsOneLine) {
       {command(kSmall, {"--trace", dir.path()}), "--trace and --kind exclude each other"},
       {command({"--trace", dir.path(), "--lower"}), "--trace and --lower exclude each other"},
       {command({"--trace", dir.path() + "/none"}), "none ... not a folder"},
-      {command({"--trace", dir.path()}), "no events ... pipeline"}};
+      {command({"--trace", dir.path()}), "pipeline ... parallel.pp ... --metrics.trace"}};
   for (const auto& [result, words] : cases) {
     EXPECT_EQ(result.code, 2) << words;
     EXPECT_THAT(result.err, says(words));
@@ -170,7 +171,8 @@ TEST_F(ScheduleTrace, TheLastCompleteStep) {
   const Result result = show();
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_EQ(result.out,
-            "step 2 as measured: 2 ranks, 2 micro-batches, 1 chunk per rank; times in ms\n"
+            "step 2 as measured: data-parallel replica 0 of 2, 2 ranks, 2 micro-batches, 1 chunk "
+            "per rank; times in ms\n"
             "rank  mean F  mean B      span  peak live\n"
             "   0   1.000   2.500     9.000          2\n"
             "   1   1.000   2.000     6.000          1\n"
@@ -197,6 +199,18 @@ TEST_F(ScheduleTrace, RanksOfOtherAxesAreNotMixedIn) {
   step(1, 0, 2, 0);
   step(1, 100, 4, 0, 2000);  // the same places again, of the same replica
   EXPECT_THAT(show().out, HasSubstr("makespan 9.000\n"));
+}
+
+TEST_F(ScheduleTrace, OfARunFolder) {
+  step(1, 0);
+  const std::string direct = show().out;
+  EXPECT_THAT(direct, AllOf(HasSubstr("makespan 9.000"), Not(HasSubstr("replica"))));
+  std::filesystem::create_directory(dir_.path() + "/traces");
+  for (const auto& [pid, text] : text_) {
+    const std::string name = "/rank" + std::to_string(pid) + ".json";
+    std::filesystem::rename(dir_.path() + name, dir_.path() + "/traces" + name);
+  }
+  EXPECT_EQ(command({"--trace", dir_.path()}).out, direct);
 }
 
 // A folder that was used before.

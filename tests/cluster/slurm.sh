@@ -5,7 +5,7 @@
 #
 # usage: tests/cluster/slurm.sh [--install] [FOLDER_OF_PROGRAMS [COMMAND...]]
 #
-# The folder is build/bin if not given. A COMMAND is run instead of the tests, in the present folder and with this Slurm.
+# The folder is build/bin if not given. A COMMAND is run instead of the tests, in the root of the repository and with this Slurm.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source=$PWD

@@ -97,6 +97,23 @@ TEST(LauncherOutput, FilesKeepTheBytesAsTheyAre) {
   EXPECT_THAT(result.out, HasSubstr("[rank0]: out 0\n"));
 }
 
+TEST(LauncherOutput, FilesOfAnEarlierJobStay) {
+  const TempDir dir;
+  const auto run = [&](const std::string& script) {
+    return run_with_input(1, script, {"--log-dir", dir.path(), "--max-restarts", "1"});
+  };
+  const auto log = [&](const char* attempt) {
+    return read_file(dir.path() + "/attempt_" + attempt + "/rank0/stdout.log");
+  };
+  run("echo first; exit $((1 - LOCKSTEP_GENERATION))");
+  std::filesystem::remove_all(dir.path() + "/attempt_0");
+  const Result second = run("echo second; exit 6");
+  EXPECT_THAT(second.last_line(), HasSubstr("/attempt_3/rank0"));
+  EXPECT_EQ(log("1"), "first\n");
+  EXPECT_EQ(log("2"), "second\n");
+  EXPECT_EQ(log("3"), "second\n");
+}
+
 TEST(LauncherOutput, AFullDiskDoesNotEndTheJob) {
   const TempDir dir;
   // Every write to this file fails with "no space left".

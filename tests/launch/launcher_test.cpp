@@ -14,6 +14,7 @@
 #include "lockstep/launch/processes/affinity.h"
 #include "lockstep/launch/rendezvous/rendezvous.h"
 #include "lockstep/launch/rendezvous/socket.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
@@ -190,7 +191,7 @@ TEST(Launcher, BadOptionsAreOneLineAndNothingRuns) {
       {{"-n", "-2"}, {"-2"}},
       {{"-n", "many"}, {"many", "whole number"}},
       {{"-n", "99999"}, {"99999"}},
-      {{}, {"required"}},
+      {{}, {"-n N", "required"}},
       {{"-n", "2", "--frob"}, {"--frob", "--help"}},
       {{"-n", "2", "--nnodes", "2", "--node-rank", "2"}, {"--node-rank 2", "--nnodes 2"}},
       {{"-n", "2", "--node-rank", "-1"}, {"--node-rank -1"}},
@@ -220,6 +221,53 @@ TEST(Launcher, BadOptionsAreOneLineAndNothingRuns) {
   const Result no_program = lockstep_command({"run", "-n", "2"});
   EXPECT_EQ(no_program.code, 2);
   EXPECT_THAT(no_program.err, HasSubstr("PROGRAM"));
+}
+
+// As mpirun calls it; what the program calls so is the program's.
+TEST(Launcher, TheNumberOfRanksHasTheNameOfMpirunToo) {
+  const Result result = lockstep_command({"run", "--max-restarts", "0", "-np", "2", "sh", "-c",
+                                          "echo $RANK of $WORLD_SIZE $1", "sh", "-np"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("[rank1]: 1 of 2 -np\n"));
+}
+
+// Each would be a job of its own.
+TEST(Launcher, CopiesOfItselfAreRefused) {
+  const struct {
+    std::vector<std::string> variables;
+    std::string launcher;
+  } cases[] = {
+      {{"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2"}, "Open MPI"},
+      {{"SLURM_STEP_ID=0", "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"}, "Slurm"},
+      {{"RANK=1", "WORLD_SIZE=2"}, "torchrun"},
+      {{"RANK=1", "WORLD_SIZE=2", "LOCKSTEP_RENDEZVOUS=127.0.0.1:9"}, "lockstep run"},
+  };
+  for (const auto& [variables, launcher] : cases) {
+    const Result result = lockstep_command({"run", "-n", "1", "echo", "ran"}, variables);
+    EXPECT_EQ(result.code, 2);
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, says(launcher + " ... 2 copies ... --nnodes"));
+  }
+  // One copy is what a step of one task, and a node's launcher, is.
+  const Result one =
+      lockstep_command({"run", "-n", "1", "echo", "ran"},
+                       {"SLURM_STEP_ID=0", "SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=1"});
+  EXPECT_EQ(one.code, 0) << one.err;
+  const Result node = lockstep_command({"run", "-n", "1", "--nnodes", "2", "echo", "ran"},
+                                       {"SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=2"});
+  EXPECT_THAT(node.err, AllOf(HasSubstr("--rendezvous"), Not(HasSubstr("copies"))));
+}
+
+TEST(Launcher, APortThatIsTakenIsNamed) {
+  const launch::HostPort any{"127.0.0.1", 0};
+  const Fd taken = launch::bind_socket(any);
+  launch::start_listening(taken, any);
+  const std::string address = "127.0.0.1:" + std::to_string(launch::port_of(taken));
+  const Result result =
+      lockstep_command({"run", "-n", "1", "--rendezvous", address, "echo", "ran"});
+  EXPECT_EQ(result.code, 1);
+  EXPECT_EQ(result.out, "");
+  EXPECT_THAT(result.err, says(address + " ... another port"));
 }
 
 TEST(Launcher, WhatFollowsTheProgramIsTheProgramsOwn) {

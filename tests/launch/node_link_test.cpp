@@ -2,21 +2,28 @@
 // Jobs over two nodes, which here are two launchers on one machine.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <memory>
+#include <thread>
 
 #include "lockstep/launch/rendezvous/rendezvous.h"
 #include "lockstep/launch/rendezvous/secret.h"
 #include "lockstep/launch/rendezvous/socket.h"
+#include "tests/support/says.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class Nodes : public ::testing::Test {
  protected:
@@ -36,6 +43,7 @@ class Nodes : public ::testing::Test {
   TempDir dir_;
   const Fd port_holder_ = launch::bind_socket({"127.0.0.1", 0});  // the launcher may listen on it
   std::string address_, token_file_ = dir_.path() + "/token";
+  std::atomic<bool> talks_ = false;
 };
 
 TEST_F(Nodes, AreOneJob) {
@@ -79,6 +87,9 @@ TEST_F(Nodes, AFailureOnOneEndsBothAndBothNameIt) {
       EXPECT_EQ(result.code, 6);
       EXPECT_THAT(result.last_line(),
                   AllOf(HasSubstr("rank " + failing + " on node"), HasSubstr("code 6")));
+      // Where it is, whichever node prints the line.
+      EXPECT_THAT(result.last_line(),
+                  says(failing == "0" ? "output is on node 0" : "output is on node 1"));
     }
     EXPECT_TRUE(eventually([&] { return first->others().empty() && second->others().empty(); }));
   }
@@ -135,7 +146,8 @@ TEST_F(Nodes, ThatDisagreeAreRefused) {
   const Result a = first->wait(), b = second->wait();
   for (const Result& result : {a, b}) {
     EXPECT_EQ(result.code, 2);
-    EXPECT_THAT(result.last_line(), AllOf(HasSubstr("starts 2"), HasSubstr("starts 3")));
+    EXPECT_THAT(result.last_line(), AllOf(HasSubstr("starts 2"), HasSubstr("starts 3"),
+                                          HasSubstr("-n differs"), Not(HasSubstr("version"))));
   }
 }
 
@@ -171,7 +183,50 @@ TEST_F(Nodes, OfAnotherVersionAreRefused) {
   other.set("left/1", "yes");
   const Result result = first->wait();
   EXPECT_EQ(result.code, 2);
-  EXPECT_THAT(result.last_line(), HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9"));
+  EXPECT_THAT(result.last_line(), AllOf(HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9"),
+                                        HasSubstr("version differs"), Not(HasSubstr("-n "))));
+}
+
+TEST_F(Nodes, AnotherServiceAtTheAddressIsFoundOut) {
+  launch::start_listening(port_holder_, {});
+  const std::jthread service([&](const std::stop_token& stop) {
+    std::vector<Fd> silent;
+    while (!stop.stop_requested()) {
+      pollfd waiting{port_holder_.get(), POLLIN, 0};
+      if (poll(&waiting, 1, 10) <= 0) continue;
+      Fd client(accept4(port_holder_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (talks_) [[maybe_unused]]
+        const ssize_t sent = write(client.get(), "SSH-2.0-x\r\n", 11);
+      silent.push_back(std::move(client));
+    }
+  });
+  const Result silent = node(1, "true", 1, {"--rendezvous-timeout", "1"})->wait();
+  EXPECT_EQ(silent.code, 1);
+  EXPECT_THAT(silent.last_line(), says("node 1 ... " + address_ + " ... check the port"));
+  talks_ = true;
+  const Result talking = node(1, "true", 1)->wait();
+  EXPECT_EQ(talking.code, 1);
+  EXPECT_THAT(talking.last_line(), says("node 1 ... " + address_ + " ... check the port"));
+  EXPECT_LT(talking.seconds, 30.0);  // not only at the deadline
+}
+
+TEST_F(Nodes, TheWholeTimeThatANodeHasWaitedIsNamed) {
+  const Result result = node(1, "true", 1, {"--rendezvous-timeout", "2"})->wait();
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.last_line(),
+              AllOf(says("node 1 ... " + address_ + " ... firewall ... --rendezvous-timeout"),
+                    ContainsRegex("after [2-9]\\.[0-9] s")));
+}
+
+TEST_F(Nodes, LogsOfAnEarlierJobStayOnEveryNode) {
+  const std::vector<std::string> logs{"--log-dir", dir_.path()};
+  EXPECT_EQ(Subprocess(run_script(1, "echo old", logs)).wait().code, 0);  // rank 0 only
+  auto first = node(0, "echo new", 1, logs), second = node(1, "echo new", 1, logs);
+  EXPECT_EQ(first->wait().code, 0);
+  EXPECT_EQ(second->wait().code, 0);
+  EXPECT_EQ(read_file(dir_.path() + "/attempt_0/rank0/stdout.log"), "old\n");
+  for (const std::string rank : {"0", "1"})
+    EXPECT_EQ(read_file(dir_.path() + "/attempt_1/rank" + rank + "/stdout.log"), "new\n");
 }
 
 TEST_F(Nodes, AWrongSecretIsRefused) {

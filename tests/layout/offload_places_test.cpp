@@ -236,12 +236,14 @@ TEST(OffloadPlaces, RefusesWhatTheDeviceCannotHold) {
       [&] { place(units_of(4), 80 * kMB, options); },
       ThrowsMessage<ConfigError>(AllOf(
           says("offload.device_limit is 64 MB ... must hold 80 MB (83886080 bytes): 80 MB ... "
-               "blocks.0, has 10 MB of parameters and 10 MB of gradients"),
-          Not(HasSubstr("is false")))));
+               "blocks.0, has 10 MB of parameters and 10 MB of gradients ... raise "
+               "offload.device_limit"),
+          Not(HasSubstr("is false")), Not(HasSubstr("offload more")))));
   options.params = false;
   EXPECT_THAT([&] { place(units_of(4), 30 * kMB, options); },
               refused("must hold 70 MB (73400320 bytes): 30 MB ... 40 MB of parameters "
-                      "(offload.params is false)"));
+                      "(offload.params is false) ... raise offload.device_limit ... offload more "
+                      "with offload.params"));
   options.params = true;
   options.grads = options.optimizer = false;
   EXPECT_THAT([&] { place(units_of(4), 0, options); },

@@ -25,6 +25,13 @@ std::optional<T> number_of(const std::string& text) {
 // The name that a user writes; positional arguments have only that of the usage line.
 std::string name_of(const CLI::Option& option) { return option.get_name(false, false); }
 
+// "-n N" where there is a short name, which is the one in use.
+std::string required_name_of(const CLI::Option& option) {
+  if (option.get_snames().empty()) return name_of(option);
+  const std::string type = option.get_type_name();
+  return format("-{} {}", option.get_snames().front(), type.starts_with("INT") ? "N" : type);
+}
+
 bool takes_values(const CLI::Option& option) { return option.get_type_size() != 0; }
 
 std::string help_line(const CLI::Option& option) {
@@ -72,7 +79,8 @@ std::string message_of(const CLI::App& app, const CLI::ParseError& failure) {
   if (dynamic_cast<const CLI::ValidationError*>(&failure) != nullptr) return failure.what();
   if (dynamic_cast<const CLI::RequiredError*>(&failure) != nullptr) {
     for (const CLI::Option* option : app.get_options()) {
-      if (option->get_required() && option->count() == 0) return name_of(*option) + " is required";
+      if (option->get_required() && option->count() == 0)
+        return required_name_of(*option) + " is required";
     }
   }
   if (dynamic_cast<const CLI::ExtrasError*>(&failure) != nullptr) {

@@ -88,9 +88,14 @@ const detail::Backend& detail::find_backend(const std::string& name) {
     throw ConfigError(format("unknown backend '{}'; available are {}", name, join(names)));
   }
   if (!backend->is_available()) {
-    throw ConfigError(backend->problem
-                          ? format("backend '{}' is not available: {}", name, backend->problem())
-                          : format("backend '{}' is not part of this build", name));
+    std::vector<std::string> usable{"auto"};
+    for (const Backend& other : table()) {
+      if (other.name != "thread" && other.is_available()) usable.push_back(other.name);
+    }
+    throw ConfigError(format(
+        "backend '{}' {}; use {}{}", name,
+        backend->problem ? "is not available: " + backend->problem() : "is not part of this build",
+        join(usable), name == "nccl" ? ", or a build with CUDA (make build PRESET=cuda)" : ""));
   }
   return *backend;
 }

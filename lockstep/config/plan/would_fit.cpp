@@ -115,10 +115,10 @@ std::string text_of(const Candidate& candidate, int world) {
 }  // namespace
 
 std::optional<Change> would_fit(const TrainConfig& config, const ModelSpec& model, int world) {
+  const int64_t most = safe_part_of(config.memory.max_per_device);
   for (const Candidate& candidate : candidates(config, world)) {
     const auto bytes = prediction(config, model, candidate);
-    if (bytes && *bytes <= config.memory.max_per_device)
-      return Change{text_of(candidate, world), *bytes};
+    if (bytes && *bytes <= most) return Change{text_of(candidate, world), *bytes};
   }
   return std::nullopt;
 }

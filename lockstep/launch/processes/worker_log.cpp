@@ -4,8 +4,10 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 
@@ -71,6 +73,23 @@ void WorkerLog::keep(std::string_view bytes, Console& console) {
 
 std::string log_folder(const std::string& dir, int attempt, int rank) {
   return format("{}/attempt_{}/rank{}", dir, attempt, rank);
+}
+
+int free_attempt(const std::string& dir, int rank) {
+  constexpr std::string_view kPrefix = "attempt_";
+  int free = 0;
+  std::error_code missing;
+  for (const auto& entry : std::filesystem::directory_iterator(dir, missing)) {
+    const std::string name = entry.path().filename().string();
+    int attempt = 0;
+    if (!name.starts_with(kPrefix) ||
+        std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), attempt).ec !=
+            std::errc())
+      continue;
+    const std::string log = log_folder(dir, attempt, rank) + "/stdout.log";
+    if (std::filesystem::is_regular_file(log, missing)) free = std::max(free, attempt + 1);
+  }
+  return free;
 }
 
 Fd open_log(const std::string& dir, int attempt, int rank, Console::Stream stream) {

@@ -34,6 +34,8 @@ class WorkerLog {
 
 // Opens DIR/attempt_K/rankR/{stdout,stderr}.log. Throws ConfigError naming the path.
 Fd open_log(const std::string& dir, int attempt, int rank, Console::Stream stream);
+// The first K from which on no log of rank R is there.
+int free_attempt(const std::string& dir, int rank);
 // DIR/attempt_K/rankR
 std::string log_folder(const std::string& dir, int attempt, int rank);
 

@@ -43,7 +43,7 @@ void send_bytes(const Fd& fd, const std::string& bytes, const Deadline& deadline
 class RendezvousClient::Impl {
  public:
   Impl(const std::string& address, const std::string& token, const Identity& identity,
-       const Deadline& deadline)
+       const Deadline& deadline, Clock::time_point start)
       : where_(address),
         places_(parse_host_ports(address, "rendezvous")),
         token_(token),
@@ -52,7 +52,7 @@ class RendezvousClient::Impl {
       throw ConfigError(format("rendezvous {}: the token has {} bytes, must have 1 to {}", address,
                                token.size(), wire::kMaxToken));
     }
-    main_ = join(identity_, deadline, deadline);
+    main_ = join(identity_, deadline, deadline, start);
     local_ = host_of(main_);
     server_ = peer_host_of(main_);
   }
@@ -135,6 +135,18 @@ class RendezvousClient::Impl {
     }
   }
 
+  // Any service may be at a port that was mistyped.
+  std::optional<wire::Reply> receive_introduction(const Fd& fd, const Deadline& deadline) const {
+    try {
+      return receive(fd, deadline, kMaxIntroduction);
+    } catch (const TimeoutError&) {
+      throw;
+    } catch (const CommError&) {
+      throw CommError(
+          format("{} answers, but not as a rendezvous of Lockstep; check the port", where_));
+    }
+  }
+
   // Shows that this client knows the token, and asks the server for the same. Nothing where it
   // closes the connection.
   std::optional<wire::Reply> introduce(const Fd& fd, Identity& identity, const Deadline& deadline) {
@@ -142,11 +154,11 @@ class RendezvousClient::Impl {
         wire::make_nonce(),
         {identity.rank, identity.world_size, identity.generation, identity.incarnation}};
     send_bytes(fd, wire::pack(opening), deadline);
-    const auto challenge = receive(fd, deadline, kMaxIntroduction);
+    const auto challenge = receive_introduction(fd, deadline);
     if (!challenge) return std::nullopt;
     require_ok(*challenge);
     send_bytes(fd, wire::client_proof(token_, opening, challenge->value), deadline);
-    auto joined = receive(fd, deadline, kMaxIntroduction);
+    auto joined = receive_introduction(fd, deadline);
     if (!joined || joined->status == wire::Status::later) return joined;
     require_ok(*joined);
     const std::string_view answer = joined->value;
@@ -165,15 +177,18 @@ class RendezvousClient::Impl {
   // A connection that broke before the server answered may have met a server that is full or just
   // starting, and one that says so is of an incarnation before this one: try again. A rank learns
   // its incarnation.
-  Fd join(Identity& identity, const Deadline& deadline, const Deadline& connected) {
+  Fd join(Identity& identity, const Deadline& deadline, const Deadline& connected,
+          Clock::time_point start) {
     std::optional<std::string> told;
-    const auto late = [&](const std::string& otherwise) {
-      return TimeoutError(format("rendezvous {}: {}", where_, told.value_or(otherwise)));
+    const auto late = [&](const char* otherwise) {
+      if (told) return TimeoutError(format("rendezvous {}: {}", where_, *told));
+      return TimeoutError(
+          format("{} {} in {:.1f} s; check the port", where_, otherwise, seconds_since(start)));
     };
     while (true) {
       Fd fd;
       try {
-        fd = connect_socket(places_, connected);
+        fd = connect_socket(places_, connected, start);
         const auto joined = introduce(fd, identity, deadline);
         if (joined && joined->status == wire::Status::later) {
           told = joined->value;
@@ -183,9 +198,9 @@ class RendezvousClient::Impl {
       } catch (const SystemError&) {
       } catch (const TimeoutError&) {
         if (!fd.valid() && !told) throw;  // it says where nothing answers
-        throw late("connected, but it does not answer; is it one?");
+        throw late("has not answered as a rendezvous of Lockstep");
       }
-      if (deadline.passed()) throw late("it closes every connection");
+      if (deadline.passed()) throw late("has closed every connection");
       std::this_thread::sleep_for(std::min(milliseconds{20}, deadline.left()));
     }
   }
@@ -193,9 +208,10 @@ class RendezvousClient::Impl {
   // The server of a job is never started again: one that has ended is an error at once, not at the
   // deadline.
   Fd join_again(Identity& identity, const Deadline& deadline) {
+    const auto start = Clock::now();
     while (true) {
       try {
-        return join(identity, deadline, Deadline(std::min(kLookInterval, deadline.left())));
+        return join(identity, deadline, Deadline(std::min(kLookInterval, deadline.left())), start);
       } catch (const TimeoutError&) {
         if (deadline.passed()) throw;
       }
@@ -224,8 +240,9 @@ class RendezvousClient::Impl {
 };
 
 RendezvousClient::RendezvousClient(const std::string& address, const std::string& token,
-                                   const Identity& identity, const Deadline& deadline)
-    : impl_(std::make_unique<Impl>(address, token, identity, deadline)) {}
+                                   const Identity& identity, const Deadline& deadline,
+                                   Clock::time_point start)
+    : impl_(std::make_unique<Impl>(address, token, identity, deadline, start)) {}
 RendezvousClient::~RendezvousClient() = default;
 
 std::string RendezvousClient::local_address() const { return impl_->local_address(); }

@@ -70,10 +70,12 @@ struct Identity {
 class RendezvousClient final : public Store {
  public:
   // `address` is "host:port" or several with commas between them, of which the first that answers
-  // is taken. Tries until the deadline, then throws TimeoutError. Throws ConfigError where the
-  // server refuses: a wrong token, a rank that is taken, another world size, an earlier generation.
+  // is taken. Tries until the deadline, then throws TimeoutError with the time since `start`, when
+  // a caller that tries several times began. Throws ConfigError where the server refuses: a wrong
+  // token, a rank that is taken, another world size, an earlier generation; CommError where another
+  // service answers.
   RendezvousClient(const std::string& address, const std::string& token, const Identity& identity,
-                   const Deadline& deadline);
+                   const Deadline& deadline, Clock::time_point start = Clock::now());
   // Says good-bye, without waiting: a rank that ends so is not lost.
   ~RendezvousClient() override;
   RendezvousClient(const RendezvousClient&) = delete;

@@ -133,6 +133,13 @@ Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, st
   return answered;
 }
 
+SystemError cannot_listen(const HostPort& where, int failure) {
+  const char* const hint = failure == EADDRNOTAVAIL ? " (not an address of this machine)"
+                           : failure == EADDRINUSE  ? " (choose another port)"
+                                                    : "";
+  return {format("cannot listen on {}{}", where.text(), hint), failure};
+}
+
 }  // namespace
 
 std::string HostPort::text() const {
@@ -212,13 +219,12 @@ Fd bind_socket(const HostPort& where) {
     if (bind(socket.get(), address->ai_addr, address->ai_addrlen) == 0) return socket;
     failure = errno;
   }
-  const std::string hint = failure == EADDRNOTAVAIL ? " (not an address of this machine)" : "";
-  throw SystemError(format("cannot listen on {}{}", where.text(), hint), failure);
+  throw cannot_listen(where, failure);
 }
 
 void start_listening(const Fd& socket, const HostPort& where) {
   if (listen(socket.get(), 1024) != 0) {
-    throw SystemError(format("cannot listen on {}", where.text()), errno);
+    throw cannot_listen(where, errno);
   }
 }
 
@@ -235,8 +241,8 @@ std::string peer_of(const Fd& socket) {
   return HostPort{peer.host, static_cast<uint16_t>(std::stoi(peer.port))}.text();
 }
 
-Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline) {
-  const auto start = Clock::now();
+Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline,
+                  Clock::time_point start) {
   milliseconds pause{5};
   std::string reason = "no time left";
   while (true) {
@@ -248,8 +254,10 @@ Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline)
     if (deadline.passed()) {
       std::vector<std::string> texts;
       for (const HostPort& place : places) texts.push_back(place.text());
-      throw TimeoutError(format("nothing answers at {} after {:.1f} s: {}", join(texts),
-                                seconds_since(start), reason));
+      throw TimeoutError(format(
+          "nothing answers at {} after {:.1f} s: {}; check that node 0 is started and that no "
+          "firewall blocks the port",
+          join(texts), seconds_since(start), reason));
     }
     std::this_thread::sleep_for(std::min(pause, deadline.left()));
     pause = std::min(pause * 2, milliseconds{200});

@@ -45,8 +45,10 @@ std::string peer_of(const Fd& socket);
 
 // One of these places, the first in the list that answers soon, else the first that answers. Tries
 // until the deadline, because the other side may start later. Throws TimeoutError with the last
-// reason. The socket does not block.
-Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline);
+// reason and the time since `start`, when a caller that tries several times began. The socket does
+// not block.
+Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline,
+                  Clock::time_point start = Clock::now());
 
 // No delays for small messages; a vanished host is noticed within seconds.
 void tune_connection(const Fd& socket);

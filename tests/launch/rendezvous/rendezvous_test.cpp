@@ -209,7 +209,7 @@ TEST(Rendezvous, AServerOfOneIncarnationSendsRanksOnToTheNext) {
   EXPECT_THAT(message_of<TimeoutError>([&] {
                 RendezvousClient(address, kToken, {1, 2, 0}, in(100));
               }),
-              says("rank 1 ... here before"));
+              says("rank 1 ... next incarnation"));
   auto next = std::async(std::launch::async, [&] {
     RendezvousClient one(address, kToken, {1, 2, 0}, in(20'000));
     return one.get("key", in(20'000));

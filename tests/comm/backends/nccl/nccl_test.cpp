@@ -430,7 +430,7 @@ TEST_F(Nccl, IsAbsentWithoutHarm) {
     init({.backend = "nccl"});
     FAIL() << "a build without CUDA made a group of nccl";
   } catch (const ConfigError& error) {
-    EXPECT_THAT(error.what(), says("backend 'nccl' ... no CUDA"));
+    EXPECT_THAT(error.what(), says("backend 'nccl' ... no CUDA ... auto, shm ... PRESET=cuda"));
   }
   EXPECT_THROW(nccl::adopt(nullptr, Group()), ConfigError);
   // The library is there or it is not, and then that is said.
