@@ -216,12 +216,12 @@ TEST_F(SchemaTest, WrongFiles) {
   refused_text("bowl.count = 1\n[bowl]\ncount = 2", "f:3: bowl.count is set twice");
   refused_text("[bowl]\n[more]\n[bowl]", "f:3: section [bowl] ... second time");
   refused_text("[bowl", "f:1: ] must follow [bowl");
-  refused_text("[bowl] x", "f:1: 'x' follows");
+  refused_text("[bowl] x", "f:1: ... 'x'");
   refused_text("[[bowl]]", "f:1: lists of tables");
   refused_text("[bowl]\ncount 1", "f:2: = must follow count");
   refused_text("[bowl]\ncount =", "f:2: a value ... =");
   refused_text("[bowl]\n= 1", "f:2: a key ... '= 1'");
-  refused_text("[bowl]\ncount = 1 2", "f:2: '2' follows");
+  refused_text("[bowl]\ncount = 1 2", "f:2: ... '2'");
   refused_text("[bowl]\nowner = me", "f:2: me ... not a number ... quotes");
   refused_text("[bowl]\nowner = \"me", "f:2: a string ... on the line");
   refused_text("[bowl]\nowner = \"\"\"me\"\"\"", "f:2: strings ... several lines");
