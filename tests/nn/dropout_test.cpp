@@ -205,7 +205,7 @@ TEST(DropoutModule, BackwardRemembersItsPosition) {
 
 TEST(DropoutModule, NeedsAContextAndAName) {
   EXPECT_THAT([] { Dropout(0.5)->forward(at::ones({2})); },
-              ThrowsMessage<ConfigError>(HasSubstr("[dropout] layer '' has no RandomContext")));
+              ThrowsMessage<ConfigError>(HasSubstr("no RandomContext")));
   EXPECT_THAT([] { Dropout(0.5, {.context = context_at(0, 0)})->forward(at::ones({2})); },
               ThrowsMessage<ConfigError>(HasSubstr("has no name")));
 }

@@ -68,12 +68,12 @@ TEST(GatheredParameterWrites, AreRefusedByName) {
       [](at::Tensor& p) { p.index_put_({torch::indexing::Slice(0, 2)}, 3); }};
   for (size_t i = 0; i < writes.size(); ++i) {
     SCOPED_TRACE(i);
-    EXPECT_THAT(
-        errors_with_model([&](const comm::Group&, Layers model, auto&) {
-          const at::NoGradGuard no_grad;
-          writes[i](model->layers[2]->weight);
-        }),
-        Each(AllOf(HasSubstr("writes into parameter layer2.weight"), HasSubstr("summon()"))));
+    EXPECT_THAT(errors_with_model([&](const comm::Group&, Layers model, auto&) {
+                  const at::NoGradGuard no_grad;
+                  writes[i](model->layers[2]->weight);
+                }),
+                Each(AllOf(HasSubstr("writes into parameter layer2.weight"),
+                           HasSubstr("summon({.write_back = true})"))));
   }
 }
 
