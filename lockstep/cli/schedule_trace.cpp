@@ -136,7 +136,7 @@ MeasuredStep read_step(const std::string& named, std::optional<int64_t> step) {
   if (!fs::is_directory(named)) {
     throw ConfigError(format("schedule: --trace {}: is not a folder", named));
   }
-  const fs::path of_run = fs::path(named) / "traces";  // where lockstep train puts them
+  const fs::path of_run = fs::path(named) / "traces";  // where lockstep train writes them
   const std::string folder = fs::is_directory(of_run) ? of_run.string() : named;
   Steps steps;
   int replicas = 1;

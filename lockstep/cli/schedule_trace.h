@@ -20,9 +20,9 @@ struct MeasuredStep {
 };
 
 // Reads the pipeline's computations of data-parallel replica 0 from the traces of the newest run in
-// `folder`, or in its folder traces/; without `step`, those of the last step that is complete.
-// Throws ConfigError if there is none.
-MeasuredStep read_step(const std::string& folder, std::optional<int64_t> step);
+// the folder `named`, or in its folder traces/; without `step`, those of the last step that is
+// complete. Throws ConfigError if there is none.
+MeasuredStep read_step(const std::string& named, std::optional<int64_t> step);
 
 // Means per rank and op, and the numbers of the whole step.
 std::string to_text(const MeasuredStep& measured);
