@@ -138,8 +138,8 @@ void warn_of_open_job(const std::string& address) {
   std::call_once(once, [&] {
     log::warn(
         format("[init] the job has no secret: any process that reaches {} can join it. To prevent "
-               "that, set "
-               "LOCKSTEP_TOKEN_FILE on all ranks to a file of mode 0600 that holds a random text",
+               "that, set LOCKSTEP_TOKEN_FILE on all ranks to a file of mode 0600 that holds a "
+               "random text",
                address));
   });
 }
