@@ -101,14 +101,14 @@ Differences compare(const formats::Manifest& manifest, const Wanted& wanted,
 // One rank says it, for all find the same.
 void report(const Differences& found, const std::string& path, bool partial, bool speaks) {
   if (found.none()) return;
-  constexpr size_t kShown = 5;
-  const std::string brief = found.describe(kShown), all = found.describe(SIZE_MAX);
   if (partial) {
-    if (speaks) log::warn(format("[load] {} is loaded in part: {}", path, all));
+    if (speaks)
+      log::warn(format("[load] {} is loaded in part: {}", path, found.describe(SIZE_MAX)));
     return;
   }
-  if (speaks && brief != all) log::error(format("[load] {}: {}", path, all));
-  throw CheckpointError(format("[load] {} is not a checkpoint of this model: {}", path, brief));
+  constexpr size_t kShown = 1;  // of each kind
+  throw CheckpointError(
+      format("[load] {} is not a checkpoint of this model: {}", path, found.describe(kShown)));
 }
 
 class Filler {

@@ -2,11 +2,13 @@
 #include "lockstep/cli/plan.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <iostream>
 #include <optional>
 
 #include "lockstep/config/freeze.h"
 #include "lockstep/config/input_files.h"
+#include "lockstep/config/model_source.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
@@ -114,6 +116,10 @@ std::optional<Request> read_request(const Words& arguments) {
     return std::nullopt;
   }
   TrainConfig config = parsed.config;
+  // A checkpoint of the machine that is planned for need not be here.
+  if (const std::string& resume = config.checkpoint.resume;
+      parsed.continued.empty() && (std::filesystem::exists(resume) || resume == "none"))
+    config::complete_model(config, parsed.origins);
   if (config.data.path.empty()) config.data.path = "any";  // a run must have some
   const int64_t least = layout::ParallelDims{.dp = std::max(1, config.parallel.dp),
                                              .tp = std::max(1, config.parallel.tp),

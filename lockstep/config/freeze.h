@@ -16,8 +16,8 @@ namespace lockstep::config {
 // tensor is left to train.
 std::set<std::string> frozen_tensors(const TrainConfig& config, const ModelSpec& model);
 
-// ConfigError where a run that resumes from the checkpoint would train tensors that were frozen in
-// it, and of which it has no optimizer state.
+// ConfigError where a run that resumes from the checkpoint has another optimizer, or would train
+// tensors that were frozen in it, and of which it has no optimizer state.
 void require_optimizer_state(const formats::Manifest& manifest, const TrainConfig& config,
                              const ModelSpec& model, const std::string& path);
 

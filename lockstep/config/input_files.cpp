@@ -14,6 +14,7 @@
 
 #include "lockstep/config/freeze.h"
 #include "lockstep/config/model/hf_model.h"
+#include "lockstep/config/model_source.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/run_folder.h"
 #include "lockstep/config/tensor_parallel.h"
@@ -42,20 +43,6 @@ void check_vocabulary(const data::Corpus& corpus, const char* key, int64_t vocab
       format("{}: there is a token {}, but the vocabulary has {}; set model.vocab to "
              "at least {}, or data.tokenizer to the one that made the file",
              key, largest, vocab, largest + 1));
-}
-
-void check_same_model(const formats::Manifest& manifest, const ModelSpec& model,
-                      const std::string& path) {
-  for (const TensorSpec& tensor : model.tensors()) {
-    const auto found = manifest.tensors.find(tensor.name);
-    if (found != manifest.tensors.end() && found->second.shape == tensor.shape) continue;
-    const std::string there =
-        found == manifest.tensors.end() ? "is not" : "is " + layout::describe(found->second.shape);
-    const std::string hint =
-        tensor.name == "positions.weight" ? "; model.positions may differ from train.seq_len" : "";
-    throw ConfigError(format("{} is a checkpoint of another model: {} {} there, {} as configured{}",
-                             path, tensor.name, there, layout::describe(tensor.shape), hint));
-  }
 }
 
 std::string absolute_path(const std::string& path) {
@@ -94,18 +81,6 @@ void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& c
   if (crc.empty() ? before.data.tokenizer != name : crc != now) {
     compare("data.tokenizer", tokenizer(before.data.tokenizer, crc), tokenizer(name, now),
             "the same token may stand for other text");
-  }
-}
-
-// With `auto` an older one will do where this one is damaged: the ranks see to that, who read all
-// of it anyway.
-formats::Manifest look_at(const std::string& path, const CheckpointConfig& config,
-                          const CheckOptions& options) {
-  const bool verify = options.verify && config.resume != "auto";
-  try {
-    return verify ? formats::verify(path) : formats::read_manifest(path);
-  } catch (const CheckpointError& failure) {
-    throw ConfigError(format("{}; {}", failure.what(), other_checkpoints(path)));
   }
 }
 
@@ -201,8 +176,10 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
   ModelSpec spec = model_spec_from_hf(read_text(path, io::kMaxJsonBytes), path);
   spec.dropout = config.model.dropout;
   if (config.train.seq_len > spec.positions) {
-    throw ConfigError(format("train.seq_len is {}, but the model in {} has {} positions",
-                             config.train.seq_len, config.model_path, spec.positions));
+    throw ConfigError(
+        format("train.seq_len is {}, but the model in {} has {} positions; set --seq-len to at "
+               "most {}",
+               config.train.seq_len, config.model_path, spec.positions, spec.positions));
   }
   return spec;
 }
@@ -310,11 +287,31 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
   }
 }
 
-std::string checkpoint_at(const std::string& path) {
+formats::Manifest manifest_at(const std::string& path, bool verify) {
+  try {
+    return verify ? formats::verify(path) : formats::read_manifest(path);
+  } catch (const CheckpointError& failure) {
+    throw ConfigError(format("{}; {}", failure.what(), other_checkpoints(path)));
+  }
+}
+
+std::string checkpoint_at(const std::string& name) {
+  const std::string path = checkpoint_path(name);
   if (fs::exists(path + "/manifest.json")) return path;
   const auto newest = formats::newest_complete(checkpoint_folder(path));
   if (!newest) throw ConfigError(format("there is no complete checkpoint in {}", path));
   return newest->path;
+}
+
+std::string describe_choice(const std::string& name, const std::string& checkpoint) {
+  if (same_folder(checkpoint_path(name), checkpoint)) return {};
+  const std::string folder = checkpoint_folder(name);
+  const int64_t step = formats::read_manifest(checkpoint).step;
+  std::string text = format("{} is of step {}", checkpoint, step);
+  const auto best = formats::best_step(folder);
+  if (best && *best != step)
+    text += format("; {}/best, of step {}, has the lowest validation loss", folder, *best);
+  return text;
 }
 
 std::optional<std::string> find_checkpoint(const CheckpointConfig& config) {
@@ -355,8 +352,10 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
   if (!dir.empty()) formats::check_writable(dir);
   int64_t begin = -1;
   if (const auto path = find_checkpoint(config.checkpoint)) {
-    const auto manifest = look_at(*path, config.checkpoint, options);
-    if (!config.checkpoint.partial) check_same_model(manifest, model, *path);
+    // With `auto` an older one will do where this one is damaged: the ranks see to that, who read
+    // all of it anyway.
+    const auto manifest = manifest_at(*path, options.verify && config.checkpoint.resume != "auto");
+    if (!config.checkpoint.partial) require_same_model(manifest, model, *path);
     const bool goes_on = config.checkpoint.load == LoadWhat::all;
     if (goes_on) warn_of_differences(manifest, config, world, *path);
     if (goes_on && !config.checkpoint.partial)

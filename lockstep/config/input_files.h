@@ -58,9 +58,15 @@ std::optional<std::string> find_checkpoint(const CheckpointConfig& config);
 // every byte.
 std::string other_checkpoints(const std::string& path);
 
-// A checkpoint, or the newest in a run folder or in a folder of checkpoints. ConfigError where
-// there is none.
-std::string checkpoint_at(const std::string& path);
+// A checkpoint, or the newest in a run folder or in a folder of checkpoints; RUN/best is the best
+// of a run. ConfigError where there is none.
+std::string checkpoint_at(const std::string& name);
+// Which one checkpoint_at() took for that name, and where the best one is, for people; empty where
+// the name was that of the checkpoint.
+std::string describe_choice(const std::string& name, const std::string& checkpoint);
+// Its manifest. ConfigError, with those in its folder that are sound, where it is damaged. `verify`
+// reads every byte.
+formats::Manifest manifest_at(const std::string& path, bool verify = false);
 
 struct CheckOptions {
   bool verify = true;  // reads every byte of the checkpoint that checkpoint.resume names

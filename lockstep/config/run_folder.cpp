@@ -17,6 +17,7 @@
 #include <system_error>
 
 #include "lockstep/config/input_files.h"
+#include "lockstep/config/model_source.h"
 #include "lockstep/config/schema_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -38,9 +39,11 @@ constexpr const char* kConfig = "config.toml";
 constexpr const char* kNextConfig = ".config.next.toml";
 constexpr const char* kJob = ".job";
 constexpr const char* kTokenizer = "tokenizer.json";
+constexpr const char* kCheckpoints = "checkpoints";
+constexpr const char* kBest = "best";
 // A folder with one of these has a run already.
 constexpr const char* kOwn[] = {kConfig, "environment.jsonl", "metrics.jsonl", "log.txt",
-                                "checkpoints"};
+                                kCheckpoints};
 
 bool is_word(const std::string& path) {
   return path.empty() || path == "auto" || path == "none" || path == "bytes";
@@ -50,11 +53,6 @@ std::string absolute(const std::string& path) {
   if (is_word(path)) return path;
   const fs::path normal = fs::absolute(path).lexically_normal();
   return (normal.has_filename() ? normal : normal.parent_path()).string();
-}
-
-bool same_folder(const std::string& a, const std::string& b) {
-  std::error_code error;
-  return fs::equivalent(a, b, error) && !error;
 }
 
 bool has_checkpoint(const std::string& folder) {
@@ -161,6 +159,17 @@ bool holds_a_run(const std::string& folder) {
   });
 }
 
+// Whether a start in this folder has come to its first step. Otherwise another may have the folder.
+bool has_made_a_step(const std::string& folder) {
+  const std::string named = is_run_folder(folder) ? read_run_config(folder).metrics.file : "auto";
+  std::ifstream metrics(named == "auto" ? format("{}/metrics.jsonl", folder) : named);
+  for (std::string line; std::getline(metrics, line);) {
+    if (line.find("\"loss\"") != std::string::npos) return true;
+  }
+  return has_checkpoint(is_run_folder(folder) ? checkpoint_folder(folder)
+                                              : format("{}/{}", folder, kCheckpoints));
+}
+
 // "20261117-174512-gpt"
 std::string new_name(const TrainConfig& config) {
   const std::time_t now = std::time(nullptr);
@@ -236,10 +245,36 @@ void commit_run_config(const std::string& folder) {
   if (fs::exists(next)) io::rename_path(next, run_config_file(folder));
 }
 
+bool same_folder(const std::string& a, const std::string& b) {
+  std::error_code error;
+  return fs::equivalent(a, b, error) && !error;
+}
+
+PlaceInRun place_in_run(const std::string& path) {
+  if (is_word(path)) return {};
+  if (is_run_folder(path)) return {.run = path};
+  const fs::path whole = absolute(path), above = whole.parent_path();
+  const auto is_run = [](const fs::path& folder) { return is_run_folder(folder.string()); };
+  if (whole.filename() == kCheckpoints && is_run(above)) return {.run = shown_path(above)};
+  if (above.filename() == kCheckpoints && is_run(above.parent_path()))
+    return {.run = shown_path(above.parent_path()), .checkpoint = path};
+  if (whole.filename() != kBest || !is_run(above) || fs::exists(whole)) return {};
+  const std::string run = shown_path(above);
+  return {.run = run, .checkpoint = format("{}/{}", checkpoint_folder(run), kBest)};
+}
+
+std::string checkpoint_path(const std::string& path) {
+  const PlaceInRun place = place_in_run(path);
+  const std::string& found = place.checkpoint.empty() ? path : place.checkpoint;
+  std::error_code error;
+  if (!fs::exists(found, error)) throw ConfigError(format("there is no folder {}", path));
+  return found;
+}
+
 std::string checkpoint_folder(const std::string& path) {
   if (!is_run_folder(path)) return path;
   const std::string dir = read_run_config(path).checkpoint.dir;
-  return dir.empty() || dir == "auto" ? path + "/checkpoints" : dir;
+  return dir.empty() || dir == "auto" ? format("{}/{}", path, kCheckpoints) : dir;
 }
 
 std::string shown_path(const std::string& path) {
@@ -275,19 +310,25 @@ std::string saved_tokenizer(const formats::Manifest& manifest, const std::string
 
 RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
     : arguments_(arguments),
+      asked_(arguments.config),
       config_(arguments.config),
       start_(arguments.config.checkpoint),
       job_(job_of(env)),
       launched_(env.launcher != Launcher::none) {
   std::string& dir = config_.run.dir;
   const std::string& continued = arguments_.continued;
-  if (!continued.empty()) begin_from(continued);
+  const std::string own = env.restart_count > 0 ? folder_of_job(dir, job_) : "";
+  if (continued.empty()) {
+    begin(own);
+  } else {
+    begin_from(continued);
+  }
   if (dir.empty()) {
     place();
     return;
   }
-  const std::string own = env.restart_count > 0 ? folder_of_job(dir, job_) : "";
-  const bool goes_on = !continued.empty() && (dir == "auto" || same_folder(dir, continued));
+  const bool goes_on = !continued.empty() && arguments_.checkpoint.empty() &&
+                       (dir == "auto" || same_folder(dir, continued));
   if (!own.empty() || goes_on) {
     is_new_ = false;
     dir = absolute(own.empty() ? continued : own);
@@ -309,14 +350,29 @@ RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
   }
   dir = absolute(dir);
   if (!holds_a_run(dir)) return;
-  if (config_.checkpoint.resume != "auto") {
+  if (config_.checkpoint.resume != "auto" && has_made_a_step(dir)) {
     throw ConfigError(
         format("run.dir: {} holds another run; continue it with --resume {}, or choose another "
                "--run.dir",
                dir, shown_path(dir)));
   }
-  is_new_ = false;
+  is_new_ = config_.checkpoint.resume != "auto" && !is_run_folder(dir);
   place();
+}
+
+// As the arguments say. A restart takes what the first start has found: the weights that it began
+// with may be gone.
+void RunFolder::begin(const std::string& own) {
+  const std::string& resume = asked_.checkpoint.resume;
+  if (own.empty() || !is_run_folder(own)) {
+    complete_model(asked_, arguments_.origins);
+  } else if (!asked_.model_path.empty() || !is_word(resume)) {
+    const TrainConfig before = read_next_run_config(own);
+    asked_.model = before.model;
+    asked_.data.tokenizer = before.data.tokenizer;
+    asked_.train.seq_len = before.train.seq_len;
+  }
+  config_ = asked_;
 }
 
 // As in that folder, but for what the arguments change.
@@ -324,15 +380,23 @@ void RunFolder::begin_from(const std::string& folder) {
   const TrainConfig before = read_run_config(folder);
   start_ = before.checkpoint;
   const std::string tokenizer = tokenizer_name(config_);
-  const std::string checkpoints = checkpoint_folder(folder);
-  if (has_checkpoint(checkpoints)) {
+  const std::string& named = arguments_.checkpoint;
+  const std::string checkpoints = named.empty() ? checkpoint_folder(folder) : checkpoint_at(named);
+  const bool begun = !named.empty() || has_checkpoint(checkpoints);
+  if (begun) {
     config_.checkpoint.resume = absolute(checkpoints);
     // The weights are in the checkpoint.
-    if (absolute(config_.model_path) == before.model_path) config_.model_path.clear();
-    if (const auto newest = formats::newest_complete(checkpoints)) {
-      const auto manifest = formats::read_manifest(newest->path);
-      const TrainConfig saved = train_config_from_json(manifest.config, newest->path);
-      const auto copy = copy_in(absolute(folder), tokenizer_crc(manifest, newest->path));
+    if (!config_.model_path.empty() && absolute(config_.model_path) != before.model_path)
+      refuse_two_sources(config_.model_path, arguments_.config.checkpoint.resume);
+    config_.model_path.clear();
+    const auto found = named.empty() ? formats::newest_complete(checkpoints)
+                                     : std::optional(formats::Checkpoint{.path = checkpoints});
+    if (found) {
+      const std::string& path = found->path;
+      const auto manifest = manifest_at(path);
+      take_model(config_, arguments_.origins, manifest, path);
+      const TrainConfig saved = train_config_from_json(manifest.config, path);
+      const auto copy = copy_in(absolute(folder), tokenizer_crc(manifest, path));
       if (copy && tokenizer == saved.data.tokenizer) config_.data.tokenizer = *copy;
     }
   } else {
@@ -342,11 +406,17 @@ void RunFolder::begin_from(const std::string& folder) {
     config_.checkpoint.partial = before.checkpoint.partial;
     const std::string copy = absolute(format("{}/{}", folder, kTokenizer));
     if (tokenizer == before.data.tokenizer && crc_of(copy)) config_.data.tokenizer = copy;
+    if (is_word(config_.checkpoint.resume)) complete_model(config_, arguments_.origins);
   }
-  if (config_.run.dir == "auto" || same_folder(config_.run.dir, folder)) return;
+  if (named.empty() && (config_.run.dir == "auto" || same_folder(config_.run.dir, folder))) return;
   // Another folder: what that run wrote stays as it is.
-  if (config_.checkpoint.dir == before.checkpoint.dir) config_.checkpoint.dir = "auto";
-  if (config_.metrics.file == before.metrics.file) config_.metrics.file = "auto";
+  for (TrainConfig* config : {&config_, &asked_}) {
+    if (config->checkpoint.dir == before.checkpoint.dir) config->checkpoint.dir = "auto";
+    if (config->metrics.file == before.metrics.file) config->metrics.file = "auto";
+  }
+  if (!begun) return;
+  start_ = config_.checkpoint;
+  asked_.model_path.clear();
 }
 
 // Puts files into the folder, once its path is known.
@@ -354,13 +424,13 @@ void RunFolder::place() {
   const auto in_folder = [&](std::string& path, const char* name) {
     if (path == "auto") path = config_.run.dir.empty() ? "" : config_.run.dir + "/" + name;
   };
-  in_folder(config_.checkpoint.dir, "checkpoints");
+  in_folder(config_.checkpoint.dir, kCheckpoints);
   in_folder(config_.metrics.file, "metrics.jsonl");
   in_folder(config_.metrics.trace, "traces");
 }
 
 TrainConfig RunFolder::stored(const ModelSpec& model) const {
-  TrainConfig config = arguments_.config;
+  TrainConfig config = asked_;
   config.run = {.dir = "auto", .ranks = launched_ ? 0 : config.run.ranks};
   config.model = model;
   config.data.tokenizer = tokenizer_name(config);

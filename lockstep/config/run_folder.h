@@ -26,6 +26,17 @@ TrainConfig read_run_config(const std::string& folder);
 // commit_run_config(), once nothing can be refused any more.
 TrainConfig read_next_run_config(const std::string& folder);
 void commit_run_config(const std::string& folder);
+
+// A run folder, or what it holds.
+struct PlaceInRun {
+  std::string run = {};         // empty: the path is of no run folder
+  std::string checkpoint = {};  // empty: the run itself, or its folder of checkpoints
+};
+// RUN, RUN/checkpoints, RUN/checkpoints/NAME, and RUN/best for RUN/checkpoints/best.
+PlaceInRun place_in_run(const std::string& path);
+// The path, or what RUN/best stands for. ConfigError where there is no such folder.
+std::string checkpoint_path(const std::string& path);
+bool same_folder(const std::string& a, const std::string& b);
 // The folder that has the checkpoints of a run folder; `path` itself where it is none.
 std::string checkpoint_folder(const std::string& path);
 // Relative to the working directory where it lies inside, for lines that people read.
@@ -42,8 +53,8 @@ std::string saved_tokenizer(const formats::Manifest& manifest, const std::string
 // rank 0, or the process that starts the ranks, does this.
 class RunFolder {
  public:
-  // Writes nothing. ConfigError where run.dir holds another run, and where checkpoint.resume is
-  // auto without a folder to look in.
+  // Writes nothing. ConfigError where run.dir holds another run that has made a step, where
+  // checkpoint.resume is auto without a folder to look in, and as complete_model() throws.
   RunFolder(const TrainArguments& arguments, const RankEnv& env);
 
   // What to train with. Paths in a folder that open() has yet to make are still "auto".
@@ -55,6 +66,7 @@ class RunFolder {
   std::string open(const ModelSpec& model);
 
  private:
+  void begin(const std::string& own);
   void begin_from(const std::string& folder);
   void write(const ModelSpec& model);
   void make();
@@ -62,6 +74,7 @@ class RunFolder {
   TrainConfig stored(const ModelSpec& model) const;
 
   const TrainArguments arguments_;
+  TrainConfig asked_;  // by the arguments, completed, for config.toml
   TrainConfig config_;
   CheckpointConfig start_;  // how the run began, for config.toml
   std::string job_;         // that a restart knows its folder by; empty: there are no restarts

@@ -211,6 +211,10 @@ void Schema::alias(const std::string& name, std::string alias) {
   find(name, "").alias = std::move(alias);
 }
 
+void Schema::suggest(const std::string& name, std::string elsewhere) {
+  find(name, "").elsewhere.push_back(std::move(elsewhere));
+}
+
 Option& Schema::find(const std::string& name, const std::string& where) {
   // A name without its section is as good a guess as one with a slip.
   const bool bare = name.find('.') == std::string::npos;
@@ -220,7 +224,9 @@ Option& Schema::find(const std::string& name, const std::string& where) {
     for (Option& option : section.options) {
       if (option.name == name || (where == kFlag && bare && option.alias == name)) return option;
       const std::string key = bare ? option.name.substr(section.name.size() + 1) : option.name;
-      if (const size_t distance = edit_distance(name, key); distance < least) {
+      const bool known =
+          std::ranges::find(option.elsewhere, with_hyphens(name)) != option.elsewhere.end();
+      if (const size_t distance = known ? 0 : edit_distance(name, key); distance < least) {
         least = distance;
         nearest = option.name;
       }
@@ -258,6 +264,10 @@ void Schema::read_text(const std::string& text, const std::string& path) {
 }
 
 void Schema::read_file(const std::string& path) {
+  if (path.ends_with(".yaml") || path.ends_with(".yml")) {
+    throw ConfigError(
+        format("the configuration {} is YAML, not TOML or JSON; convert it to one of these", path));
+  }
   std::string text;
   try {
     text = lockstep::read_text(path, kMaxFile);

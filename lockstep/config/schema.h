@@ -34,8 +34,9 @@ struct Limits {
 };
 
 struct Option {
-  std::string name = {};   // "train.steps"
-  std::string alias = {};  // "steps": another name of its flag
+  std::string name = {};                    // "train.steps"
+  std::string alias = {};                   // "steps": another name of its flag
+  std::vector<std::string> elsewhere = {};  // names in other programs, which are suggested only
   OptionType type = OptionType::text;
   std::string help = {};
   Limits limits = {};                     // of a number, or of each in a list
@@ -78,6 +79,8 @@ class Schema {
   void add_option(std::string key, Option option);
   // `--ALIAS` is the same flag as `--NAME`. Files have the name only.
   void alias(const std::string& name, std::string alias);
+  // Where `--ELSEWHERE` is given, or with underscores, the error suggests `--NAME`.
+  void suggest(const std::string& name, std::string elsewhere);
 
   const std::vector<Section>& sections() const { return sections_; }
 

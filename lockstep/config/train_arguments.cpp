@@ -94,9 +94,11 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
   }
   if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
   const CheckpointConfig asked = parsed.config.checkpoint;
-  if (asked.load == LoadWhat::all && is_run_folder(asked.resume)) {
-    parsed.continued = asked.resume;
-    schema.read_file(run_config_file(asked.resume));
+  const PlaceInRun place = place_in_run(asked.resume);
+  if (asked.load == LoadWhat::all && !place.run.empty()) {
+    parsed.continued = place.run;
+    parsed.checkpoint = place.checkpoint;
+    schema.read_file(run_config_file(place.run));
     if (!parsed.config_file.empty()) schema.read_file(parsed.config_file);
     // How that run began does not count any more.
     CheckpointConfig& checkpoint = parsed.config.checkpoint;
@@ -108,6 +110,28 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
   if (parsed.config.run.ranks > 0) parsed.ranks = parsed.config.run.ranks;
   parsed.origins = schema.origins();
   return parsed;
+}
+
+void require_layout_of_run(const TrainArguments& arguments, int world) {
+  const LayoutConfig& parallel = arguments.config.parallel;
+  const int64_t others = int64_t{parallel.tp} * parallel.pp;
+  const bool fits = parallel.dp == 0 ? world % others == 0 : parallel.dp * others == world;
+  if (arguments.continued.empty() || fits) return;
+  std::vector<std::string> values, flags;
+  const auto add = [&](const char* key, int value, int neutral) {
+    if (value == neutral || arguments.origins.at(key) != Origin::file) return;
+    values.push_back(format("{} {}", key, value));
+    flags.push_back(format("--{} {}", key, neutral));
+  };
+  add("parallel.dp", parallel.dp, 0);
+  add("parallel.tp", parallel.tp, 1);
+  add("parallel.pp", parallel.pp, 1);
+  if (values.empty()) return;  // of flags: validate() refuses them
+  std::string file = run_config_file(arguments.continued);
+  if (!arguments.config_file.empty()) file += format(" or {}", arguments.config_file);
+  throw ConfigError(format("{} rank{} for a layout with {}, from {}; add {}, or start {} ranks",
+                           world, world == 1 ? "" : "s", join(values), file, join(flags, " "),
+                           std::max(parallel.dp, 1) * others));
 }
 
 std::string train_help() {

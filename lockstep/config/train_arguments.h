@@ -16,7 +16,10 @@ struct TrainArguments {
   Origins origins = {};                     // of every key
   std::optional<int> ranks = std::nullopt;  // run.ranks, which -n sets
   std::string config_file = {};             // --config; empty: none
-  std::string continued = {};  // the run folder that checkpoint.resume names; empty: none
+  // The run folder that checkpoint.resume names or lies in, whose configuration counts; empty:
+  // none.
+  std::string continued = {};
+  std::string checkpoint = {};  // of that run, where one of them was named; empty: its newest
   bool print_config = false, help = false;
 };
 
@@ -24,6 +27,10 @@ struct TrainArguments {
 // (or =VALUE) for every key; the last of two wins. Throws ConfigError. With --help nothing else is
 // looked at.
 TrainArguments parse_train_arguments(const std::vector<std::string>& arguments);
+
+// ConfigError, with the file and the flags to add, where the layout of the run that is continued
+// does not fit so many ranks.
+void require_layout_of_run(const TrainArguments& arguments, int world);
 
 // What --help prints after the first lines: the four flags above and every key.
 std::string train_help();

@@ -82,6 +82,8 @@ void validate_schedule(const TrainConfig& config) {
 }
 
 void validate_optimizer(const OptimConfig& optim) {
+  require(optim.lr > 0,
+          format("optim.lr is {}, must be greater than 0: nothing is trained with it", optim.lr));
   require(optim.betas.size() == 2,
           format("optim.betas has {} numbers, must have 2", optim.betas.size()));
   require(optim.momentum == 0 || optim.name == OptimizerKind::sgd,
@@ -164,8 +166,9 @@ void TrainConfig::validate(int world) const {
   if (model_path.empty()) {
     model.validate();
     require(model.positions == 0 || train.seq_len <= model.positions,
-            format("train.seq_len is {}, must be at most model.positions {}", train.seq_len,
-                   model.positions));
+            format("train.seq_len is {}, must be at most model.positions {}; set --seq-len to at "
+                   "most that",
+                   train.seq_len, model.positions));
     validate_tensor(*this, model);
   }
   validate_data(*this);

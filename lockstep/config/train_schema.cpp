@@ -39,6 +39,33 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 10> kAliases
     {"resume", "checkpoint.resume"},
 }};
 
+// What other programs call some of them.
+constexpr std::pair<std::string_view, std::string_view> kElsewhere[] = {
+    {"learning-rate", "optim.lr"},
+    {"lr-scheduler", "optim.schedule"},
+    {"lr-scheduler-type", "optim.schedule"},
+    {"warmup-steps", "optim.warmup"},
+    {"optimizer", "optim.name"},
+    {"max-grad-norm", "optim.clip"},
+    {"batch-size", "train.global_batch"},
+    {"train-batch-size", "train.global_batch"},
+    {"micro-batch-size", "train.micro_batch"},
+    {"per-device-train-batch-size", "train.micro_batch"},
+    {"epochs", "train.steps"},
+    {"num-epochs", "train.steps"},
+    {"num-train-epochs", "train.steps"},
+    {"max-steps", "train.steps"},
+    {"max-seq-len", "train.seq_len"},
+    {"max-seq-length", "train.seq_len"},
+    {"block-size", "train.seq_len"},
+    {"context-length", "train.seq_len"},
+    {"output-dir", "run.dir"},
+    {"save-steps", "checkpoint.every"},
+    {"num-layers", "model.layers"},
+    {"hidden-size", "model.hidden"},
+    {"num-attention-heads", "model.heads"},
+};
+
 // factor, low and high frequency factor, original positions: a list, because files know no more.
 Option rope_scaling_option(std::optional<RopeScaling>& scaling) {
   Option option{.type = OptionType::numbers,
@@ -107,9 +134,11 @@ void add_model(Schema& schema, TrainConfig& config) {
              kFromZero);
   schema.add("norm_epsilon", model.norm_epsilon, "Epsilon of the norms, added to the variance.",
              kAboveZero);
-  schema.add("path", config.model_path,
-             "Hugging Face folder (gpt2, llama, mistral, qwen2 or qwen3) to load the initial "
-             "weights from. Its sizes replace all options above except model.dropout.");
+  schema.add(
+      "path", config.model_path,
+      "Hugging Face folder (gpt2, llama, mistral, qwen2 or qwen3) to load the initial "
+      "weights from. Its sizes count: an option above that differs from them is an error, except "
+      "model.dropout.");
 }
 
 void add_data(Schema& schema, DataConfig& data) {
@@ -120,7 +149,8 @@ void add_data(Schema& schema, DataConfig& data) {
              "the completions only.");
   schema.add("tokenizer", data.tokenizer,
              "Tokenizer: bytes (256 tokens), or the path of a tokenizer.json or of its folder. "
-             "auto: the tokenizer in model.path, or bytes without one.");
+             "auto: the tokenizer in model.path or of the checkpoint that is loaded, or bytes "
+             "without one.");
   schema.add_text_or_number("validation", data.validation,
                             "Validation data: a fraction of the training data, 0 to 0.5, held out "
                             "from its end (of its examples, with prompts and completions); or a "
@@ -131,7 +161,10 @@ void add_train(Schema& schema, RunConfig& train) {
   schema.section("train", "Training");
   schema.add("steps", train.steps,
              "Total number of optimizer steps, including the steps before a resume.", kFromOne);
-  schema.add("seq_len", train.seq_len, "Sequence length, in tokens.", kFromOne);
+  schema.add("seq_len", train.seq_len,
+             "Sequence length, in tokens. The default is reduced to the positions of a model that "
+             "is loaded.",
+             kFromOne);
   schema.add("micro_batch", train.micro_batch, "Sequences per forward pass on each rank.",
              kFromOne);
   schema.add("global_batch", train.global_batch,
@@ -172,7 +205,7 @@ void add_train(Schema& schema, RunConfig& train) {
 void add_optim(Schema& schema, OptimConfig& optim) {
   schema.section("optim", "Optimizer");
   schema.add_choice("name", optim.name, {"adamw", "sgd"}, "Optimizer.");
-  schema.add("lr", optim.lr, "Peak learning rate.", kFromZero);
+  schema.add("lr", optim.lr, "Peak learning rate; must be above 0.", kFromZero);
   schema.add("betas", optim.betas, "AdamW only: decay rates of the first and second moment.",
              kBelowOne);
   schema.add("eps", optim.eps, "AdamW only: epsilon, added to the denominator.", kAboveZero);
@@ -360,13 +393,17 @@ void add_output(Schema& schema, TrainConfig& config) {
   schema.add("best", config.checkpoint.best,
              "Also save and keep the checkpoint with the lowest validation loss; the link best in "
              "checkpoint.dir names it. Needs train.eval_every.");
-  schema.add("resume", config.checkpoint.resume,
-             "Run or checkpoint to resume from. none: start a new run. auto: resume from the "
-             "newest checkpoint in checkpoint.dir, if there is one. Otherwise the path of a run "
-             "folder, whose configuration is used too, or of a checkpoint.");
+  schema.add(
+      "resume", config.checkpoint.resume,
+      "Run or checkpoint to resume from. none: start a new run. auto: resume from the "
+      "newest checkpoint in checkpoint.dir, if there is one. Otherwise a path. A run folder: "
+      "continue it, with its configuration. A checkpoint in a run folder, or RUN/best: a new "
+      "run with that configuration. Any other checkpoint: a new run with its model and "
+      "tokenizer, unless they are set.");
   schema.add_choice("load", config.checkpoint.load, {"all", "model"},
                     "What to load from checkpoint.resume. all: resume the run at its step. model: "
-                    "load the weights only and start at step 0.");
+                    "load the weights only and start at step 0, with the checkpoint's model and "
+                    "tokenizer unless they are set.");
   schema.add("partial", config.checkpoint.partial,
              "Load the tensors that match. Missing tensors, unknown tensors and other shapes are a "
              "warning instead of an error.");
@@ -409,6 +446,8 @@ Schema train_schema(TrainConfig& config) {
   add_offload(schema, config.offload);
   add_output(schema, config);
   for (const auto& [alias, name] : kAliases) schema.alias(std::string(name), std::string(alias));
+  for (const auto& [other, name] : kElsewhere)
+    schema.suggest(std::string(name), std::string(other));
   return schema;
 }
 

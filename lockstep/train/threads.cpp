@@ -31,12 +31,11 @@ std::string set_threads(const config::TrainConfig& config, const comm::Group& gr
   const at::Tensor crowded = of_ranks.gt(cores + 1e-6).nonzero();
   if (group.rank() == 0 && crowded.numel() > 0) {
     const auto rank = crowded[0].item<int64_t>();
-    log::warn(
-        format("{} of {} ranks have more compute threads than cores, which makes steps slow (rank "
-               "{}: {} for {:.3g} cores); start fewer ranks, or set train.threads or "
-               "OMP_NUM_THREADS lower",
-               crowded.numel(), group.size(), rank, of_ranks[rank].item<int>(),
-               cores[rank].item<double>()));
+    log::warn(format(
+        "{} of {} ranks have more compute threads than cores, which makes steps slow (rank "
+        "{}: {} for {:.3g} cores); start fewer ranks{}",
+        crowded.numel(), group.size(), rank, of_ranks[rank].item<int>(), cores[rank].item<double>(),
+        most > 1 ? ", or set train.threads or OMP_NUM_THREADS lower" : ""));
   }
   const std::string where = bound ? ", bound to cores" : "";
   if (least != most) return format("{} to {} threads each{}", least, most, where);

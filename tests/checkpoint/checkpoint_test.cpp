@@ -195,6 +195,12 @@ TEST(Checkpoint, NamesWhatDoesNotFit) {
   EXPECT_THAT(text, AllOf(HasSubstr("lacks: d"), HasSubstr("b is (3) there, (5) here"),
                           HasSubstr("no: c")));
   EXPECT_TRUE(at::equal(right.tensor, at::zeros({2})));  // nothing was written
+  testing::internal::CaptureStderr();
+  const std::string many = failure([&] {
+    load(path, {right, slice("d", {1}), slice("e", {1}), slice("f", {1})});
+  });
+  EXPECT_THAT(many, AllOf(HasSubstr("lacks: d and 2 more"), HasSubstr("no: b and 1 more")));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(Checkpoint, LoadsWhatFits) {

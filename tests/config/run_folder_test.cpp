@@ -9,8 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/config/input_files.h"
+#include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
+#include "tests/cli/checkpoint/models.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
 #include "tests/support/subprocess.h"
 
@@ -65,6 +68,23 @@ class RunFolderTest : public testing::Test {
   }
   std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
 
+  // A run with a small model that has saved steps 3 and 5, of which 3 was the best.
+  static void make_run(const std::string& run, const Words& options = {}) {
+    Words words{"--run.dir",      run, "--steps",        "30", "--seq-len",     "16",
+                "--model.layers", "1", "--model.hidden", "8",  "--model.heads", "2"};
+    words.insert(words.end(), options.begin(), options.end());
+    open(words);
+    const TrainConfig config = read_run_config(run);
+    std::map<std::string, std::string> state;
+    if (const std::string crc = tokenizer_crc(config.data.tokenizer); !crc.empty())
+      state = {{"tokenizer", "{\"crc32c\":\"" + crc + "\"}"}};
+    for (const int64_t step : {3, 5}) {
+      test::save_model(run + "/checkpoints", config, {}, {.step = step, .state = state});
+    }
+    formats::link_best(run + "/checkpoints", 3);
+  }
+  static TrainConfig begun(const Words& words) { return RunFolder(parsed(words), {}).config(); }
+
  private:
   const std::string before_ = fs::current_path();
   const test::TempDir folder_;
@@ -113,14 +133,25 @@ TEST_F(RunFolderTest, ConfigurationHasAbsolutePathsButNotItsOwn) {
 
 TEST_F(RunFolderTest, AnotherRunsFolderIsRefused) {
   open({"--run.dir", "mine"});
+  pretend_checkpoint("mine");
   expect_refused({"--run.dir", "mine"}, {path("mine"), "--resume mine"});
   EXPECT_EQ(open({"--run.dir", "mine", "--resume", "auto"}), path("mine"));
   fs::create_directory("other");
   write_file("other/notes.txt", "");  // of the user
   EXPECT_EQ(open({"--run.dir", "other"}), path("other"));
   fs::create_directory("third");
-  write_file("third/metrics.jsonl", "");
+  write_file("third/metrics.jsonl", "{\"step\":1,\"loss\":2.5}\n");
   expect_refused({"--run.dir", "third"}, {path("third")});
+}
+
+TEST_F(RunFolderTest, AStartThatFailedBeforeItsFirstStepDoesNotBlockTheNext) {
+  open({"--run.dir", "mine", "--steps", "30"});
+  write_file("mine/metrics.jsonl", "{\"step\":0,\"validation_loss\":2.5}\n");
+  EXPECT_EQ(open({"--run.dir", "mine", "--steps", "40"}), path("mine"));
+  EXPECT_EQ(read_next_run_config("mine").train.steps, 40);
+  open({"--run.dir", "named", "--metrics.file", "there.jsonl"});
+  write_file("there.jsonl", "{\"step\":1,\"loss\":2.5}\n");
+  expect_refused({"--run.dir", "named"}, {path("named")});
 }
 
 TEST_F(RunFolderTest, OneOfTwoThatBeginInOneFolderFails) {
@@ -186,6 +217,7 @@ TEST_F(RunFolderTest, ARunIsContinuedWithItsConfiguration) {
 }
 
 TEST_F(RunFolderTest, WithoutACheckpointARunBeginsAsItDid) {
+  test::save_model("base", test::small_config(ModelKind::gpt), {}, {.step = 1});
   open({"--run.dir", "mine", "--resume", "base/step-00000001", "--checkpoint.load", "model"});
   const auto again = parse_train_arguments({"--resume", "mine", "--steps", "20"});
   RunFolder folder(again, {});
@@ -201,6 +233,119 @@ TEST_F(RunFolderTest, WithoutACheckpointARunBeginsAsItDid) {
   pretend_checkpoint("mine");
   EXPECT_EQ(RunFolder(again, {}).config().checkpoint.load, LoadWhat::all);
   EXPECT_EQ(RunFolder(again, {}).config().checkpoint.resume, "auto");
+}
+
+TEST_F(RunFolderTest, ACheckpointInARunHasTheConfigurationOfTheRun) {
+  make_run("mine");
+  for (const std::string name :
+       {"mine/checkpoints/step-00000003", "mine/checkpoints/best/", "mine/best"}) {
+    SCOPED_TRACE(name);
+    const auto arguments = parse_train_arguments({"--resume", name, "--optim.lr", "0.5"});
+    EXPECT_EQ(arguments.continued, "mine");
+    EXPECT_EQ(arguments.config.train.steps, 30);
+    RunFolder folder(arguments, {});
+    EXPECT_EQ(folder.config().run.dir, "auto");
+    EXPECT_EQ(folder.config().checkpoint.dir, "auto");
+    EXPECT_EQ(formats::read_manifest(folder.config().checkpoint.resume).step, 3);
+    // Without a checkpoint of its own the new run begins where it began.
+    folder.open(folder.config().model);
+    const TrainConfig stored = read_run_config(folder.config().run.dir);
+    EXPECT_EQ(stored.checkpoint.resume, folder.config().checkpoint.resume);
+  }
+  for (const std::string name : {"mine", "mine/checkpoints", "mine/checkpoints/"}) {
+    const RunFolder folder(parse_train_arguments({"--resume", name}), {});
+    EXPECT_EQ(folder.config().run.dir, path("mine"));
+    EXPECT_EQ(folder.config().checkpoint.resume, "auto");
+    EXPECT_EQ(checkpoint_at(name), name.starts_with("mine/checkpoints")
+                                       ? fs::path("mine/checkpoints") / "step-00000005"
+                                       : fs::path("mine/checkpoints/step-00000005"));
+  }
+  EXPECT_EQ(checkpoint_at("mine/best"), "mine/checkpoints/best");
+  EXPECT_THAT(describe_choice("mine", checkpoint_at("mine")),
+              AllOf(HasSubstr("step 5"), HasSubstr("mine/checkpoints/best"), HasSubstr("step 3")));
+  EXPECT_EQ(describe_choice("mine/best", checkpoint_at("mine/best")), "");
+  for (const std::string name : {"nosuch", "mine/checkpoints/step-00000004", "nosuch/best"})
+    expect_refused({"--resume", name}, {"no folder", name});
+}
+
+TEST_F(RunFolderTest, WeightsBringTheirModelAndTokenizer) {
+  test::write_small_tokenizer("tokenizer.json", 256);
+  make_run("mine", {"--model.kind", "llama", "--model.window", "4", "--data.tokenizer",
+                    "tokenizer.json", "--model.dropout", "0.1"});
+  fs::remove("tokenizer.json");
+  const ModelSpec saved = read_run_config("mine").model;
+  for (const std::string name : {"mine", "mine/best"}) {
+    const Words words{"--resume", name, "--checkpoint.load", "model", "--steps", "7"};
+    RunFolder folder(parsed(words), {});
+    ModelSpec expected = saved;
+    expected.dropout = 0;  // of the training
+    EXPECT_EQ(folder.config().model, expected);
+    EXPECT_EQ(folder.config().data.tokenizer, path("mine/tokenizer.json"));
+    EXPECT_EQ(folder.config().train.seq_len, 16);
+    EXPECT_EQ(folder.config().train.steps, 7);
+    folder.open(folder.config().model);
+    const TrainConfig stored = read_run_config(folder.config().run.dir);
+    EXPECT_EQ(stored.data.tokenizer, path("mine/tokenizer.json"));
+    EXPECT_EQ(stored.train.seq_len, 16);
+  }
+  // Also of a checkpoint outside of a run folder, and also to continue it.
+  fs::rename("mine/checkpoints", "moved");
+  for (const std::string load : {"all", "model"})
+    EXPECT_EQ(begun({"--resume", "moved", "--checkpoint.load", load}).model.window, 4);
+  // What is given counts, unless it is another model.
+  const Words base{"--resume", "moved", "--checkpoint.load", "model", "--data.tokenizer", "bytes"};
+  const auto with = [&](const Words& more) {
+    Words words = base;
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  EXPECT_EQ(begun(with({"--model.layers", "1", "--model.dropout", "0.2"})).model.dropout, 0.2);
+  EXPECT_EQ(begun(base).data.tokenizer, "bytes");
+  EXPECT_EQ(begun(with({"--model.positions", "64", "--seq-len", "64"})).train.seq_len, 64);
+  expect_refused(with({"--model.heads", "4", "--model.window", "0"}),
+                 {"moved/step-00000005", "model.heads is 2", "4", "model.window is 4"});
+  EXPECT_EQ(begun(with({"--model.heads", "4", "--checkpoint.partial", "true"})).model.heads, 4);
+}
+
+TEST_F(RunFolderTest, AContinuedRunKeepsItsModel) {
+  make_run("mine");
+  expect_refused({"--resume", "mine", "--model.heads", "4"}, {"model.heads is 2", "4"});
+  expect_refused({"--resume", "mine", "--model.rope_theta", "500000"},
+                 {"model.rope_theta is 10000", "5e+05"});
+  expect_refused({"--resume", "mine/best", "--model.layers", "2"}, {"model.layers is 1", "2"});
+  EXPECT_EQ(begun({"--resume", "mine", "--model.dropout", "0.5"}).model.dropout, 0.5);
+  expect_refused({"--resume", "mine", "--model.path", "hub"}, {"model.path", "hub", "mine"});
+  expect_refused({"--resume", "mine", "--checkpoint.load", "model", "--model.path", "hub"},
+                 {"model.path", "hub", "mine"});
+}
+
+TEST_F(RunFolderTest, AFolderOfWeightsDecidesTheModel) {
+  fs::create_directory("hub");
+  write_file("hub/config.json", hf_config_json(test::small_config(ModelKind::llama).model));
+  const Words path_alone{"--model.path", "hub"};
+  EXPECT_EQ(begun(path_alone).train.seq_len, 16);  // the model has no more positions
+  EXPECT_EQ(begun({"--model.path", "hub", "--model.layers", "2", "--seq-len", "8"}).train.seq_len,
+            8);
+  expect_refused({"--model.path", "hub", "--model.layers", "3", "--model.ffn", "0"},
+                 {"hub/config.json", "model.layers is 2", "3"});
+  const TrainConfig longer = begun({"--model.path", "hub", "--seq-len", "32"});
+  EXPECT_THAT([&] { resolve_model(longer, 20); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("32"), HasSubstr("--seq-len"))));
+}
+
+TEST_F(RunFolderTest, ALayoutOfTheRunForOtherRanksIsNamed) {
+  open({"--run.dir", "mine", "-n", "2", "--parallel.tp", "2"});
+  const auto check = [](const Words& words, int world) {
+    require_layout_of_run(parse_train_arguments(words), world);
+  };
+  EXPECT_THAT(
+      [&] {
+        check({"--resume", "mine", "-n", "1"}, 1);
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("mine/config.toml"), HasSubstr("1 rank "),
+                                       HasSubstr("--parallel.tp 1"))));
+  EXPECT_NO_THROW(check({"--resume", "mine", "-n", "1", "--parallel.tp", "1"}, 1));
+  EXPECT_NO_THROW(check({"--resume", "mine"}, 2));
 }
 
 TEST_F(RunFolderTest, ARestartFindsItsOwnFolder) {
@@ -225,6 +370,7 @@ TEST_F(RunFolderTest, ARestartFindsItsOwnFolder) {
   // A named one that another job has is refused all the same.
   const Words named{"--run.dir", "mine"};
   open(named, env("a", 0));
+  pretend_checkpoint("mine");
   EXPECT_EQ(open(named, env("a", 1)), path("mine"));
   EXPECT_THROW(open(named, env("b", 1)), ConfigError);
 }

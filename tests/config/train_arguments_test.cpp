@@ -92,6 +92,11 @@ TEST(TrainArguments, RefusesBadFlags) {
   expect_refused({"--train.step", "5"}, "--train.step ... train.steps");
   expect_refused({"--warmup", "5"}, "--warmup ... optim.warmup");
   expect_refused({"--train.step"}, "--train.step ... train.steps");
+  expect_refused({"--learning-rate", "5"}, "--learning-rate ... optim.lr");
+  expect_refused({"--batch_size", "5"}, "--batch_size ... train.global_batch");
+  expect_refused({"--epochs", "5"}, "--epochs ... train.steps");
+  expect_refused({"--lr-scheduler", "cosine"}, "--lr-scheduler ... optim.schedule");
+  expect_refused({"--config", "run.yaml"}, "run.yaml ... not TOML or JSON");
   expect_refused({"--train.steps"}, "--train.steps needs a value");
   expect_refused({"--train.steps", "--train.seed"}, "--train.steps needs a value");
   expect_refused({"--train.reproducible", "yes"},

@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "lockstep/config/freeze.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/core/error.h"
 #include "tests/support/says.h"
@@ -17,6 +18,9 @@ namespace {
 using layout::MemoryStrategy;
 using layout::Recompute;
 using test::says;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
 using testing::ThrowsMessage;
 
 TrainConfig valid() {
@@ -55,6 +59,17 @@ TEST(TrainConfig, RanksMustMatch) {
       "4 ranks ... divisible by parallel.tp 3 x parallel.pp 1 = 3");
   expect_refused(
       0, [](auto&) {}, "0 ranks ... at least 1");
+}
+
+TEST(TrainConfig, NamesLikeThoseOfOtherProgramsAreNearTheSameBlock) {
+  TrainConfig config = valid();
+  const ModelSpec model = config.model.resolved(16, 20);
+  for (const char* pattern : {"layers.1.*", "model.layers.1.*"}) {
+    config.train.freeze = pattern;
+    EXPECT_THAT([&] { frozen_tensors(config, model); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("blocks.1."), HasSubstr("same flags"),
+                                                 Not(HasSubstr("blocks.0.")))));
+  }
 }
 
 TEST(TrainConfig, DpTakesWhatIsLeft) {
@@ -153,6 +168,8 @@ TEST(TrainConfig, WarmupAndDecay) {
 }
 
 TEST(TrainConfig, MomentumIsOfSgd) {
+  expect_refused(
+      1, [](auto& c) { c.optim.lr = 0; }, "optim.lr is 0 ... greater than 0");
   expect_refused(
       1, [](auto& c) { c.optim.momentum = 0.9; },
       "optim.momentum is 0.9, must be 0 for adamw, which has betas");

@@ -81,9 +81,32 @@ TEST_F(RunFolder, IsCompleteAndCanBeMoved) {
            {"checkpoint", "verify", "--all", path("moved")}}) {
     const Result result = lockstep_command(words);
     EXPECT_EQ(result.code, 0) << result.err;
-    EXPECT_EQ(result.err, "");
+    if (words[0] == "sample") {
+      EXPECT_THAT(result.err, HasSubstr("step-00000006"));
+    } else {
+      EXPECT_EQ(result.err, "");
+    }
   }
   EXPECT_TRUE(fs::exists(path("model/tokenizer.json")));
+}
+
+TEST_F(RunFolder, IsEnoughToFineTuneItsModel) {
+  train(in(path("base"), {"--train.steps", "4", "--train.eval_every", "2", "--checkpoint.best",
+                          "true", "--data.tokenizer", tokenizer()}));
+  fs::remove(tokenizer());
+  write_file(path("tune.jsonl"), "{\"prompt\": \"int \", \"completion\": \"f1(int x)\"}\n");
+  const Words tune{"--checkpoint.load", "model", "--data",    path("tune.jsonl"), "--steps", "2",
+                   "--data.validation", "0",     "--run.dir", path("tuned")};
+  train(Words{"train", "--resume", path("base/best")} + tune);
+  EXPECT_EQ(read_steps(path("tuned/metrics.jsonl")).size(), 2U);
+  EXPECT_THAT(read_file(path("tuned/config.toml")),
+              AllOf(HasSubstr("hidden = 32"), HasSubstr(path("base/tokenizer.json"))));
+  train({"train", "--resume", path("base/best"), "--run.dir", path("branch"), "--steps", "6"});
+  EXPECT_TRUE(fs::exists(path("branch/checkpoints/step-00000006")));
+  EXPECT_FALSE(fs::exists(path("base/checkpoints/step-00000006")));
+  const Result sampled = lockstep_command(
+      {"sample", "--checkpoint", path("base/best"), "--prompt", "int", "--tokens", "3"});
+  EXPECT_EQ(sampled.code, 0) << sampled.err;
 }
 
 TEST_F(RunFolder, AResumeSaysWhatIsDifferent) {

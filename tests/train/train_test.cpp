@@ -335,15 +335,25 @@ TEST_F(Train, GoingBackNeedsAFolderOfItsOwn) {
 
 TEST_F(Train, AnotherModelsCheckpointIsRefusedBeforeAnythingStarts) {
   ASSERT_EQ(run({"--train.steps", "5"}).code, 0);
-  for (const Words& other : std::vector<Words>{
-           {"--model.hidden", "16"}, {"--model.layers", "3"}, {"--train.seq_len", "16"}}) {
+  for (const Words& other : std::vector<Words>{{"--model.hidden", "16"},
+                                               {"--model.layers", "1"},
+                                               {"--model.heads", "4"},
+                                               {"--model.norm_epsilon", "0.1"},
+                                               {"--checkpoint.load", "model", "--model.heads", "4"},
+                                               {"--model.positions", "64"}}) {
     Words words{"--checkpoint.dir", "", "--checkpoint.resume", path("checkpoints")};
     words.insert(words.end(), other.begin(), other.end());
     const Result result = run(words);
     EXPECT_EQ(result.code, 2);
-    EXPECT_THAT(result.err, HasSubstr("another model"));
+    EXPECT_THAT(result.err, says("another model ... " + other[other.size() - 2].substr(2) + " is"));
+    EXPECT_THAT(result.err, HasSubstr(other.back()));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
+  // Where no path names the checkpoint, too.
+  expect_refused({"--checkpoint.resume", "auto", "--model.heads", "4"}, "model.heads is 2 ... 4");
+  const Words more{"--checkpoint.resume", "auto", "--train.steps", "6"};
+  expect_refused(more + Words{"--optim.name", "sgd"},
+                 "optim.name adamw ... sgd ... --checkpoint.load model");
 }
 
 // Weights that are lost: the run ends by itself, and its last good checkpoint stays.
@@ -382,6 +392,18 @@ TEST_F(Train, SampleContinuesThePrompt) {
   EXPECT_TRUE(first.out.starts_with("int f"));
   EXPECT_EQ(first.out.size(), 5U + 12 + 1);
   EXPECT_EQ(lockstep_command(words).out, first.out);
+  EXPECT_THAT(first.err, HasSubstr("step 5"));
+  EXPECT_EQ(std::count(first.err.begin(), first.err.end(), '\n'), 1) << first.err;
+  const auto warned = [&](const std::string& prompt, const char* tokens) {
+    const Result result =
+        lockstep_command({"sample", "--checkpoint", path("checkpoints/step-00000005"), "--prompt",
+                          prompt, "--tokens", tokens});
+    EXPECT_EQ(result.code, 0) << result.err;
+    return result.err;
+  };
+  EXPECT_THAT(warned(std::string(40, 'x'), "2"), says("40 tokens ... 32 positions"));
+  EXPECT_THAT(warned("int f", "30"), says("5 tokens ... --tokens 30 ... 32 positions"));
+  EXPECT_EQ(warned("int f", "28"), "");
   const Result bad = lockstep_command({"sample", "--checkpoint", path("none"), "--prompt", "x"});
   EXPECT_EQ(bad.code, 2);
   EXPECT_THAT(bad.err, HasSubstr(path("none")));

@@ -28,7 +28,8 @@ std::string_view take_number(std::string_view& text) {
 
 }  // namespace
 
-std::string last_checkpoint(const std::string& path) {
+std::string last_checkpoint(const std::string& name) {
+  const std::string path = config::checkpoint_path(name);
   std::error_code error;
   if (fs::exists(path + "/manifest.json", error)) return path;
   const auto all = formats::list_complete(config::checkpoint_folder(path));

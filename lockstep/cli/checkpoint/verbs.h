@@ -20,7 +20,7 @@ int checkpoint_import(const std::vector<std::string>& arguments);
 
 // The checkpoint itself, or the last in a folder of them, also if it is damaged: for those who ask
 // about damage. ConfigError where there is none.
-std::string last_checkpoint(const std::string& path);
+std::string last_checkpoint(const std::string& name);
 
 // Bytes of the files of a checkpoint, the manifest too.
 int64_t bytes_on_disk(const std::string& path);

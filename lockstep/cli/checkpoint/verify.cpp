@@ -21,7 +21,8 @@ using Words = std::vector<std::string>;
 std::vector<std::string> paths_in(const std::string& dir, bool all) {
   if (!all || std::filesystem::exists(dir + "/manifest.json")) return {last_checkpoint(dir)};
   std::vector<std::string> paths;
-  for (const auto& found : formats::list_complete(config::checkpoint_folder(dir)))
+  for (const auto& found :
+       formats::list_complete(config::checkpoint_folder(config::checkpoint_path(dir))))
     paths.push_back(found.path);
   if (paths.empty()) throw ConfigError(format("there is no complete checkpoint in {}", dir));
   return paths;

@@ -9,8 +9,10 @@ namespace lockstep::cli {
 
 std::optional<int> parse_sample(const std::vector<std::string>& arguments, SampleOptions& options) {
   CLI::App app;
-  app.add_option("--checkpoint", options.checkpoint,
-                 "Checkpoint, or run folder or folder of checkpoints, which means the newest")
+  app.add_option(
+         "--checkpoint", options.checkpoint,
+         "Checkpoint, or run folder or folder of checkpoints, which means the newest; RUN/best "
+         "means the best")
       ->required();
   app.add_option("--prompt", options.prompt, "Text to continue");
   app.add_option("--tokenizer", options.tokenizer,
@@ -35,7 +37,9 @@ std::optional<int> parse_sample(const std::vector<std::string>& arguments, Sampl
     return status;
   }
   if (options.prompt.empty()) throw ConfigError("sample: --prompt is empty, must have a character");
-  options.checkpoint = config::checkpoint_at(options.checkpoint);
+  const std::string name = options.checkpoint;
+  options.checkpoint = config::checkpoint_at(name);
+  options.choice = config::describe_choice(name, options.checkpoint);
   return std::nullopt;
 }
 

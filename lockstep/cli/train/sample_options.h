@@ -11,6 +11,7 @@ namespace lockstep::cli {
 
 struct SampleOptions {
   std::string checkpoint;  // a checkpoint, or a folder of them
+  std::string choice;      // which one of a folder it is, for people; empty: it was named
   std::string prompt = "\n";
   std::string tokenizer;  // empty: the one that the model was trained with
   int64_t tokens = 400;

@@ -56,6 +56,7 @@ void prepare(const config::TrainArguments& arguments, const RankEnv& env, int wo
   std::optional<config::RunFolder> folder;
   tell([&] { folder.emplace(arguments, env); });
   if (!folder) return;
+  config::require_layout_of_run(arguments, world);
   const auto model = config::check_inputs(folder->config(), world, {.verify = alone});
   config::require_state_fits(folder->config(), model, world);
   tell([&] { setenv(kSettings, folder->open(model).c_str(), 1); });
@@ -70,6 +71,7 @@ int train(const Words& arguments) {
         << "Trains a language model on text or on token files.\n"
            "Usage: lockstep train [-n N] [--config FILE.toml|.json] [--section.key VALUE ...]\n"
            "       lockstep train --resume RUN_FOLDER [--section.key VALUE ...]\n"
+           "       lockstep train --resume RUN_FOLDER --checkpoint.load model --data FILE ...\n"
            "Without -n the ranks are those of the launcher that it runs under, or one.\n"
         << config::train_help();
     return 0;
@@ -104,6 +106,7 @@ int train(const Words& arguments) {
 int sample(const Words& arguments) {
   SampleOptions options;
   if (const auto status = parse_sample(arguments, options)) return *status;
+  if (!options.choice.empty()) std::cerr << "sample: " << options.choice << std::endl;
   Words command{torch_path(), "sample"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   become_program(command);

@@ -16,6 +16,7 @@
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/data/tokenizer/tokenizer.h"
@@ -56,6 +57,20 @@ void use_run_folder(config::TrainConfig& config, const comm::Group& group) {
   log::copy_to("");
 }
 
+// Text that the model does not see has no effect on what it generates.
+void warn_of_length(int64_t prompt, int64_t tokens, int64_t positions) {
+  if (prompt > positions) {
+    log::warn(
+        format("the prompt has {} tokens, but the model has {} positions: it sees the last {}",
+               prompt, positions, positions));
+  } else if (prompt + tokens - 1 > positions) {
+    log::warn(
+        format("a prompt of {} tokens and --tokens {} are more than the model's {} positions: from "
+               "new token {} on it sees the last {} only",
+               prompt, tokens, positions, positions - prompt + 2, positions));
+  }
+}
+
 }  // namespace
 
 int train_rank(const std::vector<std::string>& arguments) {
@@ -94,6 +109,7 @@ int sample_rank(const std::vector<std::string>& arguments) {
                    {.may_ignore = {"optim."}});
 
   const auto prompt = tokenizer.encode(options.prompt);
+  warn_of_length(static_cast<int64_t>(prompt.size()), options.tokens, config.model.positions);
   write_out(options.prompt);
   model::generate(*model, {prompt.begin(), prompt.end()},
                   {.tokens = options.tokens,
