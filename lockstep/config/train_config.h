@@ -28,7 +28,7 @@ enum class WhenBusy { wait, skip };
 
 struct DataConfig {
   std::string path = {};            // text, token or JSON-lines files
-  std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: model.path's, else bytes
+  std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: see tokenizer_name()
   std::string validation = "0.05";  // a fraction of the data, or a path
 
   // None: `validation` is a path.

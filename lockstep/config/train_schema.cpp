@@ -120,7 +120,7 @@ void add_data(Schema& schema, DataConfig& data) {
              "the completions only.");
   schema.add("tokenizer", data.tokenizer,
              "Tokenizer: bytes (256 tokens), or the path of a tokenizer.json or of its folder. "
-             "auto: the tokenizer in model.path, or bytes without one.");
+             "auto: the tokenizer in model.path, or bytes without model.path.");
   schema.add_text_or_number("validation", data.validation,
                             "Validation data: a fraction of the training data, 0 to 0.5, held out "
                             "from its end (of its examples, with prompts and completions); or a "
