@@ -13,6 +13,7 @@
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/plan/would_fit.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
@@ -47,8 +48,7 @@ constexpr const char* kPlanHelp =
 // The data need not be there; the vocabulary must.
 config::ModelSpec model_of(const TrainConfig& config) {
   const bool open = config.model.vocab == 0 && config.model_path.empty();
-  return config::resolve_model(
-      config, open ? data::Tokenizer::open(config::tokenizer_name(config)).vocab_size() : 0);
+  return config::resolve_model(config, open ? config::open_tokenizer(config).vocab_size() : 0);
 }
 
 std::string describe(const TrainConfig& config, const config::ModelSpec& model, int world) {
@@ -87,9 +87,9 @@ std::string freeze_line(const TrainConfig& config, const config::ModelSpec& mode
   for (const config::TensorSpec& tensor : model.tensors())
     elements += frozen.contains(tensor.name) ? layout::numel_of(tensor.shape) : 0;
   return format(
-      "frozen: {} tensors with {} elements, without gradients and optimizer state; activations are "
+      "frozen: {} with {} elements, without gradients and optimizer state; activations are "
       "an upper bound, counted as if all parameters were trained\n",
-      frozen.size(), elements);
+      counted(static_cast<int64_t>(frozen.size()), "tensor"), elements);
 }
 
 // With the budgets that the plan assumes.

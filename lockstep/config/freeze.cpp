@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

@@ -17,6 +17,7 @@
 #include "lockstep/config/model_source.h"
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -73,15 +74,6 @@ void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& c
     compare("train.global_batch", rows, config.global_batch(world),
             "the steps and the learning rate schedule cover other amounts of data");
   }
-  const auto tokenizer = [](const std::string& name, const std::string& crc) {
-    return crc.empty() ? name : format("{} (crc32c {})", name, crc);
-  };
-  const std::string name = tokenizer_name(config), crc = tokenizer_crc(manifest, path);
-  const std::string now = tokenizer_crc(name);
-  if (crc.empty() ? before.data.tokenizer != name : crc != now) {
-    compare("data.tokenizer", tokenizer(before.data.tokenizer, crc), tokenizer(name, now),
-            "the same token may stand for other text");
-  }
 }
 
 struct Checked {
@@ -101,7 +93,7 @@ Checked check_data(const TrainConfig& config) {
   }
   data::check_files(config.data.path);
   if (!config.data.validation_fraction()) data::check_files(config.data.validation);
-  const int64_t vocab = data::Tokenizer::open(name).vocab_size();
+  const int64_t vocab = open_tokenizer(config).vocab_size();
   const ModelSpec model = resolve_model(config, vocab);
   if (model.vocab < vocab) {
     throw ConfigError(
@@ -120,6 +112,17 @@ void fit_examples(Data& data, int64_t seq_len) {
       return each.end - each.begin > seq_len + 1;
     });
   }
+}
+
+// A model that was trained on other tokens learns nothing from bytes.
+void require_tokenizer(const TrainConfig& config, const Data& data) {
+  if (config.model_path.empty() || config.data.tokenizer != "auto") return;
+  const bool needs = !data.all.has_token_ids() || !data.validation.has_token_ids();
+  if (!needs || data.tokenizer.name() != "bytes") return;
+  throw ConfigError(format(
+      "model.path: {} has no tokenizer.json, which data.path {} needs; name one with "
+      "--data.tokenizer PATH, or give --data.tokenizer bytes if the model's tokens are bytes",
+      config.model_path, config.data.path));
 }
 
 void check_metrics_file(const std::string& path) {
@@ -184,26 +187,19 @@ ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab) {
   return spec;
 }
 
-std::string tokenizer_name(const TrainConfig& config) {
-  const std::string& name = config.data.tokenizer;
-  if (name == "bytes") return name;
-  if (name != "auto") return fs::absolute(name).string();
-  const std::string beside = config.model_path + "/tokenizer.json";
-  return !config.model_path.empty() && fs::exists(beside) ? fs::absolute(beside).string() : "bytes";
-}
-
 Data open_data(const TrainConfig& config) {
   if (config.data.path.empty()) {
     throw ConfigError(
         "data.path is not set: name a text file, a folder of text, JSON lines, or token files");
   }
-  data::Tokenizer tokenizer = data::Tokenizer::open(tokenizer_name(config));
+  data::Tokenizer tokenizer = open_tokenizer(config);
   const data::Corpus all = data::Corpus::open(config.data.path, tokenizer);
   const auto fraction = config.data.validation_fraction();
   const data::Split split = data::hold_out(all, fraction.value_or(0));
   Data data{tokenizer, split.train,
             fraction ? split.validation : data::Corpus::open(config.data.validation, tokenizer),
             all};
+  require_tokenizer(config, data);
   fit_examples(data, config.train.seq_len);
   if (data.validation.has_examples() && data.validation.examples().empty() &&
       (config.train.eval_every > 0 || config.train.eval_first.value_or(false))) {
@@ -216,8 +212,9 @@ Data open_data(const TrainConfig& config) {
     if (!data.train.examples().empty()) return data;
     throw ConfigError(
         format("data.path: {} has no example to train on whose completion begins within "
-               "train.seq_len {}, of {} examples; use more data or a larger train.seq_len",
-               config.data.path, config.train.seq_len, split.train.examples().size()));
+               "train.seq_len {}, of {}; use more data or a larger train.seq_len",
+               config.data.path, config.train.seq_len,
+               counted(static_cast<int64_t>(split.train.examples().size()), "example")));
   }
   if (data::window_count(split.train.size(), config.train.seq_len) < 1) {
     throw ConfigError(
@@ -358,6 +355,7 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
     if (!config.checkpoint.partial) require_same_model(manifest, model, *path);
     const bool goes_on = config.checkpoint.load == LoadWhat::all;
     if (goes_on) warn_of_differences(manifest, config, world, *path);
+    warn_of_other_tokenizer(manifest, *path, tokenizer_name(config));
     if (goes_on && !config.checkpoint.partial)
       require_optimizer_state(manifest, config, model, *path);
     if (goes_on && data) require_same_data(manifest, data->identities(config.data), config, *path);
@@ -368,6 +366,8 @@ ModelSpec check_inputs(const TrainConfig& config, int world, const CheckOptions&
                  "more than {}",
                  *path, begin, config.train.steps, begin));
     }
+  } else {
+    warn_of_other_tokenizer(config);
   }
   const auto others =
       dir.empty() ? std::vector<formats::Checkpoint>{} : formats::list_complete(dir);

@@ -17,9 +17,6 @@ namespace lockstep::config {
 // The model with nothing left open: from model.path where that is set, else as configured.
 ModelSpec resolve_model(const TrainConfig& config, int64_t tokenizer_vocab);
 
-// data.tokenizer with nothing left open: "bytes", or an absolute path.
-std::string tokenizer_name(const TrainConfig& config);
-
 using DataIdentities = std::map<std::string, data::DataIdentity>;
 
 struct Data {
@@ -44,7 +41,8 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
                        const TrainConfig& config, const std::string& path, bool speaks = false);
 
 // Opens data.path and keeps the validation data apart. ConfigError for a path that is not there,
-// and where there is less than one sequence.
+// where there is less than one sequence, and for text where model.path has no tokenizer and none is
+// given.
 Data open_data(const TrainConfig& config);
 
 // Where memory.strategy extreme keeps activations: memory.disk, else TMPDIR, else /tmp.

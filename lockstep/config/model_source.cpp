@@ -11,6 +11,7 @@
 
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -128,7 +129,7 @@ void complete_from_checkpoint(TrainConfig& config, const Origins& origins) {
   take_model(config, origins, manifest, path);
   const auto origin = origins.find("data.tokenizer");
   if (origin != origins.end() && origin->second == Origin::by_default)
-    config.data.tokenizer = saved_tokenizer(manifest, path);
+    config.data.tokenizer = saved_tokenizer(manifest, path).name;
 }
 
 }  // namespace

@@ -11,23 +11,19 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
-#include <optional>
-#include <span>
 #include <sstream>
 #include <system_error>
 
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/model_source.h"
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/run_tokenizer.h"
+#include "lockstep/config/schema/schema_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/input_file.h"
 #include "lockstep/core/log.h"
 #include "lockstep/formats/checkpoint_folder.h"
-#include "lockstep/io/crc32c.h"
 #include "lockstep/io/durable.h"
-#include "lockstep/io/json.h"
 
 namespace lockstep::config {
 namespace {
@@ -38,7 +34,6 @@ constexpr const char* kRuns = "runs";
 constexpr const char* kConfig = "config.toml";
 constexpr const char* kNextConfig = ".config.next.toml";
 constexpr const char* kJob = ".job";
-constexpr const char* kTokenizer = "tokenizer.json";
 constexpr const char* kCheckpoints = "checkpoints";
 constexpr const char* kBest = "best";
 // A folder with one of these has a run already.
@@ -57,50 +52,6 @@ std::string absolute(const std::string& path) {
 
 bool has_checkpoint(const std::string& folder) {
   return !folder.empty() && !formats::list_complete(folder).empty();
-}
-
-std::string tokenizer_file_of(const std::string& name) {
-  std::error_code error;
-  return fs::is_directory(name, error) ? name + "/" + kTokenizer : name;
-}
-
-std::string crc_text(const std::string& text) {
-  return format("{:08x}", io::crc32c(std::as_bytes(std::span(text))));
-}
-
-// None where there is no such file.
-std::optional<std::string> crc_of(const std::string& file) {
-  std::error_code error;
-  if (!fs::is_regular_file(file, error)) return std::nullopt;
-  return crc_text(read_text(file, io::kMaxJsonBytes));
-}
-
-// The copy of this tokenizer in a run folder; none where there is none.
-std::optional<std::string> copy_in(const std::string& folder, const std::string& crc) {
-  for (const std::string& place : {folder, format("{}/tokenizer-{}", folder, crc)}) {
-    const std::string file = format("{}/{}", place, kTokenizer);
-    if (crc_of(file) == crc) return file;
-  }
-  return std::nullopt;
-}
-
-// A second tokenizer gets a folder of its own: older checkpoints still need the first.
-void copy_tokenizer(const std::string& name, const std::string& folder) {
-  if (name == "bytes") return;
-  const std::string file = tokenizer_file_of(name), text = read_text(file, io::kMaxJsonBytes);
-  const std::string crc = crc_text(text);
-  if (copy_in(folder, crc)) return;
-  std::string place = folder;
-  std::error_code error;
-  if (fs::exists(format("{}/{}", folder, kTokenizer), error)) place += format("/tokenizer-{}", crc);
-  io::make_folders(place);
-  const std::string settings = (fs::path(file).parent_path() / "tokenizer_config.json").string();
-  if (fs::exists(settings, error)) {
-    io::write_text(place + "/tokenizer_config.json", read_text(settings, io::kMaxJsonBytes));
-  }
-  const std::string temporary = format("{}/{}.tmp", place, kTokenizer);
-  io::write_text(temporary, text);
-  io::rename_path(temporary, format("{}/{}", place, kTokenizer));
 }
 
 // When a process began, in clock ticks since the host was started.
@@ -284,30 +235,6 @@ std::string shown_path(const std::string& path) {
              : relative.string();
 }
 
-std::string tokenizer_crc(const std::string& name) {
-  return name == "bytes" ? "" : crc_of(tokenizer_file_of(name)).value_or("");
-}
-
-std::string tokenizer_crc(const formats::Manifest& manifest, const std::string& checkpoint) {
-  const auto found = manifest.state.find("tokenizer");
-  if (found == manifest.state.end()) return {};
-  const std::string origin = checkpoint + ": state tokenizer";
-  return io::string_member(io::parse_json(found->second, origin), "crc32c", origin);
-}
-
-std::string saved_tokenizer(const formats::Manifest& manifest, const std::string& checkpoint) {
-  const std::string name = train_config_from_json(manifest.config, checkpoint).data.tokenizer;
-  const std::string crc = tokenizer_crc(manifest, checkpoint);
-  if (crc.empty()) return name;
-  const fs::path folder = fs::path(absolute(checkpoint)).parent_path().parent_path();
-  if (const auto copy = copy_in(folder.string(), crc)) return *copy;
-  if (const auto now = crc_of(tokenizer_file_of(name)); now && now != crc) {
-    log::warn(format("{} was trained with another tokenizer than {} has now (crc32c {}, now {})",
-                     checkpoint, name, crc, *now));
-  }
-  return name;
-}
-
 RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
     : arguments_(arguments),
       asked_(arguments.config),
@@ -396,7 +323,7 @@ void RunFolder::begin_from(const std::string& folder) {
       const auto manifest = manifest_at(path);
       take_model(config_, arguments_.origins, manifest, path);
       const TrainConfig saved = train_config_from_json(manifest.config, path);
-      const auto copy = copy_in(absolute(folder), tokenizer_crc(manifest, path));
+      const auto copy = kept_tokenizer(absolute(folder), tokenizer_crc(manifest, path));
       if (copy && tokenizer == saved.data.tokenizer) config_.data.tokenizer = *copy;
     }
   } else {
@@ -404,8 +331,8 @@ void RunFolder::begin_from(const std::string& folder) {
     config_.checkpoint.resume = before.checkpoint.resume;
     config_.checkpoint.load = before.checkpoint.load;
     config_.checkpoint.partial = before.checkpoint.partial;
-    const std::string copy = absolute(format("{}/{}", folder, kTokenizer));
-    if (tokenizer == before.data.tokenizer && crc_of(copy)) config_.data.tokenizer = copy;
+    const std::string copy = absolute(folder + "/tokenizer.json");
+    if (tokenizer == before.data.tokenizer && fs::exists(copy)) config_.data.tokenizer = copy;
     if (is_word(config_.checkpoint.resume)) complete_model(config_, arguments_.origins);
   }
   if (named.empty() && (config_.run.dir == "auto" || same_folder(config_.run.dir, folder))) return;
@@ -468,7 +395,7 @@ void RunFolder::write(const ModelSpec& model) {
   if (is_new_) claim(file);
   io::rename_path(temporary, is_new_ ? file : format("{}/{}", dir, kNextConfig));
   if (!job_.empty()) io::write_text(format("{}/{}", dir, kJob), job_ + "\n");
-  copy_tokenizer(tokenizer_name(config_), dir);
+  keep_tokenizer(config_, dir);
   log::copy_to(dir + "/log.txt");
 }
 

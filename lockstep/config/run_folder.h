@@ -4,7 +4,8 @@
 //   config.toml         every key, with the sizes of the model and absolute paths
 //   environment.jsonl   one line for each start: versions, hosts, devices, commit
 //   metrics.jsonl, log.txt, traces/, checkpoints/
-//   tokenizer.json      a copy of the file that the run uses
+//   tokenizer.json      a copy of the file that the run uses, with others of its model
+//                       (run_tokenizer.h)
 //
 // Private: not installed.
 #pragma once
@@ -13,7 +14,6 @@
 
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/rank_env.h"
-#include "lockstep/formats/manifest.h"
 
 namespace lockstep::config {
 
@@ -41,13 +41,6 @@ bool same_folder(const std::string& a, const std::string& b);
 std::string checkpoint_folder(const std::string& path);
 // Relative to the working directory where it lies inside, for lines that people read.
 std::string shown_path(const std::string& path);
-
-// A tokenizer is known by the CRC32C of its file, which checkpoints keep; empty for "bytes".
-std::string tokenizer_crc(const std::string& name);
-std::string tokenizer_crc(const formats::Manifest& manifest, const std::string& checkpoint);
-// The tokenizer that a checkpoint was trained with: "bytes", the copy in its run folder, or the
-// path that was used, with a warning where the file there is another one by now.
-std::string saved_tokenizer(const formats::Manifest& manifest, const std::string& checkpoint);
 
 // Decides where the files of a run belong and what it resumes from, then makes the folder. Only
 // rank 0, or the process that starts the ranks, does this.

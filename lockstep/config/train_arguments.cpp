@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "lockstep/config/run_folder.h"
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/schema/schema_text.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

@@ -20,15 +20,16 @@ void validate_layout(const TrainConfig& config, int world) {
   const int64_t others = int64_t{parallel.tp} * parallel.pp;
   if (parallel.dp == 0) {
     require(world % others == 0,
-            format("{} ranks must be divisible by parallel.tp {} x parallel.pp {} = {}", world,
-                   parallel.tp, parallel.pp, others));
+            format("{} must be divisible by parallel.tp {} x parallel.pp {} = {}",
+                   counted(world, "rank"), parallel.tp, parallel.pp, others));
   } else {
     const int64_t product =
         layout::ParallelDims{parallel.dp, parallel.tp, parallel.pp}.world_size();
     require(product == world,
-            format("parallel.dp {} x tp {} x pp {} = {}, must equal the {} ranks that are started; "
+            format("parallel.dp {} x tp {} x pp {} = {}, must equal the {} that {} started; "
                    "parallel.dp 0 takes what there is",
-                   parallel.dp, parallel.tp, parallel.pp, product, world));
+                   parallel.dp, parallel.tp, parallel.pp, product, counted(world, "rank"),
+                   world == 1 ? "is" : "are"));
   }
   if (parallel.shard_size > 0) {
     require(parallel.shard == layout::ShardingStrategy::hybrid_shard,

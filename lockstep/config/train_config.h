@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lockstep/config/model/model_spec.h"
-#include "lockstep/config/schema.h"
+#include "lockstep/config/schema/schema.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
@@ -28,7 +28,7 @@ enum class WhenBusy { wait, skip };
 
 struct DataConfig {
   std::string path = {};            // text, token or JSON-lines files
-  std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: model.path's, else bytes
+  std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: see tokenizer_name()
   std::string validation = "0.05";  // a fraction of the data, or a path
 
   // None: `validation` is a path.

@@ -3,7 +3,7 @@
 #include <array>
 #include <utility>
 
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/schema/schema_text.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -150,7 +150,7 @@ void add_data(Schema& schema, DataConfig& data) {
   schema.add("tokenizer", data.tokenizer,
              "Tokenizer: bytes (256 tokens), or the path of a tokenizer.json or of its folder. "
              "auto: the tokenizer in model.path or of the checkpoint that is loaded, or bytes "
-             "without one.");
+             "without either.");
   schema.add_text_or_number("validation", data.validation,
                             "Validation data: a fraction of the training data, 0 to 0.5, held out "
                             "from its end (of its examples, with prompts and completions); or a "

@@ -58,12 +58,17 @@ FileKind kind_of(const std::string& path) {
 const char* name_of(FileKind kind) {
   switch (kind) {
     case FileKind::token_ids:
-      return "token ids (.bin)";
+      return "token ids";
     case FileKind::json_lines:
-      return "JSON lines (.jsonl)";
+      return "JSON lines";
     default:
       return "text";
   }
+}
+
+const char* ending_of(FileKind kind) {
+  if (kind == FileKind::text) return "";
+  return kind == FileKind::token_ids ? " (.bin)" : " (.jsonl)";
 }
 
 FileKind kind_of_all(const DataFiles& files, const std::string& path) {
@@ -73,8 +78,10 @@ FileKind kind_of_all(const DataFiles& files, const std::string& path) {
       files.paths, [&](const std::string& name) { return kind_of(name) != kind; });
   if (other == files.paths.end()) return kind;
   throw ConfigError(
-      format("data path {}: {} is {}, but {} is {}; name only one kind, for example with a pattern",
-             path, first, name_of(kind), *other, name_of(kind_of(*other))));
+      format("data path {}: {} is {}{}, but {} is {}{}; name only one kind, for example with a "
+             "pattern",
+             path, first, name_of(kind), ending_of(kind), *other, name_of(kind_of(*other)),
+             ending_of(kind_of(*other))));
 }
 
 }  // namespace
@@ -82,7 +89,7 @@ FileKind kind_of_all(const DataFiles& files, const std::string& path) {
 struct Corpus::Data {
   std::vector<CorpusFile> files;
   int64_t size = 0, bytes = 0;
-  const char* kind = "text";
+  FileKind kind = FileKind::text;
   int64_t unreadable = 0, binary = 0;
   int64_t modified = 0;  // when the file that was changed last was changed
   size_t open = 0;       // files
@@ -185,7 +192,7 @@ Corpus Corpus::open(const std::string& path, const Tokenizer& tokenizer) {
   auto data = std::make_shared<Data>();
   data->unreadable = files.unreadable;
   data->binary = files.binary;
-  const FileKind kind = kind_of_all(files, path);
+  const FileKind kind = data->kind = kind_of_all(files, path);
   for (const std::string& name : files.paths) {
     if (kind == FileKind::token_ids) {
       data->add_tokens(name);
@@ -197,8 +204,6 @@ Corpus Corpus::open(const std::string& path, const Tokenizer& tokenizer) {
       data->add_encoded(name, tokenizer, &name == &files.paths.back());
     }
   }
-  if (kind == FileKind::token_ids) data->kind = "token ids";
-  if (kind == FileKind::json_lines) data->kind = "JSON lines";
   if (data->size == 0) throw ConfigError(format("data path {}: has no tokens", path));
   const int64_t size = data->size;
   Examples examples;
@@ -279,6 +284,8 @@ Corpus Corpus::slice(int64_t begin, int64_t end) const {
   return {data_, begin_ + begin, begin_ + end, std::move(kept)};
 }
 
+bool Corpus::has_token_ids() const { return data_->kind == FileKind::token_ids; }
+
 std::span<const Example> Corpus::examples() const {
   return has_examples() ? std::span<const Example>(*examples_) : std::span<const Example>();
 }
@@ -298,10 +305,13 @@ std::string Corpus::describe() const {
                              : bytes < 1e9 ? format("{:.1f} MB", bytes / 1e6)
                                            : format("{:.1f} GB", bytes / 1e9);
   std::string text =
-      format("{} {}, {} of {}", files, files == 1 ? "file" : "files", amount, data_->kind);
+      format("{} {}, {} of {}", files, files == 1 ? "file" : "files", amount, name_of(data_->kind));
   text = size() == data_->size ? format("{}, {} tokens", text, size())
                                : format("{} of the {} tokens of {}", size(), data_->size, text);
-  if (has_examples()) text = format("{} examples in {}", examples_->size(), text);
+  if (has_examples()) {
+    const auto count = static_cast<int64_t>(examples_->size());
+    text = format("{} in {}", counted(count, "example"), text);
+  }
   if (data_->binary > 0) text += format(", {} binary skipped", data_->binary);
   if (data_->unreadable > 0) text += format(", {} unreadable skipped", data_->unreadable);
   return text;

@@ -56,6 +56,8 @@ class Corpus {
   void read(int64_t begin, std::span<int64_t> out) const;
   // The largest of the first `limit_tokens` tokens; -1 if there is none.
   int64_t max_token(int64_t limit_tokens) const;
+  // The files are token ids, which no tokenizer touched.
+  bool has_token_ids() const;
   // The records are prompts with completions: samples are examples, not windows of the stream.
   bool has_examples() const { return examples_ != nullptr; }
   std::span<const Example> examples() const;  // positions are those of read()

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <optional>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -48,6 +49,21 @@ Content content_of(const std::string& path) {
   return zero ? Content::binary : Content::usable;
 }
 
+// Text that was meant as records: a .json file that begins with a list of objects.
+bool is_json_list(const std::string& path) {
+  if (!path.ends_with(".json")) return false;
+  const Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  char start[8192];
+  const ssize_t count = fd.valid() ? read(fd.get(), start, sizeof start) : 0;
+  std::string_view text(start, static_cast<size_t>(std::max<ssize_t>(count, 0)));
+  for (const char bracket : {'[', '{'}) {
+    text.remove_prefix(std::min(text.find_first_not_of(" \t\r\n"), text.size()));
+    if (!text.starts_with(bracket)) return false;
+    text.remove_prefix(1);
+  }
+  return true;
+}
+
 // Part of a Megatron pair, and read with the other half.
 bool is_token_index(const std::string& path) {
   return path.ends_with(".idx") && status_of(path.substr(0, path.size() - 4) + ".bin").has_value();
@@ -79,7 +95,10 @@ class Search {
     }
     switch (content_of(path)) {
       case Content::usable:
-        return keep(path, status);
+        if (!is_json_list(path)) return keep(path, status);
+        throw ConfigError(format(
+            "data path {}: is a JSON list of objects; write one object per line to a .jsonl file",
+            path));
       case Content::empty:
         throw ConfigError(format("data path {}: the file is empty", path));
       case Content::binary:

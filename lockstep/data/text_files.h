@@ -17,8 +17,8 @@ struct DataFiles {
 // `path` is a file, a folder with all below it, a pattern for glob(3), or several of these
 // separated by commas. Of a folder or pattern, hidden and empty files and binary ones that are not
 // token files are left out, and the order is that of a hash of the relative path: any stretch of it
-// is a fair sample of the whole. A file that is named itself must be usable. ConfigError where none
-// is left.
+// is a fair sample of the whole. A file that is named itself must be usable, and no .json file with
+// a list of objects. ConfigError where none is left.
 DataFiles find_data_files(const std::string& path);
 
 // Whether a file holds token ids: its name ends in .bin.

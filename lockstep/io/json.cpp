@@ -50,7 +50,13 @@ AnyJson parse(std::string_view text, const Fails& fails) {
   try {
     return AnyJson::parse(text.begin(), text.end(), watch);
   } catch (const Json::exception& failure) {
-    fails("not valid JSON: " + reason_of(failure));
+    std::string reason = reason_of(failure);
+    // Of a line of a file it would be taken for the line in the file.
+    constexpr std::string_view kLine = "line 1, ";
+    const size_t at = reason.find(kLine);
+    if (at != std::string::npos && text.find('\n') == std::string_view::npos)
+      reason.erase(at, kLine.size());
+    fails("not valid JSON: " + reason);
   }
   return {};
 }

@@ -90,7 +90,8 @@ std::string describe_frozen(const TrainConfig& config) {
   int64_t elements = 0;
   for (const config::TensorSpec& tensor : config.model.tensors())
     elements += frozen.contains(tensor.name) ? layout::numel_of(tensor.shape) : 0;
-  return format("freeze {} tensors with {} of {} parameters", frozen.size(),
+  return format("freeze {} with {} of {} parameters",
+                counted(static_cast<int64_t>(frozen.size()), "tensor"),
                 short_number(static_cast<double>(elements)),
                 short_number(static_cast<double>(config.model.parameters())));
 }

@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"

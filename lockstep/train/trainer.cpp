@@ -17,6 +17,7 @@
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
@@ -32,6 +33,7 @@
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/batches.h"
 #include "lockstep/train/best_checkpoint.h"
+#include "lockstep/train/data_report.h"
 #include "lockstep/train/device/device.h"
 #include "lockstep/train/evaluator.h"
 #include "lockstep/train/memory_report.h"
@@ -259,19 +261,8 @@ void Trainer::State::say_what_is_trained() {
   progress->line(format("model  {}; {} parameters", config.model.describe(),
                         short_number(static_cast<double>(config.model.parameters()))));
   for (const std::string& line : model.describe()) progress->line(line);
-  const bool examples = data.validation.has_examples();
-  const size_t held =
-      examples ? data.validation.examples().size() : static_cast<size_t>(data.validation.size());
-  progress->line(format("data   {}; {} {} held out", data.train.describe(),
-                        short_number(static_cast<double>(held)), examples ? "examples" : "tokens"));
-  if (data.cut + data.dropped > 0) {
-    log::warn(
-        format("of {} examples, {} are longer than train.seq_len {} and cut, and {} are left out: "
-               "nothing of their completion fits",
-               data.train.examples().size() + data.validation.examples().size() +
-                   static_cast<size_t>(data.dropped),
-               data.cut, config.train.seq_len, data.dropped));
-  }
+  progress->line(format("data   {}", describe(data)));
+  warn_of_data(data, config);
   if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {
       progress->line(
@@ -444,8 +435,7 @@ Trainer::Trainer(config::TrainConfig config, comm::Group group) {
     state_ = std::make_unique<State>(config, group);
   } catch (const std::exception& error) {
     if (!is_out_of_memory(error)) throw;
-    const TrainConfig known =
-        completed(config, data::Tokenizer::open(config::tokenizer_name(config)));
+    const TrainConfig known = completed(config, config::open_tokenizer(config));
     const int64_t peak = peak_tensor_bytes(choose_device(config, group), nullptr);
     throw Error(out_of_memory_message(
         error, {group.rank(), predicted(known, group), {.activations = peak}}));

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
@@ -12,10 +13,8 @@
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/model/hf_model.h"
 #include "lockstep/core/error.h"
-#include "lockstep/core/log.h"
-#include "tests/cli/checkpoint/models.h"
+#include "tests/config/run_folder_fixture.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
-#include "tests/support/subprocess.h"
 
 namespace lockstep::config {
 namespace {
@@ -29,66 +28,6 @@ using testing::Not;
 using testing::StartsWith;
 using testing::ThrowsMessage;
 using Words = std::vector<std::string>;
-
-// In a folder of its own, where runs/ appears.
-class RunFolderTest : public testing::Test {
- protected:
-  RunFolderTest() { fs::current_path(folder_.path()); }
-  ~RunFolderTest() override {
-    log::copy_to("");
-    unsetenv("TORCHELASTIC_RUN_ID");
-    fs::current_path(before_);
-  }
-
-  static TrainArguments parsed(const Words& words) {
-    Words all{"--data.path", "text.txt"};
-    all.insert(all.end(), words.begin(), words.end());
-    return parse_train_arguments(all);
-  }
-  // The path of the folder that a run with these arguments gets.
-  static std::string open(const Words& words, const RankEnv& env = {}) {
-    const TrainArguments arguments = parsed(words);
-    RunFolder folder(arguments, env);
-    TrainConfig config = arguments.config;
-    adopt(config, folder.open(config.model.resolved(config.train.seq_len, 256)));
-    EXPECT_EQ(config, folder.config());
-    return config.run.dir;
-  }
-  static void expect_refused(const Words& words, const std::vector<std::string>& facts) {
-    try {
-      open(words);
-      FAIL() << testing::PrintToString(words);
-    } catch (const ConfigError& failure) {
-      for (const std::string& fact : facts) EXPECT_THAT(failure.what(), HasSubstr(fact));
-    }
-  }
-  static void pretend_checkpoint(const std::string& run) {
-    fs::create_directories(run + "/checkpoints/step-00000005");
-    write_file(run + "/checkpoints/step-00000005/manifest.json", "{}");
-  }
-  std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
-
-  // A run with a small model that has saved steps 3 and 5, of which 3 was the best.
-  static void make_run(const std::string& run, const Words& options = {}) {
-    Words words{"--run.dir",      run, "--steps",        "30", "--seq-len",     "16",
-                "--model.layers", "1", "--model.hidden", "8",  "--model.heads", "2"};
-    words.insert(words.end(), options.begin(), options.end());
-    open(words);
-    const TrainConfig config = read_run_config(run);
-    std::map<std::string, std::string> state;
-    if (const std::string crc = tokenizer_crc(config.data.tokenizer); !crc.empty())
-      state = {{"tokenizer", "{\"crc32c\":\"" + crc + "\"}"}};
-    for (const int64_t step : {3, 5}) {
-      test::save_model(run + "/checkpoints", config, {}, {.step = step, .state = state});
-    }
-    formats::link_best(run + "/checkpoints", 3);
-  }
-  static TrainConfig begun(const Words& words) { return RunFolder(parsed(words), {}).config(); }
-
- private:
-  const std::string before_ = fs::current_path();
-  const test::TempDir folder_;
-};
 
 TEST_F(RunFolderTest, EachRunGetsANewFolder) {
   const std::string first = open({}), second = open({"--model.kind", "llama"}), third = open({});
@@ -374,40 +313,5 @@ TEST_F(RunFolderTest, ARestartFindsItsOwnFolder) {
   EXPECT_EQ(open(named, env("a", 1)), path("mine"));
   EXPECT_THROW(open(named, env("b", 1)), ConfigError);
 }
-
-TEST_F(RunFolderTest, CheckpointsFindTheTokenizerThatTheyWereTrainedWith) {
-  test::write_small_tokenizer("tokenizer.json", 256);
-  write_file("tokenizer_config.json", "{}");
-  const std::string run = open({"--run.dir", "mine", "--data.tokenizer", "tokenizer.json"});
-  EXPECT_EQ(read_file("mine/tokenizer.json"), read_file("tokenizer.json"));
-  EXPECT_EQ(read_file("mine/tokenizer_config.json"), "{}");
-  const auto manifest_of = [](const std::string& tokenizer) {
-    TrainConfig config;
-    config.data.tokenizer = tokenizer;
-    return formats::Manifest{
-        .state = {{"tokenizer", "{\"crc32c\":\"" + tokenizer_crc(tokenizer) + "\"}"}},
-        .config = to_json(config)};
-  };
-  const auto first = manifest_of(path("tokenizer.json"));
-  // The run continues with another one, and both stay.
-  test::write_small_tokenizer("second.json", 300);
-  open({"--run.dir", "mine", "--data.tokenizer", "second.json", "--resume", "auto"});
-  const auto second = manifest_of(path("second.json"));
-  fs::rename("mine", "moved");
-  fs::remove("tokenizer.json");
-  fs::remove("second.json");
-  const std::string checkpoint = "moved/checkpoints/step-00000005";
-  EXPECT_EQ(saved_tokenizer(first, checkpoint), path("moved/tokenizer.json"));
-  EXPECT_EQ(saved_tokenizer(first, checkpoint + "/"), path("moved/tokenizer.json"));
-  const std::string found = saved_tokenizer(second, checkpoint);
-  EXPECT_EQ(tokenizer_crc(second, checkpoint), tokenizer_crc(found));
-  EXPECT_THAT(found, StartsWith(path("moved/tokenizer-")));
-  // Elsewhere the path that was used is all there is.
-  EXPECT_EQ(saved_tokenizer(first, "elsewhere/step-00000005"), path("tokenizer.json"));
-  TrainConfig bytes;
-  bytes.data.tokenizer = "bytes";
-  EXPECT_EQ(saved_tokenizer({.config = to_json(bytes)}, checkpoint), "bytes");
-}
-
 }  // namespace
 }  // namespace lockstep::config

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/schema.h"
+#include "lockstep/config/schema/schema.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/schema/schema_text.h"
 #include "lockstep/core/error.h"
 #include "tests/support/says.h"
 

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/schema/schema_text.h"
 #include "lockstep/core/error.h"
 #include "tests/support/says.h"
 #include "tests/support/subprocess.h"

@@ -21,6 +21,7 @@ namespace {
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Not;
 using testing::ThrowsMessage;
 
 constexpr int64_t kEnd = 256, kNone = kIgnoredTarget;
@@ -64,6 +65,7 @@ TEST_F(JsonLinesTest, TextIsAStreamOfDocuments) {
   const auto both = Corpus::open(path("a.jsonl") + "," + path("b.jsonl"), with_end());
   EXPECT_EQ(tokens_of(both), "ab\xc3\xa9$c\nd$e");
   EXPECT_FALSE(both.has_examples());
+  EXPECT_FALSE(both.has_token_ids());
   EXPECT_EQ(both.describe(), "2 files, 0.1 kB of JSON lines, 10 tokens");
 }
 
@@ -111,6 +113,8 @@ TEST_F(JsonLinesTest, ExamplesAreHeldOutAsAWhole) {
   EXPECT_EQ(train.examples().size(), 8U);
   EXPECT_THAT(validation.examples(), ElementsAre(Example{0, 9, 10}, Example{10, 20, 21}));
   EXPECT_EQ(tokens_of(validation), "pppppppppcppppppppppc");
+  EXPECT_EQ(hold_out(corpus, 0.1).validation.describe(),
+            "1 example in 11 of the 65 tokens of 1 file, 0.4 kB of JSON lines");
   EXPECT_EQ(hold_out(corpus, 0).validation.examples().size(), 0U);
   EXPECT_EQ(hold_out(corpus, 0).train.examples().size(), 10U);
 }
@@ -171,6 +175,9 @@ TEST_F(JsonLinesTest, RefusesRecordsWithTheirLine) {
   const std::string good = "{\"text\": \"a\"}\n";
   const std::string at = path("bad.jsonl") + ":2: ";
   expect_refused(good + "{\"text\": \"a\"", at, "JSON");
+  // The line is the file's.
+  EXPECT_THAT([&] { open("bad.jsonl", good + "{\"text\": \"a\""); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("column 13"), Not(HasSubstr("line 1")))));
   expect_refused(good + "[1]", at, "array");
   expect_refused(good + "{\"text\": 7}", at, "number");
   expect_refused(good + "{\"content\": \"a\"}", at, "\"content\"");

@@ -57,6 +57,22 @@ TEST_F(TextFilesTest, AFileIsItself) {
   refused("", "is empty; give a file");
 }
 
+// Records of another program, which would be trained with all brackets and names.
+TEST_F(TextFilesTest, AListOfObjectsIsNotText) {
+  const std::string list = "\n [\n  {\"prompt\": \"a\", \"completion\": \"b\"}\n]\n";
+  write("f/tune.json", list);
+  refused(path("f/tune.json"), "f/tune.json ... .jsonl");
+  refused(path("f/tune.json") + "," + path("f/tune.json"), "f/tune.json ... .jsonl");
+  // Text of a folder, and other text.
+  EXPECT_THAT(found(path("f")), ElementsAre("f/tune.json"));
+  write("tune.txt", list);
+  EXPECT_THAT(found(path("tune.txt")), ElementsAre("tune.txt"));
+  for (const char* text : {"[1, 2]", "{\"a\": [{}]}", "[", "  ", "text"}) {
+    write("other.json", text);
+    EXPECT_THAT(found(path("other.json")), ElementsAre("other.json")) << text;
+  }
+}
+
 TEST_F(TextFilesTest, AFolderIsAllBelowItThatIsText) {
   for (const char* name : {"f/a", "f/sub/b", "f/sub/deep/c", "f/.hidden", "f/.git/d"}) write(name);
   write("f/empty", "");

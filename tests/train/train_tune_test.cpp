@@ -345,7 +345,65 @@ TEST_F(Tune, SaysWhatIsWrong) {
   const Result cut = run(tune({"-n", "2", "--train.seq_len", "17", "--train.steps", "1"}));
   EXPECT_EQ(cut.code, 0) << cut.err;
   EXPECT_THAT(cut.err, HasSubstr("of 29 examples"));
-  EXPECT_EQ(std::count(cut.err.begin(), cut.err.end(), '\n'), 1) << cut.err;
+  // And that bytes have no end of text.
+  EXPECT_THAT(cut.err, says("tokenizer bytes ... end-of-text"));
+  EXPECT_EQ(std::count(cut.err.begin(), cut.err.end(), '\n'), 2) << cut.err;
+}
+
+// A folder with two tokens that could end a text, and one that does.
+TEST_F(Tune, AModelEndsItsTextAsItsFilesSay) {
+  fs::create_directory(path("base"));
+  write_small_tokenizer(path("base/tokenizer.json"), 257);
+  std::string tokenizer = read_file(path("base/tokenizer.json"));
+  const std::string unused = "unused256", end = "<|im_end|>";
+  write_file(path("base/tokenizer.json"),
+             tokenizer.replace(tokenizer.find(unused), unused.size(), end));
+  const Words brief{"--data.tokenizer", path("base/tokenizer.json")};
+  steps("weights", brief + Words{"--train.steps", "1", "--optim.warmup", "0"});
+  ASSERT_EQ(lockstep_command({"checkpoint", "export", path("weights"), path("hf")}).code, 0);
+  json config = json::parse(read_file(path("hf/config.json")));
+  EXPECT_EQ(config["eos_token_id"], 257);
+  config["eos_token_id"] = {256, 257};
+  write_file(path("hf/config.json"), config.dump());
+  write_file(path("hf/generation_config.json"), R"({"eos_token_id": [256, 257]})");
+
+  write_file(path("one.jsonl"), "{\"prompt\": \"2+2=\", \"completion\": \"4.\"}\n");
+  const Result tuned = run(briefly({"--model.path", path("hf"), "--data.path", path("one.jsonl"),
+                                    "--train.steps", "40", "--run.dir", path("tuned"),
+                                    "--checkpoint.dir", "auto", "--train.global_batch", "2"}));
+  ASSERT_EQ(tuned.code, 0) << tuned.err;
+  EXPECT_THAT(tuned.out, AllOf(HasSubstr("1 example in 1 file"), HasSubstr(" 7 tokens; "),
+                               HasSubstr(end + " (256)\n")));
+  // One example is too few to hold one out.
+  EXPECT_THAT(tuned.err, says("data.validation 0.05 ... 1 example"));
+  EXPECT_EQ(std::count(tuned.err.begin(), tuned.err.end(), '\n'), 1) << tuned.err;
+
+  fs::remove_all(path("base"));
+  fs::rename(path("hf"), path("elsewhere"));
+  const Words sample{"sample",   "--checkpoint", path("tuned"),   "--prompt", "2+2=",
+                     "--tokens", "20",           "--temperature", "0"};
+  const Result said = lockstep_command(sample);
+  EXPECT_EQ(said.out, "2+2=4.\n") << said.err;
+  const Result exported = lockstep_command({"checkpoint", "export", path("tuned"), path("out")});
+  EXPECT_EQ(exported.code, 0) << exported.err;
+  EXPECT_EQ(json::parse(read_file(path("out/config.json")))["eos_token_id"], json({256, 257}));
+  EXPECT_TRUE(json::parse(read_file(path("out/config.json")))["bos_token_id"].is_null());
+  EXPECT_EQ(read_file(path("out/generation_config.json")),
+            read_file(path("elsewhere/generation_config.json")));
+
+  // Another tokenizer of the same size: with these weights, and for this model.
+  write_small_tokenizer(path("other.json"), 257);
+  const auto both_named =
+      AllOf(HasSubstr("tokenizer.json (crc32c "), HasSubstr(path("other.json") + " (crc32c "));
+  const Result other = lockstep_command(sample + Words{"--tokenizer", path("other.json")});
+  EXPECT_EQ(other.code, 0);
+  EXPECT_THAT(other.err, both_named);
+  const Result loaded =
+      run({"--checkpoint.resume", path("tuned"), "--checkpoint.load", "model", "--train.steps", "1",
+           "--optim.warmup", "0", "--data.tokenizer", path("other.json")});
+  EXPECT_EQ(loaded.code, 0) << loaded.err;
+  EXPECT_THAT(loaded.err, both_named);
+  EXPECT_EQ(std::count(loaded.err.begin(), loaded.err.end(), '\n'), 1) << loaded.err;
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include "lockstep/config/hf/hf_export.h"
 #include "lockstep/config/hf/hf_import.h"
 #include "lockstep/config/input_files.h"
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -75,6 +75,8 @@ int checkpoint_export(const Words& arguments) {
   options.max_file_bytes = *bytes;
   const auto start = Clock::now();
   const std::string from = config::checkpoint_at(dir);
+  if (const std::string choice = config::describe_choice(dir, from); !choice.empty())
+    std::cout << "checkpoint: " << choice << std::endl;
   const config::HfExported done = config::export_hf(from, out, options);
   warn_of_overflow("export", done.overflowed, done.dtype);
   std::cout << format("{}: {}, {}, {}, {} of weights in {}, {:.2f} seconds\n", out,

@@ -11,7 +11,7 @@
 #include "lockstep/cli/checkpoint/verbs.h"
 #include "lockstep/cli/common/options.h"
 #include "lockstep/config/input_files.h"
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/formats/checkpoint_diff.h"

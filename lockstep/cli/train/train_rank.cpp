@@ -13,6 +13,7 @@
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/train_arguments.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -71,6 +72,16 @@ void warn_of_length(int64_t prompt, int64_t tokens, int64_t positions) {
   }
 }
 
+data::Tokenizer tokenizer_for(const SampleOptions& options, const formats::Manifest& manifest) {
+  if (options.tokenizer.empty()) {
+    const auto saved = config::saved_tokenizer(manifest, options.checkpoint);
+    return data::Tokenizer::open(saved.name, saved.model_folder);
+  }
+  auto tokenizer = data::Tokenizer::open(options.tokenizer);
+  config::warn_of_other_tokenizer(manifest, options.checkpoint, options.tokenizer);
+  return tokenizer;
+}
+
 }  // namespace
 
 int train_rank(const std::vector<std::string>& arguments) {
@@ -100,9 +111,7 @@ int sample_rank(const std::vector<std::string>& arguments) {
   if (const auto status = parse_sample(arguments, options)) return *status;
   const auto manifest = formats::read_manifest(options.checkpoint);
   const auto config = config::train_config_from_json(manifest.config, options.checkpoint);
-  const auto tokenizer = data::Tokenizer::open(
-      options.tokenizer.empty() ? config::saved_tokenizer(manifest, options.checkpoint)
-                                : options.tokenizer);
+  const data::Tokenizer tokenizer = tokenizer_for(options, manifest);
   model::LanguageModel model(
       config.model, {.tensors = at::TensorOptions().device(parallel::detected_device({}))});
   checkpoint::load(options.checkpoint, checkpoint::slices_of(*model), {},

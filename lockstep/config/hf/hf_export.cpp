@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/config/model/hf_model.h"
-#include "lockstep/config/run_folder.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/saved_config.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -162,31 +162,54 @@ void copy_file(const std::string& from, const io::StagedFolder& folder, const st
 }
 
 // None where there is no tokenizer, or one that only others can read.
-std::optional<int32_t> end_of_text(const std::string& tokenizer) {
+std::optional<int32_t> end_of_text(const std::string& tokenizer, const std::string& model_folder) {
   if (tokenizer.empty()) return std::nullopt;
   try {
-    return data::Tokenizer::from_file(tokenizer).end_of_text();
+    return data::Tokenizer::from_file(tokenizer, model_folder).end_of_text();
   } catch (const ConfigError&) {
     return std::nullopt;
   }
 }
 
-// Files that accompany the weights.
+// An object; null where there is no file, or another one of that name.
+io::Json read_object(const std::string& path) {
+  if (path.empty()) return nullptr;
+  io::Json json = io::parse_json_line(read_text(path, io::kMaxJsonBytes));
+  return json.is_object() ? json : io::Json(nullptr);
+}
+
+// One id or a list of them, as config.json has them. Null where it names none, or one that the
+// vocabulary does not reach.
+Json token_ids(const io::Json& config, const char* key, int64_t vocab) {
+  if (!config.is_object() || !config.contains(key)) return nullptr;
+  const io::Json &value = config[key], ids = value.is_array() ? value : io::Json{value};
+  const bool reached = std::ranges::all_of(ids, [&](const io::Json& id) {
+    return id.is_number_unsigned() && id.get<uint64_t>() < static_cast<uint64_t>(vocab);
+  });
+  return reached ? Json::parse(value.dump()) : Json(nullptr);
+}
+
+// Files that accompany the weights. The tokenizer is empty where it is not there.
 void write_descriptions(const io::StagedFolder& folder, const ModelSpec& model, DType dtype,
-                        const std::string& tokenizer) {
+                        const std::string& tokenizer, const SavedTokenizer& saved) {
   Json config = Json::parse(hf_config_json(model));
   // transformers 5 and 4
   for (const char* key : {"dtype", "torch_dtype"}) config[key] = name_of(dtype);
-  // Else theirs are those of the original vocabulary, which ours may not reach.
-  const auto end = end_of_text(tokenizer);
-  for (const char* key : {"bos_token_id", "eos_token_id"}) {
-    config[key] = end ? Json(*end) : Json(nullptr);
+  // Null, not absent: else theirs are those of the original vocabulary, which ours may not reach.
+  const io::Json before = read_object(saved.files.config);
+  for (const char* key : {"bos_token_id", "eos_token_id"})
+    config[key] = token_ids(before, key, model.vocab);
+  if (const auto end = end_of_text(tokenizer, saved.model_folder);
+      end && config["eos_token_id"].is_null()) {
+    config["eos_token_id"] = *end;
   }
   folder.write("config.json", config.dump(2) + "\n");
+  if (read_object(saved.files.generation_config).is_object())
+    copy_file(saved.files.generation_config, folder, "generation_config.json");
   if (tokenizer.empty()) return;
   copy_file(tokenizer, folder, "tokenizer.json");
-  const std::string beside = (fs::path(tokenizer).parent_path() / "tokenizer_config.json").string();
-  if (fs::exists(beside)) copy_file(beside, folder, "tokenizer_config.json");
+  if (!saved.files.tokenizer_config.empty())
+    copy_file(saved.files.tokenizer_config, folder, "tokenizer_config.json");
 }
 
 }  // namespace
@@ -197,9 +220,10 @@ HfExported export_hf(const std::string& checkpoint, const std::string& out,
   const TrainConfig config = saved_config(reader.manifest(), checkpoint);
   require_model(reader.manifest(), config.model, checkpoint);
   Conversion conversion(reader, config.model, options.dtype);
-  const std::string tokenizer = tokenizer_file(saved_tokenizer(reader.manifest(), checkpoint));
+  const SavedTokenizer saved = saved_tokenizer(reader.manifest(), checkpoint);
+  const std::string tokenizer = tokenizer_file(saved.name);
   io::StagedFolder folder(out, {.replaces = options.replace ? "config.json" : ""});
-  write_descriptions(folder, config.model, conversion.dtype(), tokenizer);
+  write_descriptions(folder, config.model, conversion.dtype(), tokenizer, saved);
   const formats::HfFiles written = formats::write_hf_model(
       folder.folder(), conversion.tensors(),
       [&](const std::string& name, const formats::ByteSink& sink) { conversion.write(name, sink); },

@@ -27,8 +27,10 @@ struct HfExported {
 };
 
 // Writes config.json, the weights and, where the configuration names a tokenizer.json that is
-// there, that. `out` appears when all is written. Holds a matrix at most. CheckpointError where the
-// checkpoint is damaged, or not of the model it says; ConfigError where `out` is in use.
+// there, that. The token ids in config.json, and generation_config.json, are those of the model
+// that the run began with. `out` appears when all is written. Holds a matrix at most.
+// CheckpointError where the checkpoint is damaged, or not of the model it says; ConfigError where
+// `out` is in use.
 HfExported export_hf(const std::string& checkpoint, const std::string& out,
                      const HfExportOptions& options = {});
 

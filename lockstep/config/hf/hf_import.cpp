@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/config/input_files.h"
 #include "lockstep/config/model/hf_model.h"
+#include "lockstep/config/run_tokenizer.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"

@@ -7,6 +7,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/data/tokenizer/model_files.h"
 #include "lockstep/data/tokenizer/tokenizer_json.h"
 
 namespace lockstep::data {
@@ -114,24 +115,26 @@ Tokenizer Tokenizer::bytes() {
   return Tokenizer(std::move(tables));
 }
 
-Tokenizer Tokenizer::from_file(const std::string& tokenizer_json) {
+Tokenizer Tokenizer::from_file(const std::string& tokenizer_json, const std::string& model_folder) {
   auto tables = std::make_shared<Tables>(read_tokenizer_json(tokenizer_json));
   tables->name = tokenizer_json;
+  const ModelFiles files = find_model_files(tokenizer_json, model_folder);
+  if (const auto named = named_end_of_text(files, tables->bytes_of)) tables->end_of_text = named;
   return Tokenizer(std::move(tables));
 }
 
-Tokenizer Tokenizer::open(const std::string& name) {
+Tokenizer Tokenizer::open(const std::string& name, const std::string& model_folder) {
   if (name == "bytes") return bytes();
   std::filesystem::path path = name;
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) path /= "tokenizer.json";
   if (!std::filesystem::is_regular_file(path, ignored)) {
     throw ConfigError(
-        format("tokenizer {}: {} is not a file; a tokenizer is \"bytes\", the path of a "
+        format("tokenizer {}: is not a file; a tokenizer is \"bytes\", the path of a "
                "tokenizer.json, or that of a folder with one",
-               name, path.string()));
+               path.string()));
   }
-  return from_file(path.string());
+  return from_file(path.string(), model_folder);
 }
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text) const {

@@ -20,10 +20,12 @@ class Tokenizer {
   static Tokenizer bytes();
   // A Hugging Face tokenizer.json with byte-level BPE, as GPT-2, Llama 3, Qwen2 and Qwen3 have, or
   // with SentencePiece's BPE of characters, as Llama 2 and Mistral have. Throws ConfigError with
-  // the file, the key and what is supported where it is of another kind.
-  static Tokenizer from_file(const std::string& tokenizer_json);
+  // the file, the key and what is supported where it is of another kind. `model_folder` is for
+  // end_of_text(); empty: the folder of the file.
+  static Tokenizer from_file(const std::string& tokenizer_json,
+                             const std::string& model_folder = "");
   // "bytes", the path of a tokenizer.json, or that of a folder with one.
-  static Tokenizer open(const std::string& name);
+  static Tokenizer open(const std::string& name, const std::string& model_folder = "");
 
   // What the `tokenizers` library gives with add_special_tokens=False and no truncation: tokens
   // that stand in the text, like <|endoftext|>, are found, others are not added. Any bytes can be
@@ -35,7 +37,9 @@ class Tokenizer {
 
   // The largest id, plus 1.
   int64_t vocab_size() const;
-  // <|endoftext|>, <|end_of_text|> or </s>: the first of these that is an added token.
+  // eos_token of the tokenizer_config.json next to the file; else the first eos_token_id of the
+  // config.json, or of the generation_config.json, in the folder of the model; else the first of
+  // <|endoftext|>, <|end_of_text|> and </s> that is an added token.
   std::optional<int32_t> end_of_text() const;
   // "bytes", or the path of the file.
   const std::string& name() const;

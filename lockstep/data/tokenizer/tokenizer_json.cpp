@@ -90,6 +90,9 @@ class Reader {
       throw ConfigError(format("tokenizer {}", failure.what()));
     }
     if (!root.is_object()) refuse("the file", root, "an object");
+    if (get(root, "model").is_null()) {
+      fail("is not a tokenizer.json: it has no \"model\"; name the tokenizer.json of the model");
+    }
     read_normalizer(get(root, "normalizer"));
     const io::Json& pre_tokenizer = get(root, "pre_tokenizer");
     read_pre_tokenizer(pre_tokenizer);

@@ -196,7 +196,9 @@ TEST_F(CheckpointExport, TokenizersAreCopiedAndNamed) {
   ASSERT_EQ(run({"export", path("run"), path("out")}).code, 0);
   EXPECT_EQ(read_file(path("out/tokenizer.json")), read_file(path("tokens/tokenizer.json")));
   EXPECT_EQ(read_file(path("out/tokenizer_config.json")), "{}");
-  EXPECT_EQ(Json::parse(read_file(path("out/config.json")))["eos_token_id"], 256);
+  const Json described = Json::parse(read_file(path("out/config.json")));
+  EXPECT_EQ(described["eos_token_id"], 256);
+  EXPECT_TRUE(described.at("bos_token_id").is_null());
   const Result result = run({"import", path("out"), path("back")});
   ASSERT_EQ(result.code, 0) << result.err;
   const auto saved = config::train_config_from_json(
@@ -212,6 +214,39 @@ TEST_F(CheckpointExport, TokenizersAreCopiedAndNamed) {
   fs::remove_all(path("tokens"));
   ASSERT_EQ(run({"export", path("run"), path("without")}).code, 0);
   EXPECT_FALSE(fs::exists(path("without/tokenizer.json")));
+}
+
+TEST_F(CheckpointExport, TokensThatTheModelNamedAreKept) {
+  fs::create_directory(path("model"));
+  write_small_tokenizer(path("model/tokenizer.json"), 300);
+  const std::string generation = R"({"eos_token_id": [260, 258], "temperature": 0.6})";
+  write_file(path("model/generation_config.json"), generation);
+  write_file(path("model/tokenizer_config.json"), R"({"eos_token": "unused258"})");
+  auto config = gpt_;
+  config.model.vocab = 301;
+  config.data.tokenizer = path("model/tokenizer.json");
+  save_model(path("run"), config, {}, {.optimizer = false});
+  const auto exported = [&](const std::string& model_config) {
+    write_file(path("model/config.json"), model_config);
+    const Result result = run({"export", path("run"), path("out"), "--force"});
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_EQ(read_file(path("out/generation_config.json")), generation);
+    const Json json = Json::parse(read_file(path("out/config.json")));
+    return std::pair(json.at("eos_token_id"), json.at("bos_token_id"));
+  };
+  EXPECT_EQ(exported(R"({"eos_token_id": [260, 258], "bos_token_id": 259})"),
+            std::pair(Json({260, 258}), Json(259)));
+  EXPECT_EQ(exported(R"({"eos_token_id": 260})"), std::pair(Json(260), Json(nullptr)));
+  // One that was not named is that of the training; one beyond the vocabulary is no token.
+  EXPECT_EQ(exported(R"({"bos_token_id": 0})"), std::pair(Json(258), Json(0)));
+  EXPECT_EQ(exported(R"({"eos_token_id": 50256, "bos_token_id": 50256})"),
+            std::pair(Json(258), Json(nullptr)));
+  // The folder is imported with what it says.
+  exported(R"({"eos_token_id": [260, 258], "bos_token_id": 259})");
+  ASSERT_EQ(run({"import", path("out"), path("back")}).code, 0);
+  ASSERT_EQ(run({"export", path("back"), path("again")}).code, 0);
+  EXPECT_EQ(read_file(path("again/config.json")), read_file(path("out/config.json")));
+  EXPECT_EQ(read_file(path("again/generation_config.json")), generation);
 }
 
 TEST_F(CheckpointExport, AnotherFolderIsNotLost) {

@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <string>
 #include <thread>
@@ -21,6 +23,7 @@ using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 using testing::ThrowsMessage;
 
 const std::string kSpace = symbol(' ');
@@ -229,6 +232,77 @@ TEST_F(TokenizerFile, Open) {
   EXPECT_EQ(Tokenizer::open(path()).vocab_size(), 257);
 }
 
+TEST_F(TokenizerFile, OtherFilesAreSaidToBeNoTokenizer) {
+  write(R"({"model_type": "llama", "vocab_size": 512})");  // a config.json
+  EXPECT_THAT([&] { Tokenizer::open(path()); },
+              ThrowsMessage<ConfigError>(
+                  AllOf(says("not a tokenizer.json"), Not(HasSubstr("pre_tokenizer")))));
+  std::filesystem::remove(path());
+  const auto once = [&](const std::string& message) {
+    return message.find(path()) == message.rfind(path());
+  };
+  for (const std::string& name : {path(), folder_.string()}) {
+    EXPECT_THAT([&] { Tokenizer::open(name); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr(path()), testing::Truly(once))));
+  }
+}
+
+// Of a model whose file also has <|endoftext|>, as 256, and three other tokens after it.
+TEST_F(TokenizerFile, EndOfTextIsTheOneThatTheModelNames) {
+  auto json = gpt2_like({});
+  for (const int id : {257, 258, 259})
+    json["added_tokens"].push_back(added(id, "<" + std::to_string(id) + ">"));
+  write(json.dump());
+  const auto beside = [&](const std::string& name, const std::string& text) {
+    std::ofstream(folder_ / name) << text;
+  };
+  const auto end = [&] { return Tokenizer::from_file(path()).end_of_text(); };
+  EXPECT_EQ(end(), 256);
+  beside("generation_config.json", R"({"eos_token_id": [259, 256]})");
+  EXPECT_EQ(end(), 259);
+  // A run's copy of config.json, and the file itself.
+  beside("model_config.json", R"({"eos_token_id": 258})");
+  EXPECT_EQ(end(), 258);
+  beside("config.json", R"({"eos_token_id": [257, 258]})");
+  EXPECT_EQ(end(), 257);
+  // What names no token of this tokenizer does not count: defaults of a larger model, other files.
+  for (const char* text : {R"({"eos_token_id": 50256})", R"({"eos_token_id": null})", "{}", "[",
+                           R"({"eos_token_id": -1})", R"({"eos_token_id": []})"}) {
+    beside("config.json", text);
+    EXPECT_EQ(end(), 259) << text;
+  }
+  beside("config.json", R"({"eos_token_id": 257})");
+  beside("tokenizer_config.json", R"({"eos_token": null})");
+  EXPECT_EQ(end(), 257);
+  beside("tokenizer_config.json", R"({"eos_token": "<259>"})");
+  EXPECT_EQ(end(), 259);
+  beside("tokenizer_config.json", R"({"eos_token": {"content": "<258>", "special": true}})");
+  EXPECT_EQ(end(), 258);
+  beside("tokenizer_config.json", R"({"eos_token": "<|im_end|>"})");
+  EXPECT_THAT(end, ThrowsMessage<ConfigError>(
+                       says((folder_ / "tokenizer_config.json").string() + " ... <|im_end|>")));
+  beside("tokenizer_config.json", "{");
+  EXPECT_THAT(end, ThrowsMessage<ConfigError>(HasSubstr("tokenizer_config.json")));
+}
+
+// The model may be in another folder than its tokenizer.
+TEST_F(TokenizerFile, EndOfTextIsNamedInTheFolderOfTheModel) {
+  auto json = gpt2_like({});
+  json["added_tokens"].push_back(added(257, "<257>"));
+  write(json.dump());
+  const auto model = folder_ / "model";
+  std::filesystem::create_directory(model);
+  std::ofstream(model / "config.json") << R"({"eos_token_id": 257})";
+  std::ofstream(folder_ / "config.json") << R"({"eos_token_id": 97})";
+  EXPECT_EQ(Tokenizer::open(path(), model.string()).end_of_text(), 257);
+  EXPECT_EQ(Tokenizer::open(path()).end_of_text(), 'a');
+  std::ofstream(model / "tokenizer_config.json") << R"({"eos_token": "b"})";
+  EXPECT_EQ(Tokenizer::open(path(), model.string()).end_of_text(), 'b');
+  std::ofstream(folder_ / "tokenizer_config.json") << R"({"eos_token": "c"})";
+  EXPECT_EQ(Tokenizer::open(path(), model.string()).end_of_text(), 'c');
+  EXPECT_EQ(Tokenizer::open("bytes", model.string()).end_of_text(), std::nullopt);
+}
+
 TEST_F(TokenizerFile, DecodeRefusesIds) {
   auto json = gpt2_like({});
   json["added_tokens"] = Json::array();
@@ -298,7 +372,7 @@ TEST_F(TokenizerFile, RefusesDamage) {
     EXPECT_THAT([&] { Tokenizer::from_file(path()); },
                 ThrowsMessage<ConfigError>(HasSubstr(path())));
   }
-  refused([](Json& j) { j.erase("model"); }, "model is null");
+  refused([](Json& j) { j.erase("model"); }, "not a tokenizer.json ... \"model\"");
   refused([](Json& j) { j["model"]["vocab"].erase("q"); }, R"(no token "q" for byte 113)");
   refused([](Json& j) { j["model"]["vocab"]["a"] = "1"; }, R"(model.vocab "a" is "1")");
   refused([](Json& j) { j["model"]["vocab"]["a"] = -1; }, "id -1 ... at least 0");

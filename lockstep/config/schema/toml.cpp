@@ -4,7 +4,7 @@
 #include <set>
 #include <string_view>
 
-#include "lockstep/config/settings.h"
+#include "lockstep/config/schema/settings.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 

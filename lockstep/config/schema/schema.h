@@ -16,7 +16,7 @@
 #include <variant>
 #include <vector>
 
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 
 namespace lockstep::config {
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "lockstep/config/schema.h"
+#include "lockstep/config/schema/schema.h"
 
 namespace lockstep::config {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/schema_text.h"
+#include "lockstep/config/schema/schema_text.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 
 namespace lockstep::config {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/option_value.h"
+#include "lockstep/config/schema/option_value.h"
 
 #include <algorithm>
 #include <charconv>

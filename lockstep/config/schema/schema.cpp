@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/config/schema.h"
+#include "lockstep/config/schema/schema.h"
 
 #include <algorithm>
 #include <set>
 #include <system_error>
 #include <utility>
 
-#include "lockstep/config/settings.h"
+#include "lockstep/config/schema/settings.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
