@@ -14,6 +14,7 @@
 #include "lockstep/cli/completion.h"
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor/doctor.h"
+#include "lockstep/cli/infer/infer.h"
 #include "lockstep/cli/plan.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/schedule.h"
@@ -37,6 +38,7 @@ const std::vector<Subcommand>& subcommands() {
   static const std::vector<Subcommand> table = {
       {"train", "train a language model on text", lockstep::cli::train},
       {"sample", "generate text with a trained model", lockstep::cli::sample},
+      {"eval", "measure the loss and the perplexity of a trained model", lockstep::cli::eval},
       {"checkpoint", "inspect, verify, compare and convert checkpoints", lockstep::cli::checkpoint},
       {"data", "convert text to files of token ids", lockstep::cli::data},
       {"schedule", "show a pipeline schedule with its time and memory", lockstep::cli::schedule},

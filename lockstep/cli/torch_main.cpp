@@ -8,6 +8,7 @@
 
 #include "lockstep/cli/bench/collectives_rank.h"
 #include "lockstep/cli/doctor/doctor_torch.h"
+#include "lockstep/cli/infer/infer_rank.h"
 #include "lockstep/cli/selftest_rank.h"
 #include "lockstep/cli/train/train_rank.h"
 #include "lockstep/core/input_file.h"
@@ -18,6 +19,7 @@ int main(int argc, char** argv) {
   const std::map<std::string, int (*)(const std::vector<std::string>&)> commands{
       {"bench-collectives", cli::bench_collectives_rank},
       {"doctor", cli::doctor_torch},
+      {"eval", cli::eval_rank},
       {"sample", cli::sample_rank},
       {"selftest", cli::selftest_rank},
       {"train", cli::train_rank}};

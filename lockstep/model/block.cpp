@@ -49,8 +49,9 @@ Norm Parts::norm(torch::nn::Module& parent, const std::string& prefix, const std
              const at::Tensor& x) mutable { return norm->forward(x); };
 }
 
-AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
-    : heads_(parts.spec().heads),
+AttentionImpl::AttentionImpl(Parts& parts, int64_t layer, const std::string& prefix)
+    : layer_(layer),
+      heads_(parts.spec().heads),
       kv_heads_(parts.spec().num_kv_heads()),
       window_(parts.spec().window),
       qkv_(parts.linear(*this, prefix, "qkv")) {
@@ -62,15 +63,17 @@ AttentionImpl::AttentionImpl(Parts& parts, const std::string& prefix)
   out_ = parts.linear(*this, prefix, "out");
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
+at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation,
+                                  Decoding* decoding) {
   const int64_t ranks = qkv_->ranks();
   const auto [q, k, v] = nn::split_heads(qkv_(x), {.heads = heads_ / ranks,
                                                    .kv_heads = kv_heads_ / ranks,
                                                    .rotation = rotation,
                                                    .q_norm = q_norm_,
                                                    .k_norm = k_norm_});
-  const at::Tensor mixed = nn::causal_attention(q, k, v, window_).transpose(1, 2);  // (B, T, H, D)
-  return out_(mixed.flatten(2));
+  const at::Tensor mixed = decoding != nullptr ? decoding->attend(layer_, q, k, v, window_)
+                                               : nn::causal_attention(q, k, v, window_);
+  return out_(mixed.transpose(1, 2).flatten(2));  // (B, T, H, D)
 }
 
 MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
@@ -87,15 +90,15 @@ BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
   const std::string prefix = format("blocks.{}.", layer);
   const double dropout = parts.spec().dropout;
   norm1_ = parts.norm(*this, prefix, "norm1");
-  attention_ = register_module("attention", Attention(parts, prefix + "attention."));
+  attention_ = register_module("attention", Attention(parts, layer, prefix + "attention."));
   dropout1_ = register_module("dropout1", nn::Dropout(dropout));
   norm2_ = parts.norm(*this, prefix, "norm2");
   mlp_ = register_module("mlp", Mlp(parts, prefix + "mlp."));
   dropout2_ = register_module("dropout2", nn::Dropout(dropout));
 }
 
-at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation) {
-  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation));
+at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding) {
+  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation, decoding));
   return y + dropout2_(mlp_(norm2_(y)));
 }
 

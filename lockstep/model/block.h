@@ -14,6 +14,7 @@
 #include <string>
 
 #include "lockstep/config/model/model_spec.h"
+#include "lockstep/model/decoding.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/linear.h"
@@ -45,14 +46,15 @@ class Parts {
 
 class AttentionImpl : public torch::nn::Module {
  public:
-  AttentionImpl(Parts& parts, const std::string& prefix);
+  AttentionImpl(Parts& parts, int64_t layer, const std::string& prefix);
 
   // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned. With sequence
-  // parallelism, x and the result are this rank's part of T.
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
+  // parallelism, x and the result are this rank's part of T. While texts are generated, x is
+  // (1, N, C) of the tokens of `decoding`, and the rotation has their positions.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr);
 
  private:
-  int64_t heads_, kv_heads_, window_;
+  int64_t layer_, heads_, kv_heads_, window_;
   nn::Linear qkv_, out_{nullptr};
   Norm q_norm_, k_norm_;  // none without qk_norm
 };
@@ -74,7 +76,7 @@ class BlockImpl : public torch::nn::Module {
  public:
   BlockImpl(Parts& parts, int64_t layer);
 
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation);
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr);
 
  private:
   Norm norm1_, norm2_;

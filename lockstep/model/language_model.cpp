@@ -12,9 +12,12 @@
 namespace lockstep::model {
 
 LanguageModelImpl::LanguageModelImpl(config::ModelSpec spec, LanguageModelOptions options)
-    : spec_(std::move(spec)), random_(std::make_shared<nn::RandomContext>()) {
-  layers_ = parallel::build_layers(language_model_layers(spec_, options.tensors, random_), *this,
-                                   options.recompute, {.random = random_, .store = options.store});
+    : spec_(std::move(spec)),
+      random_(std::make_shared<nn::RandomContext>()),
+      decoding_(std::make_shared<Decoding>()) {
+  layers_ =
+      parallel::build_layers(language_model_layers(spec_, options.tensors, random_, decoding_),
+                             *this, options.recompute, {.random = random_, .store = options.store});
 }
 
 at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens) {

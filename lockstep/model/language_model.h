@@ -24,6 +24,7 @@
 namespace lockstep::model {
 
 using layout::Recompute;
+class Decoding;
 
 struct LanguageModelOptions {
   at::TensorOptions tensors = {};  // dtype and device of the parameters
@@ -47,10 +48,13 @@ class LanguageModelImpl : public torch::nn::Module {
   const config::ModelSpec& spec() const { return spec_; }
   // Where in the run the model is, which its dropout depends on. Set it before each forward.
   nn::RandomContext& random() { return *random_; }
+  // For programs in this tree, which have model/decoding.h: the texts that it generates.
+  Decoding& decoding() { return *decoding_; }
 
  private:
   config::ModelSpec spec_;
   std::shared_ptr<nn::RandomContext> random_;
+  std::shared_ptr<Decoding> decoding_;
   std::vector<parallel::LayerForward> layers_;
 };
 
@@ -76,13 +80,20 @@ nn::InitializeRule hugging_face_values(const config::ModelSpec& spec, const std:
 struct GenerateOptions {
   int64_t tokens = 400;
   double temperature = 0.8;  // 0: always the most likely one
-  int64_t top_k = 40;        // only the k most likely are drawn from; 0: all
+  // What is drawn from, after the temperature and in this order, as transformers does it: the k
+  // most likely (0: all), then the fewest whose probabilities sum to top_p, then those with at
+  // least min_p times the largest probability.
+  int64_t top_k = 40;
+  double top_p = 1, min_p = 0;
+  // Above 1: tokens that the text has are less likely.
+  double repetition_penalty = 1;
   uint64_t seed = 1;
   int64_t vocab = 0;  // only tokens below this; 0: all that the model has
 };
 
-// Calls `emit` with each new token, until it returns false. The model sees the last
-// spec().positions tokens, and is in eval mode. The prompt must not be empty.
+// Calls `emit` with each new token, until it returns false. Keys and values are kept, so that a
+// token costs one token's work. A text that is longer than spec().positions continues from its last
+// half. The model is in eval mode. The prompt must have a token, and fewer than spec().positions.
 void generate(LanguageModelImpl& model, std::vector<int64_t> prompt, const GenerateOptions& options,
               const std::function<bool(int64_t token)>& emit);
 

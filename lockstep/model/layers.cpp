@@ -49,10 +49,15 @@ struct Shared {
   const config::ModelSpec spec;
   const at::TensorOptions tensors;
   const std::shared_ptr<nn::RandomContext> random;
-  at::Tensor rotation = {};  // llama: made by the first block
+  const std::shared_ptr<Decoding> decoding;  // may be null
+  at::Tensor rotation = {};                  // llama: made by the first block
 
   Parts parts() const { return {spec, tensors}; }
 };
+
+Decoding* active(const std::shared_ptr<Decoding>& decoding) {
+  return decoding && decoding->is_active() ? decoding.get() : nullptr;
+}
 
 LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
@@ -61,8 +66,13 @@ LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
   if (shared.spec.kind == ModelKind::gpt) positions = parts.embedding(stage, "positions");
   nn::Dropout dropout = stage.register_module("dropout", nn::Dropout(shared.spec.dropout));
   nn::attach_random(*dropout, shared.random, "dropout");
-  return [embed, positions, dropout, limit = shared.spec.positions](const Tensors& in) mutable {
+  return [embed, positions, dropout, limit = shared.spec.positions,
+          decoding = shared.decoding](const Tensors& in) mutable {
     const at::Tensor& tokens = in.at(0);
+    if (const Decoding* const now = active(decoding)) {
+      const at::Tensor x = embed(tokens);
+      return Tensors{positions.is_empty() ? x : x + positions(now->positions().unsqueeze(0))};
+    }
     if (tokens.dim() != 2 || tokens.size(1) > limit) {
       throw ConfigError(format("[LanguageModel] tokens are ({}), must be (B, T) with T at most {}",
                                join(tokens.sizes()), limit));
@@ -83,14 +93,24 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
   const std::string path = format("blocks.{}", layer);
   nn::attach_random(*block, shared.random, path + ".");
   parallel::register_layer(stage, path, block.ptr());
-  return [block, rotation = shared.rotation](const Tensors& in) mutable {
-    return Tensors{block(in.at(0), rotation)};
-  };
+  return
+      [block, rotation = shared.rotation, decoding = shared.decoding](const Tensors& in) mutable {
+        if (Decoding* const now = active(decoding)) {
+          const at::Tensor turned =
+              rotation.defined() ? rotation.index_select(1, now->positions()) : rotation;
+          return Tensors{block(in.at(0), turned, now)};
+        }
+        return Tensors{block(in.at(0), rotation)};
+      };
 }
 
 LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
-  const Norm norm = parts.norm(stage, "", "norm");
+  const Norm norm = [norm = parts.norm(stage, "", "norm"),
+                     decoding = shared.decoding](const at::Tensor& x) {
+    const Decoding* const now = active(decoding);
+    return norm(now != nullptr ? x.index_select(1, now->wanted()) : x);
+  };
   if (!shared.spec.is_tied()) {
     return [norm, head = parts.linear(stage, "", "head")](const Tensors& in) mutable {
       return Tensors{head(norm(in.at(0)))};
@@ -106,8 +126,10 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
 
 std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
                                                    at::TensorOptions tensors,
-                                                   std::shared_ptr<nn::RandomContext> random) {
-  const auto shared = std::make_shared<Shared>(Shared{spec, tensors, std::move(random)});
+                                                   std::shared_ptr<nn::RandomContext> random,
+                                                   std::shared_ptr<Decoding> decoding) {
+  const auto shared =
+      std::make_shared<Shared>(Shared{spec, tensors, std::move(random), std::move(decoding)});
   std::vector<parallel::Layer> layers;
   layers.push_back({[shared](torch::nn::Module& stage) { return build_embedding(*shared, stage); },
                     /*recompute=*/false});

@@ -2,11 +2,11 @@
 #include "lockstep/nn/activations.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/memory/threads/parallel_for.h"
 #include "lockstep/nn/autograd/one_derivative.h"
 #include "lockstep/nn/kernels/activation_kernels.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
@@ -32,7 +32,7 @@ struct Gelu : torch::autograd::Function<Gelu> {
     if (!has_cpu_kernel(input)) return at::gelu(input, "tanh");
     const at::Tensor x = input.contiguous();
     at::Tensor out = at::empty_like(x);
-    at::parallel_for(0, x.numel(), kElementsPerThread, [&](int64_t begin, int64_t end) {
+    memory::parallel_for(x.numel(), kElementsPerThread, [&](int64_t begin, int64_t end) {
       activation_kernels().gelu(read(x) + begin, write(out) + begin, end - begin);
     });
     return out;
@@ -44,7 +44,7 @@ struct Gelu : torch::autograd::Function<Gelu> {
     if (!has_cpu_kernel(input)) return {at::gelu_backward(gradients[0], input, "tanh")};
     const at::Tensor x = input.contiguous(), grad = gradients[0].contiguous();
     const at::Tensor grad_x = at::empty_like(x);
-    at::parallel_for(0, x.numel(), kElementsPerThread, [&](int64_t begin, int64_t end) {
+    memory::parallel_for(x.numel(), kElementsPerThread, [&](int64_t begin, int64_t end) {
       activation_kernels().gelu_backward(read(x) + begin, read(grad) + begin, write(grad_x) + begin,
                                          end - begin);
     });
@@ -58,12 +58,12 @@ void for_gate_rows(const at::Tensor& gate_up, Body body) {
   const int64_t width = gate_up.size(-1) / 2;
   if (gate_up.numel() == 0) return;
   const int64_t rows = gate_up.numel() / (2 * width);
-  at::parallel_for(0, rows, std::max<int64_t>(kElementsPerThread / width, 1),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t row = begin; row < end; ++row) {
-                       body(row * 2 * width, row * width, width);
-                     }
-                   });
+  memory::parallel_for(rows, std::max<int64_t>(kElementsPerThread / width, 1),
+                       [&](int64_t begin, int64_t end) {
+                         for (int64_t row = begin; row < end; ++row) {
+                           body(row * 2 * width, row * width, width);
+                         }
+                       });
 }
 
 struct SwiGlu : torch::autograd::Function<SwiGlu> {

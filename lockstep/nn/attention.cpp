@@ -2,7 +2,6 @@
 #include "lockstep/nn/attention.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/version.h>
 
@@ -13,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/layout/box.h"
+#include "lockstep/memory/threads/parallel_for.h"
 #include "lockstep/nn/autograd/one_derivative.h"
 #include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/kernels/activation_kernels.h"
@@ -61,10 +61,10 @@ template <class Body>
 void for_score_rows(const at::Tensor& tensor, Body body) {
   const int64_t width = tensor.size(-1), rows = tensor.numel() / width;
   auto* const data = tensor.data_ptr<float>();
-  at::parallel_for(0, rows, std::max<int64_t>((1 << 15) / width, 1),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t row = begin; row < end; ++row) body(row, data + row * width);
-                   });
+  memory::parallel_for(rows, std::max<int64_t>((1 << 15) / width, 1),
+                       [&](int64_t begin, int64_t end) {
+                         for (int64_t row = begin; row < end; ++row) body(row, data + row * width);
+                       });
 }
 
 // The heads of q that share a head of k lie one below the other, so that one product serves them.

@@ -5,6 +5,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/tensor/column_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
 
@@ -51,7 +52,8 @@ at::Tensor EmbeddingImpl::first(int64_t length) const {
 }
 
 at::Tensor EmbeddingImpl::logits(const at::Tensor& vectors) const {
-  if (!sharing || sharing->style != layout::TensorStyle::vocab) return at::linear(vectors, weight);
+  if (!sharing || sharing->style != layout::TensorStyle::vocab)
+    return linear_map(vectors, weight, {});
   return column_linear(vectors, weight, {}, *sharing);
 }
 

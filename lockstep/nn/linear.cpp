@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/tensor/column_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
 
@@ -23,10 +24,10 @@ void LinearImpl::reset() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& input) {
-  if (!sharing) return at::linear(input, weight, bias);
+  if (!sharing) return linear_map(input, weight, bias);
   if (sharing->style != layout::TensorStyle::row)
     return column_linear(input, weight, bias, *sharing);
-  const at::Tensor sum = sum_outputs(at::linear(input, weight), *sharing);
+  const at::Tensor sum = sum_outputs(linear_map(input, weight, {}), *sharing);
   return bias.defined() ? sum + bias : sum;
 }
 

@@ -28,8 +28,10 @@ bool is_unit(const std::string& path, torch::nn::Module&) {
 }  // namespace
 
 std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device device,
-                                          const std::shared_ptr<nn::RandomContext>& random) {
-  auto layers = model::language_model_layers(config.model, tensor_options(config, device), random);
+                                          const std::shared_ptr<nn::RandomContext>& random,
+                                          const std::shared_ptr<model::Decoding>& decoding) {
+  auto layers =
+      model::language_model_layers(config.model, tensor_options(config, device), random, decoding);
   const auto frozen =
       std::make_shared<const std::set<std::string>>(config::frozen_tensors(config, config.model));
   if (frozen->empty()) return layers;

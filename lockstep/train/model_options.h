@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
+#include "lockstep/model/decoding.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/recompute/recompute.h"
@@ -20,7 +21,8 @@ namespace lockstep::train {
 
 // The layers of the configured model, without gradients for what train.freeze names.
 std::vector<parallel::Layer> model_layers(const config::TrainConfig& config, c10::Device device,
-                                          const std::shared_ptr<nn::RandomContext>& random);
+                                          const std::shared_ptr<nn::RandomContext>& random,
+                                          const std::shared_ptr<model::Decoding>& decoding = {});
 at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
 parallel::MaterializeOptions initializer(const config::TrainConfig& config, c10::Device device);
 parallel::FullyShardOptions shard_options(const config::TrainConfig& config);

@@ -45,14 +45,15 @@ std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& con
 }  // namespace
 
 TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device,
-                           const comm::Group& world)
+                           const comm::Group& world,
+                           const std::shared_ptr<model::Decoding>& decoding)
     : random_(random_context(config)),
       exact_norm_(config.train.reproducible),
       updates_in_backward_(config.offload.any() &&
                            config.offload.advanced.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
       frozen_(describe_frozen(config)),
-      pipeline_(parallel::parallelize(model_layers(config, device, random_),
+      pipeline_(parallel::parallelize(model_layers(config, device, random_, decoding),
                                       config::parallel_config(config, world.size()), world,
                                       other_options(config, device, world, random_))) {}
 

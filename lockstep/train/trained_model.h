@@ -15,6 +15,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
+#include "lockstep/model/decoding.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
@@ -33,8 +34,11 @@ struct StepInput {
 // A language model over the ranks of a job. All functions are collective.
 class TrainedModel {
  public:
-  // With its initial values.
-  TrainedModel(const config::TrainConfig& config, c10::Device device, const comm::Group& world);
+  // With its initial values. `decoding` is for text that it generates; null: it generates none.
+  TrainedModel(const config::TrainConfig& config, c10::Device device, const comm::Group& world,
+               const std::shared_ptr<model::Decoding>& decoding = {});
+
+  const parallel::Pipeline& pipeline() const { return pipeline_; }
 
   // The ranks on the axes "dp", "tp" and "pp".
   const mesh::Mesh& mesh() const { return pipeline_.mesh(); }

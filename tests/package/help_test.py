@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor.txt": ["doctor", "--help"],
     "train.txt": ["train", "--help"],
     "sample.txt": ["sample", "--help"],
+    "eval.txt": ["eval", "--help"],
     "checkpoint.txt": ["checkpoint", "--help"],
     "checkpoint_inspect.txt": ["checkpoint", "inspect", "--help"],
     "checkpoint_verify.txt": ["checkpoint", "verify", "--help"],

@@ -9,7 +9,6 @@
 
 #include "lockstep/cli/common/options.h"
 #include "lockstep/cli/common/torch_program.h"
-#include "lockstep/cli/train/sample_options.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/run_folder.h"
@@ -101,15 +100,6 @@ int train(const Words& arguments) {
   options.stop_grace = std::chrono::minutes{30};  // a step, and a checkpoint of any size
   options.command = command;
   return launch::run(options);
-}
-
-int sample(const Words& arguments) {
-  SampleOptions options;
-  if (const auto status = parse_sample(arguments, options)) return *status;
-  if (!options.choice.empty()) std::cerr << "sample: " << options.choice << std::endl;
-  Words command{torch_path(), "sample"};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  become_program(command);
 }
 
 }  // namespace lockstep::cli

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep train` and `lockstep sample`: the half that looks at what it is asked for, and starts
-// the ranks.
+// `lockstep train`: the half that looks at what it is asked for, and starts the ranks.
 #pragma once
 
 #include <string>
@@ -13,6 +12,5 @@ inline constexpr const char* kSettings = "LOCKSTEP_RUN_SETTINGS";
 inline constexpr const char* kFailure = "LOCKSTEP_RUN_FAILURE";
 
 int train(const std::vector<std::string>& arguments);
-int sample(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

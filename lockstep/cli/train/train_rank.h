@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep train` and `lockstep sample`: what one rank does, in lockstep-torch.
+// `lockstep train`: what one rank does, in lockstep-torch.
 #pragma once
 
 #include <string>
@@ -8,6 +8,5 @@
 namespace lockstep::cli {
 
 int train_rank(const std::vector<std::string>& arguments);
-int sample_rank(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

@@ -2,6 +2,7 @@
 #include "lockstep/nn/tensor/column_linear.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
@@ -10,6 +11,7 @@
 #include "lockstep/core/trace.h"
 #include "lockstep/nn/autograd/capsule.h"
 #include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
@@ -90,6 +92,11 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
 at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                          const Sharing& sharing) {
+  if (!at::GradMode::is_enabled()) {
+    return linear_map(
+        sharing.sequence_parallel ? SequenceGather(input, sharing.group).wait() : input, weight,
+        bias);
+  }
   // Older versions do not take an undefined tensor.
   return ColumnLinear::apply(input, weight,
                              bias.defined() ? bias : at::empty({0}, weight.options()), sharing);

@@ -2,7 +2,6 @@
 #include "lockstep/parallel/flat/encoded_shard.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/float16.h"
 #include "lockstep/layout/offload_plan.h"
+#include "lockstep/memory/threads/parallel_for.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -24,7 +24,7 @@ static_assert(kChunk % codec::kBlock == 0);
 template <class Body>
 void for_each_chunk(int64_t elements, const Body& body) {
   const int64_t grains = (elements + kGrain - 1) / kGrain;
-  at::parallel_for(0, grains, 1, [&](int64_t first, int64_t end) {
+  memory::parallel_for(grains, 1, [&](int64_t first, int64_t end) {
     const int64_t last = std::min(end * kGrain, elements);
     for (int64_t begin = first * kGrain; begin < last; begin += kChunk)
       body(begin, std::min(kChunk, last - begin));

@@ -60,7 +60,7 @@ TEST(Init, PythonProgramsUnderOurLauncher) {
   const std::string program =
       "import torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.full((3,), "
       "d.get_rank() + 1.0); d.all_reduce(t); "
-      "print('python rank', d.get_rank(), 'sum', t[0].item())";
+      "print('python rank', d.get_rank(), 'sum', t[0].item()); d.destroy_process_group()";
   const Result result =
       run({LOCKSTEP_COMMAND, "run", "-n", "2", LOCKSTEP_TORCHRUN_PYTHON, "-c", program});
   EXPECT_EQ(result.code, 0) << result.err;
