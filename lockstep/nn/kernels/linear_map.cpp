@@ -2,9 +2,9 @@
 #include "lockstep/nn/kernels/linear_map.h"
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,6 +22,11 @@ bool are_few(const at::Tensor& input, const at::Tensor& weight) {
          weight.is_contiguous() && (type == at::kFloat || type == at::kBFloat16) &&
          input.scalar_type() == type && input.numel() > 0 &&
          input.numel() <= kMostVectors * weight.size(1);
+}
+
+// What at::autocast asks, whose function has another name in each version.
+bool is_autocast() {
+  return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
 }
 
 template <class T>
@@ -58,8 +63,7 @@ TORCH_LIBRARY_FRAGMENT(lockstep, library) {
 }  // namespace
 
 at::Tensor linear_map(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!are_few(input, weight) || at::autocast::is_cpu_enabled())
-    return at::linear(input, weight, bias);
+  if (!are_few(input, weight) || is_autocast()) return at::linear(input, weight, bias);
   static const auto linear_of_few =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("lockstep::linear_of_few", "")
