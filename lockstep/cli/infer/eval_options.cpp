@@ -2,6 +2,7 @@
 #include "lockstep/cli/infer/eval_options.h"
 
 #include "lockstep/cli/common/options.h"
+#include "lockstep/cli/infer/json_input.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -9,19 +10,13 @@ namespace lockstep::cli {
 
 std::optional<int> parse_eval(const std::vector<std::string>& arguments, EvalOptions& options) {
   CLI::App app;
-  app.add_option(
-         "--checkpoint", options.model.checkpoint,
-         "Checkpoint; run folder or folder of checkpoints, which means the newest; RUN/best "
-         "for the best; or a Hugging Face folder")
-      ->required();
+  add_model_options(app, options.model);
   app.add_option("--data.path", options.data,
                  "Text file, folder of text files, token file (.bin) or JSON lines (.jsonl) "
                  "(default: the validation data of the training run)");
   app.add_option("--requests", options.requests,
                  "JSON lines {\"context\": TEXT, \"continuation\": TEXT}, each answered by its "
                  "log-likelihood; - means standard input");
-  app.add_option("--tokenizer", options.model.tokenizer,
-                 "Path of a tokenizer.json (default: the tokenizer of the model)");
   app.add_option("--seq-len", options.seq_len,
                  "Length of the windows in tokens (default: with --stride the model's positions, "
                  "else as in training)")

@@ -3,21 +3,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <iostream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <numbers>
 
 #include "lockstep/cli/infer/eval_options.h"
 #include "lockstep/cli/infer/infer_rank.h"
+#include "lockstep/cli/infer/json_input.h"
 #include "lockstep/cli/infer/loaded_model.h"
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/input_file.h"
-#include "lockstep/io/json.h"
 #include "lockstep/train/evaluator.h"
 
 namespace lockstep::cli {
@@ -117,27 +114,19 @@ struct Continuation {
 };
 
 std::vector<Continuation> read_requests(const std::string& file) {
-  const std::string text = file == "-" ? std::string(std::istreambuf_iterator<char>(std::cin), {})
-                                       : read_text(file, io::kMaxJsonBytes);
   std::vector<Continuation> requests;
-  int line = 0;
-  for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
-    end = std::min(text.find('\n', begin), text.size());
-    ++line;
-    const std::string record = text.substr(begin, end - begin);
-    if (record.find_first_not_of(" \t\r") == std::string::npos) continue;
-    const std::string origin = format("{}:{}", file, line);
-    const auto json = io::parse_user_json(record, origin);
-    const auto member = [&](const char* key) {
-      if (!json.is_object() || !json.contains(key) || !json[key].is_string())
-        throw ConfigError(format(
-            "{}: must be an object with the texts \"context\" and \"continuation\"", origin));
-      return json[key].get<std::string>();
-    };
-    requests.push_back({member("context"), member("continuation")});
-    if (requests.back().continuation.empty())
-      throw ConfigError(format("{}: \"continuation\" is empty, must have a character", origin));
-  }
+  for_each_json_line(
+      read_input(file), file, [&](const io::OrderedJson& json, const std::string& place) {
+        const auto member = [&](const char* key) {
+          if (!json.is_object() || !json.contains(key) || !json[key].is_string())
+            throw ConfigError(format(
+                "{}: must be an object with the texts \"context\" and \"continuation\"", place));
+          return json[key].get<std::string>();
+        };
+        requests.push_back({member("context"), member("continuation")});
+        if (requests.back().continuation.empty())
+          throw ConfigError(format("{}: \"continuation\" is empty, must have a character", place));
+      });
   if (requests.empty()) throw ConfigError(format("eval: --requests {} has no request", file));
   return requests;
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/infer/model_options.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <string_view>
@@ -71,11 +69,14 @@ std::vector<std::string> take_layout(const std::vector<std::string>& arguments,
   return rest;
 }
 
-void require_file(const std::string& option, const std::string& path) {
-  std::error_code error;
-  if (path.empty() || path == "-") return;
-  if (!fs::is_directory(path, error) && access(path.c_str(), R_OK) == 0) return;
-  throw ConfigError(format("{}: {} is not a file that can be read", option, path));
+void add_model_options(CLI::App& app, ModelOptions& options) {
+  app.add_option(
+         "--checkpoint", options.checkpoint,
+         "Checkpoint; run folder or folder of checkpoints, which means the newest; RUN/best "
+         "for the best; or a Hugging Face folder")
+      ->required();
+  app.add_option("--tokenizer", options.tokenizer,
+                 "Path of a tokenizer.json (default: the tokenizer of the model)");
 }
 
 void find_model(ModelOptions& options) {

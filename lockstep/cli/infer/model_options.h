@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/cli/common/options.h"
 #include "lockstep/config/run_tokenizer.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/formats/manifest.h"
@@ -31,8 +32,8 @@ std::vector<std::string> take_layout(const std::vector<std::string>& arguments,
 // What --help says of them.
 extern const char* const kLayoutHelp;
 
-// ConfigError unless the option's file can be read; empty, and "-" for standard input, can.
-void require_file(const std::string& option, const std::string& path);
+// --checkpoint and --tokenizer.
+void add_model_options(CLI::App& app, ModelOptions& options);
 
 // Fills path and choice. ConfigError where there is no model.
 void find_model(ModelOptions& options);

@@ -2,10 +2,9 @@
 #include "lockstep/cli/infer/sample_options.h"
 
 #include <algorithm>
-#include <iostream>
-#include <iterator>
 
 #include "lockstep/cli/common/options.h"
+#include "lockstep/cli/infer/json_input.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
@@ -13,8 +12,6 @@
 
 namespace lockstep::cli {
 namespace {
-
-constexpr uint64_t kMaxPromptBytes = uint64_t{1} << 30;
 
 CLI::Validator fraction(bool above_0) {
   return CLI::Validator(
@@ -29,28 +26,17 @@ CLI::Validator fraction(bool above_0) {
       "FRACTION");
 }
 
-std::string read_all(const std::string& path) {
-  if (path != "-") return read_text(path, kMaxPromptBytes);
-  return {std::istreambuf_iterator<char>(std::cin), {}};
-}
-
 }  // namespace
 
 std::optional<int> parse_sample(const std::vector<std::string>& arguments, SampleOptions& options) {
   CLI::App app;
-  app.add_option(
-         "--checkpoint", options.model.checkpoint,
-         "Checkpoint; run folder or folder of checkpoints, which means the newest; RUN/best "
-         "for the best; or a Hugging Face folder")
-      ->required();
+  add_model_options(app, options.model);
   app.add_option("--prompt", options.prompts, "Text to continue; may be given several times")
       ->expected(1)
       ->take_all();
   app.add_option("--prompt-file", options.prompt_file,
                  "File with a text to continue, or with JSON lines {\"prompt\": TEXT}; - means "
                  "standard input");
-  app.add_option("--tokenizer", options.model.tokenizer,
-                 "Path of a tokenizer.json (default: the tokenizer of the model)");
   app.add_option("--tokens", options.tokens, "Number of tokens to generate")
       ->check(not_negative())
       ->capture_default_str();
@@ -121,27 +107,19 @@ std::vector<std::string> read_prompts(const SampleOptions& options) {
   std::vector<std::string> prompts = options.prompts;
   if (options.prompt_file.empty()) return prompts;
   const std::string& file = options.prompt_file;
-  const std::string text = read_all(file);
+  const std::string text = read_input(file);
   if (text.empty()) throw ConfigError(format("sample: --prompt-file {} is empty", file));
-  if (text[text.find_first_not_of(" \t\r\n") == std::string::npos
-               ? 0
-               : text.find_first_not_of(" \t\r\n")] != '{') {
+  const size_t first = text.find_first_not_of(" \t\r\n");
+  if (first == std::string::npos || text[first] != '{') {
     prompts.push_back(text);
     return prompts;
   }
-  int line = 0;
-  for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
-    end = std::min(text.find('\n', begin), text.size());
-    ++line;
-    const std::string record = text.substr(begin, end - begin);
-    if (record.find_first_not_of(" \t\r") == std::string::npos) continue;
-    const std::string origin = format("{}:{}", file, line);
-    const auto json = io::parse_user_json(record, origin);
+  for_each_json_line(text, file, [&](const io::OrderedJson& json, const std::string& place) {
     if (!json.is_object() || !json.contains("prompt") || !json["prompt"].is_string() ||
         json["prompt"].get<std::string>().empty())
-      throw ConfigError(format("{}: must be an object with a text \"prompt\"", origin));
+      throw ConfigError(format("{}: must be an object with a text \"prompt\"", place));
     prompts.push_back(json["prompt"].get<std::string>());
-  }
+  });
   return prompts;
 }
 
