@@ -86,6 +86,7 @@ class SharedModel final : public TextModel {
         stages_(pipeline.mesh()["pp"]) {
     pipeline_.eval();
   }
+  ~SharedModel() override { decoding_->reset({}); }
 
   void reset(nn::KvCacheOptions options) override { decoding_->reset(options); }
 

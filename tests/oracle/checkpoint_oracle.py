@@ -3,7 +3,9 @@
 """`lockstep checkpoint export` and `import`, and what the trainer saves, beside transformers and PyTorch's Distributed
 Checkpoint. Needs torch with HuggingFaceStorageReader, transformers 4 or 5, safetensors and numpy; run by hand.
 
-usage: checkpoint_oracle.py BUILD_BIN_DIR      (bin/lockstep, bin/lockstep-torch and bin/model_logits of a build)
+usage: checkpoint_oracle.py BUILD_BIN_DIR [tune] [import] [dcp] [export]
+
+The folder has lockstep, lockstep-torch and model_logits. Without parts: all of them.
 """
 import json
 import pathlib
@@ -150,6 +152,25 @@ def import_of_random_weights(lockstep, work, name, model, model_type):
     print(f"import of {name}: {len(saved)} tensors have the same bits, in float32 and bfloat16; tokens are the same", flush=True)
 
 
+def fine_tuned(lockstep, work, name, model):
+    """A model of transformers, trained further on prompts and completions, read by transformers again."""
+    model.save_pretrained(work / "base")
+    data = work / "tune.jsonl"
+    data.write_text("".join(json.dumps(dict(prompt=f"{i} plus 1 is ", completion=f"{i + 1}.")) + "\n" for i in range(200)))
+    lockstep.run("train", "--model.path", work / "base", "--data.path", data, "--data.tokenizer", "bytes", "--train.seq_len", "32",
+                 "--train.steps", "40", "--train.micro_batch", "4", "--optim.lr", "1e-3", "--train.device", "cpu", "--run.dir", work / "tuned")
+    lockstep.run("checkpoint", "export", work / "tuned", work / "hf")
+    tuned = load(work / "hf").float()
+    tokens = torch.randint(BYTES, (3, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = tuned(tokens).logits.float()
+        moved = float((logits - model(tokens).logits).abs().max())
+    assert moved > 0.1, "the fine-tuning has changed nothing"
+    save_file(dict(tokens=tokens, logits=logits.contiguous()), str(work / "hf/expected.safetensors"))
+    said = lockstep.run(work / "hf", "1e-4", program="model_logits").decode().strip()
+    print(f"fine-tuned {name}: logits moved by {moved:.2f}; {said}", flush=True)
+
+
 def whole_tensors(folder):
     """Every tensor of a checkpoint, put together from its slices as the manifest says."""
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -189,18 +210,24 @@ def in_folder(step, *arguments):
 
 def main():
     lockstep = Lockstep(sys.argv[1])
+    wanted = sys.argv[2:] or ["tune", "import", "dcp", "export"]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         text = pathlib.Path(folder) / "text.txt"
         text.write_text("".join(f"the quick brown fox {i} jumps over {i * i % 97} lazy dogs.\n" for i in range(3000)))
-        for name in MODELS:
-            for layout in ("1 rank", "tp 2, shard full"):
-                in_folder(export_of_a_training, lockstep, name, layout, text)
         for name, model, model_type in random_models():
-            in_folder(import_of_random_weights, lockstep, name, model, model_type)
+            if "tune" in wanted and name.startswith("qwen3"):
+                in_folder(fine_tuned, lockstep, name, model)
+            if "import" in wanted:
+                in_folder(import_of_random_weights, lockstep, name, model, model_type)
         for name in ("gpt", "llama"):
             for layout in ("tp 2, shard full", "pp 2"):
-                in_folder(sharded_save_read_by_dcp, lockstep, name, layout, text)
+                if "dcp" in wanted:
+                    in_folder(sharded_save_read_by_dcp, lockstep, name, layout, text)
+        for name in MODELS:
+            for layout in ("1 rank", "tp 2, shard full"):
+                if "export" in wanted:
+                    in_folder(export_of_a_training, lockstep, name, layout, text)
 
 
 if __name__ == "__main__":

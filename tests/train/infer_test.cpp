@@ -63,6 +63,13 @@ TEST_F(Infer, EveryLayoutWritesAndMeasuresTheSame) {
     EXPECT_NEAR(again["loss"], measured["loss"], 1e-6) << layout.back();
     EXPECT_EQ(again["tokens"], measured["tokens"]);
   }
+  // One text for two data-parallel ranks, and three.
+  for (const std::string count : {"1", "3"}) {
+    const Words uneven{"--prompt", "int ", "--samples", count, "--tokens", "6", "--json"};
+    const auto alone = lines(sample(uneven)), shared = lines(sample(uneven + Words{"-n", "2"}));
+    ASSERT_EQ(shared.size(), alone.size());
+    for (size_t i = 0; i + 1 < alone.size(); ++i) EXPECT_EQ(shared[i], alone[i]) << count;
+  }
   // The trainer has measured it, too.
   const std::string log = read_file(path("run/log.txt"));
   const size_t place = log.rfind("validation loss ");

@@ -174,20 +174,4 @@ std::string take_generation_config(SampleOptions& options, const std::string& fi
   return line;
 }
 
-std::vector<int64_t> ends_of_text(const std::string& generation_config) {
-  if (generation_config.empty()) return {};
-  const auto json =
-      io::parse_user_json(read_text(generation_config, io::kMaxJsonBytes), generation_config);
-  std::vector<int64_t> ends;
-  if (!json.contains("eos_token_id")) return ends;
-  const auto& ids = json["eos_token_id"];
-  if (ids.is_number_integer()) ends.push_back(ids.get<int64_t>());
-  if (ids.is_array()) {
-    for (const auto& id : ids) {
-      if (id.is_number_integer()) ends.push_back(id.get<int64_t>());
-    }
-  }
-  return ends;
-}
-
 }  // namespace lockstep::cli

@@ -37,7 +37,5 @@ std::vector<std::string> read_prompts(const SampleOptions& options);
 // Takes what generation_config.json sets and the user has not: how tokens are drawn. Returns a line
 // for people, empty where there is nothing to say. ConfigError for values that have no meaning.
 std::string take_generation_config(SampleOptions& options, const std::string& file);
-// All tokens that end a text, by that file.
-std::vector<int64_t> ends_of_text(const std::string& generation_config);
 
 }  // namespace lockstep::cli

@@ -56,7 +56,11 @@ class Sampler {
         spec_(spec),
         tokenizer_(tokenizer.tokenizer),
         prompts_(shared_prompts()) {
-    for (const int64_t id : ends_of_text(tokenizer.files.generation_config)) ends_.insert(id);
+    // Ids of the model's files are those of its own tokenizer.
+    if (options.model.tokenizer.empty()) {
+      for (const int64_t id : data::eos_token_ids(tokenizer.files.generation_config))
+        ends_.insert(id);
+    }
     if (const auto end = tokenizer_.end_of_text()) ends_.insert(*end);
     if (options.ignore_eos) ends_.clear();
   }
@@ -140,7 +144,6 @@ class Sampler {
   bool take(const model::NewToken& token) {
     Output& output = outputs_[token.request];
     if (!first_) first_ = seconds_since(started_);
-    ++generated_;
     if (ends_.contains(token.token)) {
       output.finish = "stop";
       return false;
@@ -172,7 +175,7 @@ class Sampler {
       if (options_.logprobs >= 0) record["logprobs"] = output.logs;
       mine.push_back(std::move(record));
     }
-    mine.push_back({{"generated", generated_}, {"first", first_.value_or(0)}});
+    mine.push_back({{"first", first_.value_or(0)}});
     const auto texts =
         comm::gather_texts(mine.dump(-1, ' ', false, Json::error_handler_t::replace), model_.world);
     if (!speaks_) return;
@@ -220,7 +223,6 @@ class Sampler {
   std::vector<Output> outputs_;
   Clock::time_point started_ = {};
   std::optional<double> first_;
-  int64_t generated_ = 0;
   bool speaks_ = false, streams_ = false;
 };
 

@@ -35,16 +35,12 @@ std::string eos_token(const std::string& path) {
   return content.is_string() ? content.get<std::string>() : std::string();
 }
 
-// Other programs have files of these names, too: what is not understood names none.
+// The first of them, if it is a token.
 std::optional<int32_t> eos_token_id(const std::string& path,
                                     const std::vector<std::string>& bytes_of) {
-  if (path.empty()) return std::nullopt;
-  const io::Json root = io::parse_json_line(read_text(path, io::kMaxJsonBytes));
-  if (!root.is_object() || !root.contains("eos_token_id")) return std::nullopt;
-  const io::Json& ids = root["eos_token_id"];
-  const io::Json& id = ids.is_array() && !ids.empty() ? ids[0] : ids;
-  if (!id.is_number_unsigned() || id.get<uint64_t>() >= bytes_of.size()) return std::nullopt;
-  const auto token = id.get<int32_t>();
+  const std::vector<int64_t> ids = eos_token_ids(path);
+  if (ids.empty() || ids[0] >= static_cast<int64_t>(bytes_of.size())) return std::nullopt;
+  const auto token = static_cast<int32_t>(ids[0]);
   return bytes_of[static_cast<size_t>(token)].empty() ? std::nullopt : std::optional(token);
 }
 
@@ -62,6 +58,19 @@ ModelFiles find_model_files(const std::string& tokenizer_json, const std::string
   if (files.config.empty()) files.config = if_there(model / kKeptModelConfig);
   files.generation_config = if_there(model / "generation_config.json");
   return files;
+}
+
+// Other programs have files of these names, too: what is not understood names none.
+std::vector<int64_t> eos_token_ids(const std::string& path) {
+  if (path.empty()) return {};
+  const io::Json root = io::parse_json_line(read_text(path, io::kMaxJsonBytes));
+  if (!root.is_object() || !root.contains("eos_token_id")) return {};
+  const io::Json& given = root["eos_token_id"];
+  std::vector<int64_t> ids;
+  for (const io::Json& id : given.is_array() ? given : io::Json::array({given})) {
+    if (id.is_number_unsigned()) ids.push_back(id.get<int64_t>());
+  }
+  return ids;
 }
 
 std::optional<int32_t> named_end_of_text(const ModelFiles& files,

@@ -25,6 +25,9 @@ struct ModelFiles {
 // the tokenizer.json may be empty, too.
 ModelFiles find_model_files(const std::string& tokenizer_json, const std::string& model_folder);
 
+// eos_token_id of a config.json or generation_config.json: one, several, or none.
+std::vector<int64_t> eos_token_ids(const std::string& path);
+
 // The token that ends a text: eos_token of tokenizer_config.json, else eos_token_id of config.json,
 // else that of generation_config.json; the first of a list. An id that no token has does not count:
 // small models often have the defaults of large ones. `bytes_of` has the text of each token, by id.

@@ -31,9 +31,15 @@ OffloadOptions lossless(const char* codecs = kBoth) {
 
 void expect_same_bits(const comm::Group& group, const OffloadRun& run,
                       const OffloadOptions& offload, const std::string& what) {
-  const OffloadCurve plain = train_offloaded(group, run, {});
+  OffloadCurve plain = train_offloaded(group, run, {});
   const OffloadCurve moved = train_offloaded(group, run, offload);
   ASSERT_EQ(plain.losses, moved.losses) << what;
+  // One rank has flat parameters only where it offloads: squares are summed in another order.
+  if (group.size() == 1 && !run.use_orig_params && run.clip == 0) {
+    for (size_t i = 0; i < plain.norms.size(); ++i)
+      EXPECT_NEAR(plain.norms[i], moved.norms[i], 1e-12 * plain.norms[i]) << what;
+    plain.norms = moved.norms;
+  }
   EXPECT_TRUE(plain == moved) << what;
   EXPECT_LE(moved.stats.host_peak, moved.stats.host_budget) << what;
   // What does not shrink is kept as it is, in whole pages.
@@ -181,14 +187,12 @@ TEST(OffloadLossless, GradientsHaveTheSameBits) {
       {.steps = 3, .accumulation = 3},  // spilled unreduced
       {.steps = 3, .accumulation = 2, .dtype = at::kBFloat16},
       {.steps = 3, .zeroes = false},  // they add up
-      {.steps = 3, .clip = 0, .measures = true},
+      {.steps = 3, .clip = 0, .measures = true, .use_orig_params = false},
       {.steps = 3, .dtype = at::kDouble, .sgd = optim::SGDOptions{.lr = 0.01, .momentum = 0.9}}};
   for (const int ranks : {1, 2}) {
     comm::run_threads(ranks, [&](const comm::Group& group) {
       int index = 0;
-      for (OffloadRun run : runs) {
-        // One rank has flat parameters only where it offloads: squares are summed in another order.
-        run.use_orig_params = ranks == 1 || !run.measures;
+      for (const OffloadRun& run : runs) {
         expect_same_bits(group, run, lossless("grads=lossless"),
                          "run " + std::to_string(index++) + " of " + std::to_string(ranks));
       }
