@@ -95,6 +95,16 @@ TEST_F(Infer, TextsEndAtStopTextsAndPromptsAreRead) {
   // What is printed to people is the prompt and the same text.
   EXPECT_EQ(sample({"--prompt", "int ", "--tokens", "30"}).out, "int " + text + "\n");
 
+  // The same model as a Hugging Face folder, and imported from it.
+  ASSERT_EQ(lockstep_command({"checkpoint", "export", path("run"), path("hf")}).code, 0);
+  ASSERT_EQ(lockstep_command({"checkpoint", "import", path("hf"), path("back")}).code, 0);
+  const Words again{"--prompt", "int ", "--tokens", "30", "--json"};
+  EXPECT_EQ(lines(lockstep_command(
+                Words{"sample", "--checkpoint", path("hf"), "--tokenizer", "bytes"} + again))[0],
+            whole);
+  EXPECT_EQ(lines(lockstep_command(Words{"sample", "--checkpoint", path("back")} + again))[0],
+            whole);
+
   // Prompts of a file, in their order.
   write_file(path("prompts.jsonl"), "{\"prompt\": \"int \"}\n\n{\"prompt\": \"for\"}\n");
   const Words brief{"--tokens", "8", "--json", "--temperature", "0"};

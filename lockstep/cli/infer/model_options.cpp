@@ -107,6 +107,9 @@ ModelSource open_model(const ModelOptions& options) {
   }
   TrainConfig& config = source.config;
   config.model.dropout = 0;
+  // A configuration is validated as that of a training, which has data; models that were imported
+  // have none.
+  config.data.path = options.path;
   config.train.micro_batch = 1;
   config.train.seq_len = config.model.positions;
   config.train.recompute = layout::Recompute::none;
