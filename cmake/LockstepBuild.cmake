@@ -149,6 +149,7 @@ function(lockstep_cuda_kernels layer)
   add_library(lockstep_${layer}_cuda OBJECT ${ARGN})
   target_compile_options(lockstep_${layer}_cuda PRIVATE -std=c++20)  # CMake 3.25 does not know that nvcc 12 has it
   target_include_directories(lockstep_${layer}_cuda PRIVATE ${PROJECT_SOURCE_DIR})
+  set_target_properties(lockstep_${layer}_cuda PROPERTIES UNITY_BUILD OFF)  # nvcc takes longest, one file after the other
 endfunction()
 
 # lockstep_pch(target name headers... [LIBRARIES ...] [OPTIONS ...]): one precompiled header serves every target that asks for this name:

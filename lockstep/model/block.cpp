@@ -8,7 +8,6 @@
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention.h"
 #include "lockstep/nn/attention_heads.h"
-#include "lockstep/nn/norm.h"
 
 namespace lockstep::model {
 
@@ -41,12 +40,17 @@ nn::Embedding Parts::embedding(torch::nn::Module& parent, const std::string& nam
 Norm Parts::norm(torch::nn::Module& parent, const std::string& prefix, const std::string& name) {
   const int64_t width = shape(prefix + name + ".weight")[0];
   const nn::NormOptions options{.epsilon = spec_.norm_epsilon, .tensors = tensors_};
-  if (shapes_.contains(prefix + name + ".bias")) {
-    return [norm = parent.register_module(name, nn::LayerNorm(width, options))](
-               const at::Tensor& x) mutable { return norm->forward(x); };
-  }
-  return [norm = parent.register_module(name, nn::RmsNorm(width, options))](
-             const at::Tensor& x) mutable { return norm->forward(x); };
+  if (shapes_.contains(prefix + name + ".bias"))
+    return {parent.register_module(name, nn::LayerNorm(width, options).ptr()), options.epsilon};
+  return {parent.register_module(name, nn::RmsNorm(width, options).ptr()), options.epsilon};
+}
+
+nn::FusedLinear fused(const at::Tensor& weight, const at::Tensor& bias, const Norm& norm) {
+  return {.weight = weight,
+          .bias = bias,
+          .norm_weight = norm.weight(),
+          .norm_bias = norm.bias(),
+          .epsilon = norm.epsilon()};
 }
 
 AttentionImpl::AttentionImpl(Parts& parts, int64_t layer, const std::string& prefix)
@@ -63,17 +67,41 @@ AttentionImpl::AttentionImpl(Parts& parts, int64_t layer, const std::string& pre
   out_ = parts.linear(*this, prefix, "out");
 }
 
+at::Tensor AttentionImpl::attend_new(const at::Tensor& qkv, const at::Tensor& rotation,
+                                     Decoding& decoding) const {
+  const int64_t ranks = qkv_->ranks();
+  return decoding.attend_new(layer_, qkv,
+                             {.heads = heads_ / ranks,
+                              .kv_heads = kv_heads_ / ranks,
+                              .rotation = rotation,
+                              .q_norm = q_norm_.weight(),
+                              .k_norm = k_norm_.weight(),
+                              .epsilon = q_norm_.epsilon()});
+}
+
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation,
                                   Decoding* decoding) {
+  const at::Tensor qkv = qkv_(x);
+  if (decoding != nullptr && decoding->are_new()) return out_(attend_new(qkv, rotation, *decoding));
   const int64_t ranks = qkv_->ranks();
-  const auto [q, k, v] = nn::split_heads(qkv_(x), {.heads = heads_ / ranks,
-                                                   .kv_heads = kv_heads_ / ranks,
-                                                   .rotation = rotation,
-                                                   .q_norm = q_norm_,
-                                                   .k_norm = k_norm_});
-  const at::Tensor mixed = decoding != nullptr ? decoding->attend(layer_, q, k, v, window_)
+  nn::HeadOptions options{
+      .heads = heads_ / ranks, .kv_heads = kv_heads_ / ranks, .rotation = rotation};
+  if (q_norm_) {
+    options.q_norm = q_norm_;
+    options.k_norm = k_norm_;
+  }
+  const auto [q, k, v] = nn::split_heads(qkv, options);
+  const at::Tensor mixed = decoding != nullptr ? decoding->attend(layer_, q, k, v)
                                                : nn::causal_attention(q, k, v, window_);
   return out_(mixed.transpose(1, 2).flatten(2));  // (B, T, H, D)
+}
+
+at::Tensor AttentionImpl::add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
+                                 Decoding& decoding) {
+  const at::Tensor qkv = nn::fused_linear(x, fused(qkv_->weight, qkv_->bias, norm));
+  nn::FusedLinear out = fused(out_->weight, out_->bias);
+  out.residual = x;
+  return nn::fused_linear(attend_new(qkv, rotation, decoding), out);
 }
 
 MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
@@ -84,6 +112,15 @@ MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
 at::Tensor MlpImpl::forward(const at::Tensor& x) {
   const at::Tensor inner = up_(x);
   return down_(gated_ ? nn::swiglu(inner) : nn::gelu(inner));
+}
+
+at::Tensor MlpImpl::add_to(const at::Tensor& x, const Norm& norm) {
+  using Activation = nn::FusedLinear::Activation;
+  nn::FusedLinear up = fused(up_->weight, up_->bias, norm),
+                  down = fused(down_->weight, down_->bias);
+  up.activation = gated_ ? Activation::swiglu : Activation::gelu;
+  down.residual = x;
+  return nn::fused_linear(nn::fused_linear(x, up), down);
 }
 
 BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
@@ -98,6 +135,8 @@ BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
 }
 
 at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding) {
+  if (decoding != nullptr && decoding->are_new() && nn::can_fuse(x) && !attention_->is_shared())
+    return mlp_->add_to(attention_->add_to(x, norm1_, rotation, *decoding), norm2_);
   const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation, decoding));
   return y + dropout2_(mlp_(norm2_(y)));
 }

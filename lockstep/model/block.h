@@ -8,20 +8,46 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/model/decoding.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
+#include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/linear.h"
+#include "lockstep/nn/norm.h"
 
 namespace lockstep::model {
 
-using Norm = std::function<at::Tensor(const at::Tensor&)>;
+// nn::LayerNorm where it has a bias, nn::RmsNorm elsewhere.
+class Norm {
+ public:
+  Norm() = default;
+  Norm(std::shared_ptr<nn::LayerNormImpl> layer, double epsilon)
+      : layer_(std::move(layer)), epsilon_(epsilon) {}
+  Norm(std::shared_ptr<nn::RmsNormImpl> rms, double epsilon)
+      : rms_(std::move(rms)), epsilon_(epsilon) {}
+
+  explicit operator bool() const { return layer_ || rms_; }
+  at::Tensor operator()(const at::Tensor& x) const {
+    return layer_ ? layer_->forward(x) : rms_->forward(x);
+  }
+  at::Tensor weight() const { return layer_ ? layer_->weight : rms_ ? rms_->weight : at::Tensor(); }
+  at::Tensor bias() const { return layer_ ? layer_->bias : at::Tensor(); }
+  double epsilon() const { return epsilon_; }
+
+ private:
+  std::shared_ptr<nn::LayerNormImpl> layer_;
+  std::shared_ptr<nn::RmsNormImpl> rms_;
+  double epsilon_ = 0;
+};
+
+// A matrix, with a bias or none, and the norm before it, for nn::fused_linear().
+nn::FusedLinear fused(const at::Tensor& weight, const at::Tensor& bias, const Norm& norm = {});
 
 // Makes modules with the shapes that the spec gives to the tensors of these names, and registers
 // them at their place: shapes are written in the spec alone.
@@ -52,8 +78,15 @@ class AttentionImpl : public torch::nn::Module {
   // parallelism, x and the result are this rank's part of T. While texts are generated, x is
   // (1, N, C) of the tokens of `decoding`, and the rotation has their positions.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr);
+  // The same by fused kernels, for few new tokens: x is not normed yet, and is added to the result.
+  at::Tensor add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
+                    Decoding& decoding);
+  bool is_shared() const { return qkv_->sharing.has_value(); }
 
  private:
+  at::Tensor attend_new(const at::Tensor& qkv, const at::Tensor& rotation,
+                        Decoding& decoding) const;
+
   int64_t layer_, heads_, kv_heads_, window_;
   nn::Linear qkv_, out_{nullptr};
   Norm q_norm_, k_norm_;  // none without qk_norm
@@ -65,6 +98,7 @@ class MlpImpl : public torch::nn::Module {
   MlpImpl(Parts& parts, const std::string& prefix);
 
   at::Tensor forward(const at::Tensor& x);
+  at::Tensor add_to(const at::Tensor& x, const Norm& norm);  // as AttentionImpl's
 
  private:
   bool gated_;

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "lockstep/core/error.h"
@@ -38,8 +39,9 @@ class Writer {
 
   void run() {
     const auto rows = std::min<int64_t>(options_.rows, static_cast<int64_t>(requests_.size()));
-    const int64_t chunk = std::min(options_.chunk, options_.positions);
-    model_.reset({.rows = rows, .capacity = options_.positions, .longest = chunk});
+    const int64_t chunk =
+        std::min(options_.chunk > 0 ? options_.chunk : model_.chunk(), options_.positions);
+    model_.reset({.rows = rows, .capacity = longest_text(), .longest = chunk});
     rows_.resize(static_cast<size_t>(rows));
     while (true) {
       admit();
@@ -52,6 +54,12 @@ class Writer {
   }
 
  private:
+  int64_t longest_text() const {
+    size_t longest = 0;
+    for (const TextRequest& request : requests_) longest = std::max(longest, request.prompt.size());
+    return std::min(options_.positions, static_cast<int64_t>(longest) + options_.generate.tokens);
+  }
+
   void admit() {
     for (auto& row : rows_) {
       if (row || next_ == requests_.size()) continue;
@@ -96,14 +104,25 @@ class Writer {
   }
 
   // Of each span: the token, its logarithm, and those of the most likely ones.
-  int64_t width() const { return 2 + 2 * options_.top; }
+  int64_t width() const { return 2 + 2 * std::max<int64_t>(options_.top, 0); }
+  int64_t vocab() const {
+    return options_.generate.vocab > 0 ? options_.generate.vocab
+                                       : std::numeric_limits<int64_t>::max();
+  }
+  // The model finds the token itself.
+  bool is_plain() const {
+    return options_.generate.temperature == 0 && options_.generate.repetition_penalty == 1 &&
+           options_.top < 0;
+  }
 
   std::vector<double> read(size_t step, const at::Tensor& logits) const {
     std::vector<double> numbers;
     for (size_t i = 0; i < readers_[step].size(); ++i) {
       const auto& [row, draws] = readers_[step][i];
       std::vector<double> record(static_cast<size_t>(width()));
-      if (draws) {
+      if (draws && is_plain()) {
+        record[0] = logits.data_ptr<float>()[i];
+      } else if (draws) {
         const auto line = static_cast<int64_t>(i) * logits.size(1);
         draw_one(*row, {logits.data_ptr<float>() + line, static_cast<size_t>(logits.size(1))},
                  record);
@@ -115,16 +134,16 @@ class Writer {
 
   void draw_one(const Row& row, std::span<const float> logits, std::vector<double>& record) const {
     const GenerateOptions& options = options_.generate;
-    if (options.vocab > 0)
-      logits = logits.first(std::min(logits.size(), static_cast<size_t>(options.vocab)));
+    logits = logits.first(std::min(logits.size(), static_cast<size_t>(vocab())));
     std::vector<float> scores(logits.begin(), logits.end());
     penalize(scores, row.text, options.repetition_penalty);
     const RandomKey key =
         random_key(options.seed, "generate", "",
                    {.step = row.drawn, .micro_batch = requests_[row.request].stream});
-    const int64_t token = draw(candidates(scores, options), uniform(key, 0));
-    const LogProbabilities log = log_probabilities(logits, token, options_.top);
+    const int64_t token = draw(scores, options, uniform(key, 0));
     record[0] = static_cast<double>(token);
+    if (options_.top < 0) return;
+    const LogProbabilities log = log_probabilities(logits, token, options_.top);
     record[1] = log.token;
     for (size_t i = 0; i < log.top.size(); ++i) {
       record[2 + 2 * i] = static_cast<double>(log.top[i].token);
@@ -136,7 +155,8 @@ class Writer {
     const auto results = model_.run(
         steps_,
         {.read = [this](size_t step, const at::Tensor& logits) { return read(step, logits); },
-         .count = width()});
+         .count = width(),
+         .most_likely_of = is_plain() ? vocab() : 0});
     for (size_t step = 0; step < steps_.size(); ++step) {
       for (size_t i = 0; i < readers_[step].size(); ++i) {
         if (readers_[step][i].draws)

@@ -48,8 +48,10 @@ class LanguageModelImpl : public torch::nn::Module {
   const config::ModelSpec& spec() const { return spec_; }
   // Where in the run the model is, which its dropout depends on. Set it before each forward.
   nn::RandomContext& random() { return *random_; }
-  // For programs in this tree, which have model/decoding.h: the texts that it generates.
-  Decoding& decoding() { return *decoding_; }
+  // For programs in this tree, which have model/decoding.h: the texts that it generates, and what
+  // generates them.
+  const std::shared_ptr<Decoding>& decoding() const { return decoding_; }
+  const std::vector<parallel::LayerForward>& layers() const { return layers_; }
 
  private:
   config::ModelSpec spec_;

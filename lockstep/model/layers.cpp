@@ -96,8 +96,9 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
   return
       [block, rotation = shared.rotation, decoding = shared.decoding](const Tensors& in) mutable {
         if (Decoding* const now = active(decoding)) {
-          const at::Tensor turned =
-              rotation.defined() ? rotation.index_select(1, now->positions()) : rotation;
+          const at::Tensor turned = rotation.defined() && !now->are_new()
+                                        ? rotation.index_select(1, now->positions())
+                                        : rotation;
           return Tensors{block(in.at(0), turned, now)};
         }
         return Tensors{block(in.at(0), rotation)};
@@ -106,20 +107,29 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
 
 LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
-  const Norm norm = [norm = parts.norm(stage, "", "norm"),
-                     decoding = shared.decoding](const at::Tensor& x) {
+  // The logits of the vectors that are wanted, normed; of few new tokens by one kernel.
+  const auto head = [norm = parts.norm(stage, "", "norm"), decoding = shared.decoding](
+                        const at::Tensor& x, const auto& layer, const at::Tensor& bias,
+                        const auto& logits) {
     const Decoding* const now = active(decoding);
-    return norm(now != nullptr ? x.index_select(1, now->wanted()) : x);
+    if (now != nullptr && now->are_new() && nn::can_fuse(x) && !layer->sharing)
+      return Tensors{nn::fused_linear(x, fused(layer->weight, bias, norm))};
+    const bool selects = now != nullptr && !now->are_new();
+    return Tensors{logits(norm(selects ? x.index_select(1, now->wanted()) : x))};
   };
   if (!shared.spec.is_tied()) {
-    return [norm, head = parts.linear(stage, "", "head")](const Tensors& in) mutable {
-      return Tensors{head(norm(in.at(0)))};
+    return [head, linear = parts.linear(stage, "", "head").ptr()](const Tensors& in) {
+      return head(in.at(0), linear, linear->bias,
+                  [&](const at::Tensor& x) { return linear->forward(x); });
     };
   }
   const auto found = parallel::find_layer(stage, kEmbedding);
   const auto embed = found ? std::dynamic_pointer_cast<nn::EmbeddingImpl>(found)
                            : parts.embedding(stage, kEmbedding).ptr();
-  return [norm, embed](const Tensors& in) { return Tensors{embed->logits(norm(in.at(0)))}; };
+  return [head, embed](const Tensors& in) {
+    return head(in.at(0), embed, at::Tensor(),
+                [&](const at::Tensor& x) { return embed->logits(x); });
+  };
 }
 
 }  // namespace

@@ -33,10 +33,11 @@ std::vector<Candidate> scored(std::span<const float> logits) {
   return all;
 }
 
-// How many it takes, most likely first, until their probabilities sum to `mass`.
+// How many it takes, most likely first, until their probabilities sum to `mass`. Those are in
+// order.
 size_t count_of_mass(std::vector<Candidate>& all, double mass) {
-  // Of a large vocabulary the first thousand usually do.
-  for (size_t sorted = std::min<size_t>(1024, all.size());; sorted = all.size()) {
+  // Of a large vocabulary the first ones usually do.
+  for (size_t sorted = std::min<size_t>(256, all.size());; sorted = all.size()) {
     sort_first(all, sorted);
     double sum = 0;
     for (size_t i = 0; i < sorted; ++i) {
@@ -45,6 +46,30 @@ size_t count_of_mass(std::vector<Candidate>& all, double mass) {
     }
     if (sorted == all.size()) return sorted;
   }
+}
+
+// Up to top_k, with probabilities; in no order.
+std::vector<Candidate> most_likely(std::span<const float> logits, const GenerateOptions& options) {
+  std::vector<Candidate> all = scored(logits);
+  const auto k = static_cast<size_t>(options.top_k);
+  if (k > 0 && k < all.size()) {
+    sort_first(all, k);
+    const double least = all[k - 1].probability;
+    // Those that are as likely as the last stay.
+    const auto end =
+        std::partition(all.begin() + options.top_k, all.end(),
+                       [&](const Candidate& each) { return each.probability == least; });
+    all.erase(end, all.end());
+  }
+  const double largest = std::min_element(all.begin(), all.end(), is_likelier)->probability;
+  for (Candidate& each : all)
+    each.probability = std::exp((each.probability - largest) / options.temperature);
+  normalize(all);
+  return all;
+}
+
+int64_t best_of(std::span<const float> logits) {
+  return std::max_element(logits.begin(), logits.end()) - logits.begin();
 }
 
 }  // namespace
@@ -74,24 +99,8 @@ void penalize(std::span<float> logits, std::span<const int64_t> text, double pen
 
 std::vector<Candidate> candidates(std::span<const float> logits, const GenerateOptions& options) {
   check(!logits.empty(), "there is a token to draw");
-  std::vector<Candidate> all = scored(logits);
-  if (options.temperature == 0) {
-    return {{std::min_element(all.begin(), all.end(), is_likelier)->token, 1}};
-  }
-  const auto k = static_cast<size_t>(options.top_k);
-  if (k > 0 && k < all.size()) {
-    sort_first(all, k);
-    const double least = all[k - 1].probability;
-    // Those that are as likely as the last stay.
-    const auto end =
-        std::partition(all.begin() + options.top_k, all.end(),
-                       [&](const Candidate& each) { return each.probability == least; });
-    all.erase(end, all.end());
-  }
-  const double largest = std::min_element(all.begin(), all.end(), is_likelier)->probability;
-  for (Candidate& each : all)
-    each.probability = std::exp((each.probability - largest) / options.temperature);
-  normalize(all);
+  if (options.temperature == 0) return {{best_of(logits), 1}};
+  std::vector<Candidate> all = most_likely(logits, options);
   if (options.top_p < 1) {
     all.resize(count_of_mass(all, options.top_p));
     normalize(all);
@@ -105,13 +114,21 @@ std::vector<Candidate> candidates(std::span<const float> logits, const GenerateO
   return all;
 }
 
-int64_t draw(std::span<const Candidate> candidates, double point) {
-  double sum = 0;
-  for (const Candidate& each : candidates) {
-    sum += each.probability;
-    if (point < sum) return each.token;
+int64_t draw(std::span<const float> logits, const GenerateOptions& options, double point) {
+  check(!logits.empty(), "there is a token to draw");
+  if (options.temperature == 0) return best_of(logits);
+  std::vector<Candidate> all = options.top_p < 1 || options.min_p > 0
+                                   ? candidates(logits, options)
+                                   : most_likely(logits, options);
+  for (size_t sorted = std::min<size_t>(256, all.size());; sorted = all.size()) {
+    sort_first(all, sorted);
+    double sum = 0;
+    for (size_t i = 0; i < sorted; ++i) {
+      sum += all[i].probability;
+      if (point < sum) return all[i].token;
+    }
+    if (sorted == all.size()) return all.back().token;
   }
-  return candidates.back().token;
 }
 
 LogProbabilities log_probabilities(std::span<const float> logits, int64_t token, int64_t count) {

@@ -26,8 +26,8 @@ void penalize(std::span<float> logits, std::span<const int64_t> text, double pen
 // token first. With temperature 0 the most likely alone.
 std::vector<Candidate> candidates(std::span<const float> logits, const GenerateOptions& options);
 
-// The candidate whose share of [0, 1) holds `point`.
-int64_t draw(std::span<const Candidate> candidates, double point);
+// The candidate whose share of [0, 1) holds `point`, without putting all of them in order.
+int64_t draw(std::span<const float> logits, const GenerateOptions& options, double point);
 
 // Logarithms of the probabilities that the logits alone stand for: of `token`, and of the `count`
 // most likely, best first.

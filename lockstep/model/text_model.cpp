@@ -9,16 +9,35 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/layout/shard_math.h"
+#include "lockstep/model/recorded_forward.h"
 
 namespace lockstep::model {
 namespace {
 
-at::Tensor tokens_of(const TextStep& step) {
-  return at::tensor(step.tokens, at::kLong).unsqueeze(0);
+// float32 in the CPU's memory. From a device by pinned memory, which is several times as fast.
+at::Tensor on_host(const at::Tensor& logits) {
+  if (logits.is_cpu()) return logits.to(at::kFloat).contiguous();
+  const at::Tensor host =
+      at::empty(logits.sizes(), at::TensorOptions().dtype(at::kFloat).pinned_memory(true));
+  return host.copy_(logits.to(at::kFloat));
 }
 
-at::Tensor on_host(const at::Tensor& logits) {
-  return logits.to(at::kCPU, at::kFloat).contiguous();
+// What the reader wants of the logits (M, V), where they are.
+at::Tensor wanted_by(const TextReader& reader, const at::Tensor& logits) {
+  if (reader.most_likely_of == 0) return logits.to(at::kFloat);
+  return logits.narrow(1, 0, std::min(reader.most_likely_of, logits.size(1)))
+      .argmax(1, /*keepdim=*/true)
+      .to(at::kFloat);
+}
+
+int64_t chunk_on(c10::Device device) { return device.is_cuda() ? 2048 : 512; }
+
+DecodingOptions decoding_options(nn::KvCacheOptions cache, const config::ModelSpec& spec,
+                                 c10::Device device, int64_t ranks) {
+  cache.window = spec.window;
+  return {.cache = cache,
+          .has_kernel = nn::cuda::can_attend(device, spec.heads / ranks,
+                                             spec.num_kv_heads() / ranks, spec.head_size())};
 }
 
 // Of a text that all but its last token were given to the model of.
@@ -39,26 +58,30 @@ TextScore score_of(const at::Tensor& logits, const ScoredText& text) {
   return {logs.gather(1, targets.unsqueeze(1)).sum().item<double>(), logs.argmax(1).equal(targets)};
 }
 
+// A model that is all here, and stays where it is.
 class WholeModel final : public TextModel {
  public:
-  explicit WholeModel(LanguageModelImpl& model)
-      : model_(model), device_(model.parameters().front().device()) {
-    model.eval();
-  }
-  ~WholeModel() override { model_.decoding().reset({}); }
+  WholeModel(std::vector<parallel::LayerForward> layers, c10::Device device,
+             std::shared_ptr<Decoding> decoding, const config::ModelSpec& spec)
+      : layers_(std::move(layers)), device_(device), decoding_(std::move(decoding)), spec_(spec) {}
+  ~WholeModel() override { decoding_->reset({}); }
 
-  void reset(nn::KvCacheOptions options) override { model_.decoding().reset(options); }
+  void reset(nn::KvCacheOptions options) override {
+    recorded_.reset();
+    tokens_ = at::Tensor();
+    decoding_->reset(decoding_options(options, spec_, device_, 1));
+  }
 
   std::vector<std::vector<double>> run(std::span<const TextStep> steps,
                                        const TextReader& reader) override {
     const at::NoGradGuard no_grad;
     std::vector<std::vector<double>> results;
     for (const TextStep& step : steps) {
-      model_.decoding().begin(step.spans, device_);
-      results.push_back(
-          reader.read(results.size(), on_host(model_.forward(tokens_of(step).to(device_))[0])));
+      decoding_->begin(step.spans, device_);
+      const at::Tensor wanted = on_host(forward(step, reader));
+      results.push_back(reader.read(results.size(), decoding_->of_spans(wanted)));
     }
-    model_.decoding().end();
+    decoding_->end();
     return results;
   }
 
@@ -66,45 +89,82 @@ class WholeModel final : public TextModel {
     const at::NoGradGuard no_grad;
     std::vector<TextScore> scores;
     for (const ScoredText& text : texts) {
-      const at::Tensor logits = model_.forward(inputs_of(text).to(device_))[0];
+      const at::Tensor logits = logits_of(inputs_of(text).to(device_));
       scores.push_back(score_of(predictions(logits, text), text));
     }
     return scores;
   }
 
+  int64_t chunk() const override { return chunk_on(device_); }
+
  private:
-  LanguageModelImpl& model_;
+  at::Tensor logits_of(const at::Tensor& tokens) const {
+    parallel::Tensors x{tokens};
+    for (const parallel::LayerForward& layer : layers_) x = layer(x);
+    return x[0][0];
+  }
+
+  // New tokens are computed once, then recorded, then repeated.
+  at::Tensor forward(const TextStep& step, const TextReader& reader) {
+    const at::Tensor tokens = decoding_->arranged(step.spans, step.tokens);
+    if (!decoding_->are_new()) return wanted_by(reader, logits_of(tokens.to(device_)));
+    const auto compute = [&] { return wanted_by(reader, logits_of(tokens_)); };
+    if (!tokens_.defined()) {
+      tokens_ = tokens.to(device_);
+      return compute();
+    }
+    tokens_.copy_(tokens.pin_memory(), /*non_blocking=*/true);
+    if (!recorded_ || recorded_for_ != reader.most_likely_of) {
+      recorded_ = record(device_, compute);
+      recorded_for_ = reader.most_likely_of;
+    }
+    return recorded_ ? recorded_->repeat() : compute();
+  }
+
+  std::vector<parallel::LayerForward> layers_;
   c10::Device device_;
+  std::shared_ptr<Decoding> decoding_;
+  config::ModelSpec spec_;
+  at::Tensor tokens_;  // of new tokens, always the same memory
+  std::unique_ptr<RecordedForward> recorded_;
+  int64_t recorded_for_ = 0;
 };
 
 class SharedModel final : public TextModel {
  public:
-  SharedModel(const parallel::Pipeline& pipeline, std::shared_ptr<Decoding> decoding, int64_t vocab)
+  SharedModel(const parallel::Pipeline& pipeline, std::shared_ptr<Decoding> decoding,
+              const config::ModelSpec& spec)
       : pipeline_(pipeline),
         decoding_(std::move(decoding)),
-        vocab_(vocab),
-        stages_(pipeline.mesh()["pp"]) {
-    pipeline_.eval();
-  }
+        spec_(spec),
+        stages_(pipeline.mesh()["pp"]) {}
   ~SharedModel() override { decoding_->reset({}); }
 
-  void reset(nn::KvCacheOptions options) override { decoding_->reset(options); }
+  void reset(nn::KvCacheOptions options) override {
+    decoding_->reset(decoding_options(options, spec_, pipeline_.options().device,
+                                      pipeline_.tensor().group().size()));
+  }
 
   std::vector<std::vector<double>> run(std::span<const TextStep> steps,
                                        const TextReader& reader) override {
     const auto step = [&](int i) -> const TextStep& { return steps[static_cast<size_t>(i)]; };
     const c10::Device device = pipeline_.options().device;
     std::vector<std::vector<double>> results(steps.size());
-    pipeline_.evaluate(
-        {.inputs = [&](int i) { return parallel::Tensors{tokens_of(step(i)).to(device)}; },
-         .loss =
-             [&](int i, const parallel::Tensors& outputs) {
-               const auto index = static_cast<size_t>(i);
-               results[index] = reader.read(index, on_host(whole(outputs[0][0])));
-               return at::zeros({});
-             },
-         .begin = [&](int i) { decoding_->begin(step(i).spans, device); }},
-        static_cast<int>(steps.size()));
+    pipeline_.evaluate({.inputs =
+                            [&](int i) {
+                              return parallel::Tensors{
+                                  decoding_->arranged(step(i).spans, step(i).tokens).to(device)};
+                            },
+                        .loss =
+                            [&](int i, const parallel::Tensors& outputs) {
+                              const auto index = static_cast<size_t>(i);
+                              const at::Tensor wanted =
+                                  on_host(wanted_by(reader, whole(outputs[0][0])));
+                              results[index] = reader.read(index, decoding_->of_spans(wanted));
+                              return at::zeros({});
+                            },
+                        .begin = [&](int i) { decoding_->begin(step(i).spans, device); }},
+                       static_cast<int>(steps.size()));
     decoding_->end();
     share(results, steps, reader.count);
     return results;
@@ -133,13 +193,14 @@ class SharedModel final : public TextModel {
   }
 
   int steps_at_once() const override { return stages_.size(); }
+  int64_t chunk() const override { return chunk_on(pipeline_.options().device); }
 
  private:
   // Ranks of "tp" have their columns of the vocabulary, (M, V / tp).
   at::Tensor whole(const at::Tensor& logits) const {
     const comm::Group& group = pipeline_.tensor().group();
     if (group.size() == 1) return logits;
-    const int64_t most = layout::balanced_range(vocab_, group.size(), 0).size(),
+    const int64_t most = layout::balanced_range(spec_.vocab, group.size(), 0).size(),
                   rows = logits.size(0);
     const at::Tensor mine = at::zeros({rows, most}, logits.options());
     mine.narrow(1, 0, logits.size(1)).copy_(logits);
@@ -148,7 +209,7 @@ class SharedModel final : public TextModel {
     std::vector<at::Tensor> parts;
     for (int rank = 0; rank < group.size(); ++rank) {
       parts.push_back(
-          all[rank].narrow(1, 0, layout::balanced_range(vocab_, group.size(), rank).size()));
+          all[rank].narrow(1, 0, layout::balanced_range(spec_.vocab, group.size(), rank).size()));
     }
     return at::cat(parts, 1);
   }
@@ -178,18 +239,33 @@ class SharedModel final : public TextModel {
 
   parallel::Pipeline pipeline_;
   std::shared_ptr<Decoding> decoding_;
-  int64_t vocab_;
+  config::ModelSpec spec_;
   comm::Group stages_;
 };
+
+// Whole on each rank.
+bool is_whole(const parallel::Pipeline& pipeline) {
+  return pipeline.stages().size() == 1 && pipeline.has_first_stage() && pipeline.has_last_stage() &&
+         pipeline.sharded().empty() && pipeline.tensor().group().size() == 1;
+}
 
 }  // namespace
 
 std::unique_ptr<TextModel> text_model(LanguageModelImpl& model) {
-  return std::make_unique<WholeModel>(model);
+  model.eval();
+  return std::make_unique<WholeModel>(model.layers(), model.parameters().front().device(),
+                                      model.decoding(), model.spec());
 }
+
 std::unique_ptr<TextModel> text_model(const parallel::Pipeline& pipeline,
-                                      std::shared_ptr<Decoding> decoding, int64_t vocab) {
-  return std::make_unique<SharedModel>(pipeline, std::move(decoding), vocab);
+                                      std::shared_ptr<Decoding> decoding,
+                                      const config::ModelSpec& spec) {
+  parallel::Pipeline shared = pipeline;
+  shared.eval();
+  if (is_whole(shared))
+    return std::make_unique<WholeModel>(shared.layers(), shared.options().device,
+                                        std::move(decoding), spec);
+  return std::make_unique<SharedModel>(shared, std::move(decoding), spec);
 }
 
 }  // namespace lockstep::model

@@ -23,11 +23,13 @@ struct TextStep {
   std::vector<int64_t> tokens = {};  // of the spans, one after the other
 };
 
-// Numbers made of the logits of each span's last token, float32 on the CPU: `count` of them for
-// each row of (spans, V).
+// Numbers made of the logits of each span's last token: `count` of them for each span.
 struct TextReader {
+  // (spans, V), float32 on the CPU. With `most_likely_of` above 0: (spans, 1), the most likely of
+  // the first so many tokens, which is found where the logits are.
   std::function<std::vector<double>(size_t step, const at::Tensor& logits)> read;
   int64_t count = 1;
+  int64_t most_likely_of = 0;
 };
 
 // A text, of whose tokens those from `from` on are scored.
@@ -44,7 +46,7 @@ struct TextScore {
 class TextModel {
  public:
   virtual ~TextModel() = default;
-  // Forgets all texts.
+  // Forgets all texts. The window is the model's.
   virtual void reset(nn::KvCacheOptions options) = 0;
   // Calls read() once for each step on the ranks that have logits, and returns the numbers of each
   // step on all.
@@ -54,12 +56,15 @@ class TextModel {
   virtual std::vector<TextScore> score(std::span<const ScoredText> texts) = 0;
   // Steps that are computed at the same time.
   virtual int steps_at_once() const { return 1; }
+  // Tokens of a prompt that are best computed together.
+  virtual int64_t chunk() const = 0;
 };
 
 std::unique_ptr<TextModel> text_model(LanguageModelImpl& model);
-// `decoding` is what the pipeline's layers were made with. The vocabulary is the model's.
+// `decoding` is what the pipeline's layers were made with, `spec` what they are.
 std::unique_ptr<TextModel> text_model(const parallel::Pipeline& pipeline,
-                                      std::shared_ptr<Decoding> decoding, int64_t vocab);
+                                      std::shared_ptr<Decoding> decoding,
+                                      const config::ModelSpec& spec);
 
 struct TextRequest {
   std::vector<int64_t> prompt = {};
@@ -78,8 +83,8 @@ struct TextOptions {
   GenerateOptions generate = {};
   int64_t positions = 0;  // that the model has
   int64_t rows = 16;      // texts at a time
-  int64_t chunk = 512;    // tokens of a prompt that are computed together
-  int64_t top = 0;        // most likely tokens that log.top has
+  int64_t chunk = 0;      // tokens of a prompt that are computed together; 0: the model's choice
+  int64_t top = 0;        // most likely tokens that log.top has; -1: log is not computed
 };
 
 // Calls `emit` with each new token of each text, until it returns false for that text, on all ranks

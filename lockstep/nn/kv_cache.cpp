@@ -65,49 +65,83 @@ at::Tensor attend_several(const at::Tensor& q, const Seen& seen, int64_t begin, 
 
 }  // namespace
 
-void KvCache::store(const at::Tensor& k, const at::Tensor& v, std::span<const TextSpan> spans,
-                    int64_t window) {
-  if (!keys_.defined()) {
-    const auto& [rows, capacity, longest] = options_;
-    // Room for what a span sees, and to continue for a while before tokens are moved.
-    const int64_t slots =
-        window > 0 ? std::min(capacity, window + std::max<int64_t>(longest, 256)) : capacity;
-    keys_ = at::empty({rows, k.size(1), slots, k.size(3)}, k.options());
-    values_ = at::empty_like(keys_);
-    first_.assign(static_cast<size_t>(rows), 0);
-    end_.assign(static_cast<size_t>(rows), 0);
-  }
-  int64_t at = 0;
+int64_t KvCacheOptions::slots() const {
+  return window > 0 ? std::min(capacity, window + std::max<int64_t>(longest, 256)) : capacity;
+}
+
+KvPlaces::KvPlaces(KvCacheOptions options)
+    : options_(options),
+      first_(static_cast<size_t>(options.rows)),
+      end_(static_cast<size_t>(options.rows)) {}
+
+std::vector<PlacedSpan> KvPlaces::place(std::span<const TextSpan> spans) {
+  std::vector<PlacedSpan> placed;
   for (const TextSpan& span : spans) {
     const auto row = static_cast<size_t>(span.row);
     if (span.begin == 0) first_[row] = end_[row] = 0;
     check(end_[row] == span.begin, "spans of a text follow one another");
     check(span.end() <= options_.capacity && span.count <= options_.longest,
           "a text fits its cache");
-    if (span.end() - first_[row] > keys_.size(2)) {
+    PlacedSpan place{span};
+    if (span.end() - first_[row] > options_.slots()) {
       // Of what is there the new tokens see the last window - 1 at most.
-      const int64_t kept = std::min(window - 1, span.begin), from = span.begin - kept;
-      for (const at::Tensor& memory : {keys_[span.row], values_[span.row]}) {
-        memory.narrow(1, 0, kept).copy_(memory.narrow(1, from - first_[row], kept).clone());
-      }
-      first_[row] = from;
+      const int64_t first = span.begin - std::min(options_.window - 1, span.begin);
+      place.dropped = first - first_[row];
+      first_[row] = first;
     }
-    const int64_t slot = span.begin - first_[row];
-    keys_[span.row].narrow(1, slot, span.count).copy_(k[0].narrow(1, at, span.count));
-    values_[span.row].narrow(1, slot, span.count).copy_(v[0].narrow(1, at, span.count));
+    place.first = first_[row];
     end_[row] = span.end();
+    placed.push_back(place);
+  }
+  return placed;
+}
+
+void KvCache::allocate(int64_t heads, int64_t width, const at::TensorOptions& options) {
+  if (memory_.keys.defined()) return;
+  memory_.keys = at::empty({options_.rows, heads, options_.slots(), width}, options);
+  memory_.values = at::empty_like(memory_.keys);
+}
+
+void KvCache::drop(std::span<const PlacedSpan> spans) {
+  for (const PlacedSpan& span : spans) {
+    if (span.dropped == 0) continue;
+    for (const at::Tensor& memory : {memory_.keys[span.row], memory_.values[span.row]}) {
+      memory.narrow(1, 0, span.slot()).copy_(memory.narrow(1, span.dropped, span.slot()).clone());
+    }
+  }
+}
+
+void KvCache::store(const at::Tensor& k, const at::Tensor& v, std::span<const PlacedSpan> spans) {
+  allocate(k.size(1), k.size(3), k.options());
+  drop(spans);
+  int64_t at = 0;
+  for (const PlacedSpan& span : spans) {
+    const auto put = [&](const at::Tensor& memory, const at::Tensor& tokens) {
+      memory[span.row]
+          .narrow(1, span.slot(), span.count)
+          .copy_(tokens[0].narrow(1, at, span.count));
+    };
+    put(memory_.keys, k);
+    put(memory_.values, v);
     at += span.count;
   }
 }
 
-at::Tensor KvCache::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           std::span<const TextSpan> spans, int64_t window) {
+at::Tensor KvCache::attend_new(const at::Tensor& qkv, const cuda::AttentionHeads& heads,
+                               const cuda::NewTokens& tokens) {
   const at::NoGradGuard no_grad;
-  store(k, v, spans, window);
+  allocate(heads.kv_heads, qkv.size(2) / (heads.heads + 2 * heads.kv_heads), qkv.options());
+  return cuda::attend_new(qkv, heads, tokens, memory_, options_.window);
+}
+
+at::Tensor KvCache::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           std::span<const PlacedSpan> spans) {
+  const at::NoGradGuard no_grad;
+  const int64_t window = options_.window;
+  store(k, v, spans);
   at::Tensor out = at::empty({1, q.size(2), q.size(1), q.size(3)}, q.options());  // (1, N, H, D)
   int64_t at = 0;
-  for (const TextSpan& span : spans) {
-    const auto row = static_cast<size_t>(span.row);
+  for (const PlacedSpan& span : spans) {
     const at::Tensor queries = q[0].narrow(1, at, span.count);  // (H, n, D)
     at::Tensor result = out[0].narrow(0, at, span.count);       // (n, H, D)
     at += span.count;
@@ -118,11 +152,11 @@ at::Tensor KvCache::attend(const at::Tensor& q, const at::Tensor& k, const at::T
       result.copy_(causal_attention(whole(q), whole(k), whole(v), window)[0].transpose(0, 1));
       continue;
     }
-    const int64_t seen_first =
-        window > 0 ? std::max(span.begin - window + 1, first_[row]) : first_[row];
-    const Seen seen{keys_[span.row].narrow(1, seen_first - first_[row], span.end() - seen_first),
-                    values_[span.row].narrow(1, seen_first - first_[row], span.end() - seen_first),
-                    seen_first};
+    const int64_t first = window > 0 ? std::max(span.begin - window + 1, span.first) : span.first;
+    const auto seen_of = [&](const at::Tensor& memory) {
+      return memory[span.row].narrow(1, first - span.first, span.end() - first);
+    };
+    const Seen seen{seen_of(memory_.keys), seen_of(memory_.values), first};
     const at::ScalarType type = q.scalar_type();
     if (span.count == 1 && q.is_cpu() && (type == at::kFloat || type == at::kBFloat16)) {
       const at::Tensor one = queries.select(1, 0).to(at::kFloat).contiguous();

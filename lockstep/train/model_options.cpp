@@ -34,12 +34,14 @@ std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device
       model::language_model_layers(config.model, tensor_options(config, device), random, decoding);
   const auto frozen =
       std::make_shared<const std::set<std::string>>(config::frozen_tensors(config, config.model));
-  if (frozen->empty()) return layers;
+  const bool for_text = decoding != nullptr;  // no gradients, no optimizer state
+  if (frozen->empty() && !for_text) return layers;
   for (parallel::Layer& layer : layers) {
-    layer.build = [build = std::move(layer.build), frozen](torch::nn::Module& stage) {
+    layer.build = [build = std::move(layer.build), frozen, for_text](torch::nn::Module& stage) {
       parallel::LayerForward forward = build(stage);
       for (const auto& parameter : stage.named_parameters()) {
-        if (frozen->contains(parameter.key())) parameter.value().set_requires_grad(false);
+        if (for_text || frozen->contains(parameter.key()))
+          parameter.value().set_requires_grad(false);
       }
       return forward;
     };

@@ -34,7 +34,8 @@ struct StepInput {
 // A language model over the ranks of a job. All functions are collective.
 class TrainedModel {
  public:
-  // With its initial values. `decoding` is for text that it generates; null: it generates none.
+  // With its initial values. With `decoding` it generates text, and is not trained: it has no
+  // memory for gradients and optimizer state.
   TrainedModel(const config::TrainConfig& config, c10::Device device, const comm::Group& world,
                const std::shared_ptr<model::Decoding>& decoding = {});
 

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/cuda.h>
 
 #include <map>
 #include <string>
@@ -80,12 +81,27 @@ TEST(Sampling, HasTheProbabilitiesOfTheDefinition) {
 }
 
 TEST(Sampling, DrawsEachCandidateFromItsShare) {
-  const auto all = candidates(kLogits, {.temperature = 1, .top_k = 3});
-  EXPECT_EQ(draw(all, 0), 0);
-  EXPECT_EQ(draw(all, .505), 0);
-  EXPECT_EQ(draw(all, .51), 1);
-  EXPECT_EQ(draw(all, .82), 2);
-  EXPECT_EQ(draw(all, 1 - 1e-17), 2);
+  for (const double top_p : {1.0, .9999}) {
+    const GenerateOptions three{.temperature = 1, .top_k = 3, .top_p = top_p};
+    EXPECT_EQ(draw(kLogits, three, 0), 0);
+    EXPECT_EQ(draw(kLogits, three, .505), 0);
+    EXPECT_EQ(draw(kLogits, three, .51), 1);
+    EXPECT_EQ(draw(kLogits, three, .82), 2);
+    EXPECT_EQ(draw(kLogits, three, 1 - 1e-17), 2);
+  }
+  // Of many, the first are put in order, and the others only if they are needed.
+  std::vector<float> many(5000);
+  for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<float>(i * 7919 % 5000) / 5000;
+  const GenerateOptions all{.temperature = 1, .top_k = 0};
+  const auto ordered = candidates(many, all);
+  double sum = 0;
+  for (size_t i = 0; i < ordered.size(); ++i) {
+    const double middle = sum + ordered[i].probability / 2;
+    if (i % 499 == 0 || i == 255 || i == 256) {
+      EXPECT_EQ(draw(many, all, middle), ordered[i].token) << i;
+    }
+    sum += ordered[i].probability;
+  }
   // Equals all stay, and the smaller token counts as the likelier one.
   const std::vector<float> equal{1, 3, 3, 3, 0};
   EXPECT_EQ(candidates(equal, {.temperature = 1, .top_k = 2}).size(), 3U);
@@ -106,13 +122,23 @@ TEST(Sampling, RefusesWhatHasNoMeaning) {
 
 // ---- kernels ----
 
-TEST(LinearMap, OfFewVectorsIsThatOfMany) {
+// Where models are tested: also on a CUDA device, if there is one.
+std::vector<c10::Device> devices() {
+  std::vector<c10::Device> all{c10::kCPU};
+  if (torch::cuda::is_available()) all.emplace_back(c10::kCUDA, 0);
+  return all;
+}
+
+void check_linear_map(c10::Device device) {
   const at::NoGradGuard no_grad;
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
-    for (const int64_t width : {1, 31, 32, 200}) {
-      const at::Tensor weight = at::sin(at::arange(70 * width)).view({70, width}).to(type),
-                       bias = at::cos(at::arange(70)).to(type),
-                       input = at::cos(at::arange(8 * width) * 3).view({8, width}).to(type);
+    for (const int64_t width : {1, 31, 32, 200, 224}) {
+      // On a device other widths are a BLAS's.
+      if (device.is_cuda() && width % 32 != 0) continue;
+      const auto made = [&](const at::Tensor& tensor) { return tensor.to(type).to(device); };
+      const at::Tensor weight = made(at::sin(at::arange(70 * width)).view({70, width})),
+                       bias = made(at::cos(at::arange(70))),
+                       input = made(at::cos(at::arange(8 * width) * 3).view({8, width}));
       const at::Tensor expected =
           input.to(at::kDouble).matmul(weight.to(at::kDouble).t()) + bias.to(at::kDouble);
       const double tolerance = type == at::kFloat ? 1e-5 : 0.05;
@@ -125,22 +151,26 @@ TEST(LinearMap, OfFewVectorsIsThatOfMany) {
   }
 }
 
+TEST(LinearMap, OfFewVectorsIsThatOfMany) {
+  for (const c10::Device device : devices()) check_linear_map(device);
+}
+
 // ---- a cache, rows, layouts ----
 
-ModelSpec tiny(ModelKind kind, int64_t positions = 48) {
-  ModelSpec spec{.kind = kind, .layers = 4, .hidden = 32, .heads = 4};
+ModelSpec tiny(ModelKind kind, int64_t positions = 48, int64_t hidden = 32) {
+  ModelSpec spec{.kind = kind, .layers = 4, .hidden = hidden, .heads = 4};
   if (kind == ModelKind::llama) spec.kv_heads = 2;
   return spec.resolved(positions, /*tokenizer_vocab=*/51);
 }
 
-std::map<std::string, ModelSpec> families() {
-  std::map<std::string, ModelSpec> all{{"gpt", tiny(ModelKind::gpt)},
-                                       {"llama", tiny(ModelKind::llama)}};
+std::map<std::string, ModelSpec> families(int64_t hidden) {
+  std::map<std::string, ModelSpec> all{{"gpt", tiny(ModelKind::gpt, 48, hidden)},
+                                       {"llama", tiny(ModelKind::llama, 48, hidden)}};
   all["window"] = all["qwen2"] = all["qwen3"] = all["llama"];
   all["window"].window = 5;
   all["qwen2"].qkv_bias = true;
   all["qwen3"].qk_norm = true;
-  all["qwen3"].head_dim = 12;
+  all["qwen3"].head_dim = hidden == 32 ? 12 : 64;
   return all;
 }
 
@@ -156,8 +186,8 @@ nn::InitializeRule values(const ModelSpec& spec) {
       };
 }
 
-LanguageModel make_model(const ModelSpec& spec) {
-  LanguageModel model(spec);
+LanguageModel make_model(const ModelSpec& spec, c10::Device device = c10::kCPU) {
+  LanguageModel model(spec, {.tensors = at::TensorOptions(device)});
   const at::NoGradGuard no_grad;
   for (const auto& item : model->named_parameters())
     values(spec)(item.value(), {.seed = 3, .name = item.key()});
@@ -166,11 +196,12 @@ LanguageModel make_model(const ModelSpec& spec) {
 }
 
 // The most likely tokens, each computed from the whole text.
-Tokens without_cache(const ModelSpec& spec, Tokens text, int64_t count) {
-  LanguageModel model = make_model(spec);
+Tokens without_cache(const ModelSpec& spec, Tokens text, int64_t count,
+                     c10::Device device = c10::kCPU) {
+  LanguageModel model = make_model(spec, device);
   const at::NoGradGuard no_grad;
   for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor logits = model->forward(at::tensor(text).unsqueeze(0))[0][-1];
+    const at::Tensor logits = model->forward(at::tensor(text).unsqueeze(0).to(device))[0][-1];
     text.push_back(logits.argmax().item<int64_t>());
   }
   return {text.end() - count, text.end()};
@@ -189,7 +220,7 @@ std::vector<Tokens> texts(TextModel& model, const ModelSpec& spec, TextOptions o
   generate_texts(model, requests, options, [&](const NewToken& token) {
     Tokens& mine = all[token.request];
     EXPECT_EQ(token.index, static_cast<int64_t>(mine.size()));
-    EXPECT_LT(token.log.token, 0);
+    EXPECT_EQ(token.log.token < 0, options.top >= 0);
     mine.push_back(token.token);
     // Texts end at different times.
     return mine.size() < 30 - 4 * token.request;
@@ -197,45 +228,62 @@ std::vector<Tokens> texts(TextModel& model, const ModelSpec& spec, TextOptions o
   return all;
 }
 
-TEST(Generate, TokensOfACacheAreThoseOfTheWholeText) {
-  for (const auto& [name, spec] : families()) {
-    LanguageModel model = make_model(spec);
-    for (const int64_t chunk : {2, 5, 512}) {
-      const auto found = texts(*text_model(*model), spec,
-                               {.generate = {.tokens = 40, .temperature = 0}, .chunk = chunk});
+// With the logarithms of probabilities the token is drawn from logits; without, where they are.
+void check_tokens(const std::string& name, const ModelSpec& spec, c10::Device device) {
+  LanguageModel model = make_model(spec, device);
+  for (const int64_t chunk : {2, 5, 512}) {
+    for (const int64_t top : {-1, 0}) {
+      const auto found =
+          texts(*text_model(*model), spec,
+                {.generate = {.tokens = 40, .temperature = 0}, .chunk = chunk, .top = top});
       for (size_t i = 0; i < kRequests.size(); ++i) {
         const auto count = static_cast<int64_t>(found[i].size());
         EXPECT_EQ(count, 30 - 4 * static_cast<int64_t>(i));
-        EXPECT_EQ(found[i], without_cache(spec, kRequests[i].prompt, count)) << name << " " << i;
+        EXPECT_EQ(found[i], without_cache(spec, kRequests[i].prompt, count, device))
+            << name << " " << i << " " << device;
       }
     }
   }
 }
 
+TEST(Generate, TokensOfACacheAreThoseOfTheWholeText) {
+  for (const c10::Device device : devices()) {
+    for (const auto& [name, spec] : families(32)) check_tokens(name, spec, device);
+    if (device.is_cpu()) continue;
+    // Heads that the kernels for a device are made for.
+    for (const auto& [name, spec] : families(128)) check_tokens(name, spec, device);
+  }
+}
+
 TEST(Generate, ATextDoesNotDependOnThoseBesideIt) {
-  const ModelSpec spec = tiny(ModelKind::llama);
-  LanguageModel model = make_model(spec);
-  const TextOptions options{.generate = {.tokens = 40, .temperature = 1.2, .top_k = 0, .seed = 7}};
-  const auto together = texts(*text_model(*model), spec, options);
-  EXPECT_NE(together[0], together[3]);  // the same prompt, another stream
-  for (const int64_t rows : {1, 2, 4}) {
-    TextOptions fewer = options;
-    fewer.rows = rows;
-    EXPECT_EQ(texts(*text_model(*model), spec, fewer), together) << rows;
+  for (const c10::Device device : devices()) {
+    const ModelSpec spec = tiny(ModelKind::llama, 48, 128);
+    LanguageModel model = make_model(spec, device);
+    const TextOptions options{
+        .generate = {.tokens = 40, .temperature = 1.2, .top_k = 0, .seed = 7}};
+    const auto together = texts(*text_model(*model), spec, options);
+    EXPECT_NE(together[0], together[3]);  // the same prompt, another stream
+    for (const int64_t rows : {1, 2, 4}) {
+      TextOptions fewer = options;
+      fewer.rows = rows;
+      EXPECT_EQ(texts(*text_model(*model), spec, fewer), together) << rows << " " << device;
+    }
   }
 }
 
 // Keys that no token sees any more are dropped, and those that are seen are moved.
 TEST(Generate, AWindowIsKeptOverLongTexts) {
-  ModelSpec spec = tiny(ModelKind::llama, 400);
-  spec.window = 5;
-  LanguageModel model = make_model(spec);
-  Tokens found;
-  generate(*model, {1, 2, 3}, {.tokens = 330, .temperature = 0}, [&](int64_t token) {
-    found.push_back(token);
-    return true;
-  });
-  EXPECT_EQ(found, without_cache(spec, {1, 2, 3}, 330));
+  for (const c10::Device device : devices()) {
+    ModelSpec spec = tiny(ModelKind::llama, 400, device.is_cpu() ? 32 : 128);
+    spec.window = 5;
+    LanguageModel model = make_model(spec, device);
+    Tokens found;
+    generate(*model, {1, 2, 3}, {.tokens = 330, .temperature = 0}, [&](int64_t token) {
+      found.push_back(token);
+      return true;
+    });
+    EXPECT_EQ(found, without_cache(spec, {1, 2, 3}, 330, device)) << device;
+  }
 }
 
 TEST(Generate, ATextLongerThanTheModelGoesOnFromItsLastHalf) {
@@ -307,8 +355,7 @@ TEST(Generate, EveryLayoutWritesTheSame) {
         comm::run_threads(static_cast<int>(given.dims.world_size()), [&](const comm::Group& group) {
           const auto decoding = std::make_shared<Decoding>();
           const auto pipeline = shared_model(spec, given, decoding, group);
-          EXPECT_EQ(texts(*text_model(pipeline, decoding, spec.vocab), spec, options), expected)
-              << name;
+          EXPECT_EQ(texts(*text_model(pipeline, decoding, spec), spec, options), expected) << name;
         });
       }
     }

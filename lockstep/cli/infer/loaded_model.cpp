@@ -22,7 +22,7 @@ LoadedModel load_model(const ModelOptions& options, const ModelSource& source) {
   train::TrainedModel model(config, device, world, decoding);
   if (source.manifest)
     checkpoint::load(options.path, model.slices(), world, {.may_ignore = {"optim."}});
-  auto text = model::text_model(model.pipeline(), decoding, config.model.vocab);
+  auto text = model::text_model(model.pipeline(), decoding, config.model);
   const bool splits =
       config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any();
   return {world, device, std::move(decoding), std::move(model), std::move(text), splits};

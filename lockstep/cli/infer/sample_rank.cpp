@@ -82,7 +82,7 @@ class Sampler {
                                         .vocab = tokenizer_.vocab_size()},
                            .positions = spec_.positions,
                            .rows = options_.rows,
-                           .top = std::clamp<int64_t>(options_.logprobs, 0, spec_.vocab)},
+                           .top = std::clamp<int64_t>(options_.logprobs, -1, spec_.vocab)},
                           [this](const model::NewToken& token) { return take(token); });
     const double seconds = seconds_since(started_);
     for (Output& output : outputs_) show(output.stream.finish());

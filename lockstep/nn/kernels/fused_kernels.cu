@@ -1,59 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <numeric>
-#include <string>
 #include <type_traits>
 
-#include "lockstep/core/error.h"
 #include "lockstep/nn/kernels/fused_kernels.h"
+#include "lockstep/nn/kernels/packs.cuh"
 
 namespace lockstep::nn::cuda {
 namespace {
-
-__device__ float load(float stored) { return stored; }
-__device__ float load(__half stored) { return __half2float(stored); }
-__device__ float load(__nv_bfloat16 stored) { return __bfloat162float(stored); }
-template <class T>
-__device__ T store(float value);
-template <>
-__device__ float store<float>(float value) {
-  return value;
-}
-template <>
-__device__ __half store<__half>(float value) {
-  return __float2half_rn(value);
-}
-template <>
-__device__ __nv_bfloat16 store<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
-
-// N elements that are moved as one.
-template <class T, int N>
-struct alignas(N * sizeof(T)) Pack {
-  T lane[N];
-};
-
-template <int N, class T>
-__device__ void read(const T* from, float (&values)[N]) {
-  const auto pack = *reinterpret_cast<const Pack<T, N>*>(from);
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = load(pack.lane[i]);
-}
-
-template <int N, class T>
-__device__ void write(T* to, const float (&values)[N]) {
-  Pack<T, N> pack;
-#pragma unroll
-  for (int i = 0; i < N; ++i) pack.lane[i] = store<T>(values[i]);
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
-}
 
 __device__ int64_t thread_index() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -244,33 +200,8 @@ void launch_packed(int64_t divisor, std::initializer_list<const void*> addresses
 template <class Launch>
 void launch_for(DType dtype, const char* operation, int64_t divisor,
                 std::initializer_list<const void*> addresses, Launch launch) {
-  switch (dtype) {
-    case DType::float32:
-      launch_packed<float>(divisor, addresses, launch);
-      break;
-    case DType::float16:
-      launch_packed<__half>(divisor, addresses, launch);
-      break;
-    case DType::bfloat16:
-      launch_packed<__nv_bfloat16>(divisor, addresses, launch);
-      break;
-    default:
-      throw ConfigError("[" + std::string(operation) + "] dtype is " + std::string(name_of(dtype)) +
-                        ", must be float32, float16 or bfloat16");
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw Error("[" + std::string(operation) + "] CUDA: " + cudaGetErrorString(error));
-  }
-}
-
-template <class T>
-const T* typed(const void* data) {
-  return static_cast<const T*>(data);
-}
-template <class T>
-T* typed(void* data) {
-  return static_cast<T*>(data);
+  launch_of_type(dtype, operation,
+                 [&](auto type) { launch_packed<decltype(type)>(divisor, addresses, launch); });
 }
 
 int64_t common_divisor(const HeadStrides& strides) {

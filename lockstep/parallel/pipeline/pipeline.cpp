@@ -89,6 +89,14 @@ std::vector<std::shared_ptr<torch::nn::Module>> Pipeline::modules() const {
   for (const auto& stage : engine_->stages()) all.push_back(stage->shared_module());
   return all;
 }
+std::vector<LayerForward> Pipeline::layers() const {
+  std::vector<LayerForward> all;
+  for (const auto& stage : engine_->stages()) {
+    const auto& layers = stage->layers();
+    all.insert(all.end(), layers.begin(), layers.end());
+  }
+  return all;
+}
 std::vector<ShardedModel> Pipeline::sharded() const {
   std::vector<ShardedModel> all;
   for (const auto& stage : engine_->stages()) {

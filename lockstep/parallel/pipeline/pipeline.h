@@ -143,6 +143,9 @@ class Pipeline {
   // This rank's stages: which of the model's, and the modules; sharded ones where data is sharded.
   std::vector<int> stages() const;
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
+  // The layers of these stages, first to last: for a forward that the pipeline has no part in, of a
+  // model that is whole here.
+  std::vector<LayerForward> layers() const;
   std::vector<ShardedModel> sharded() const;
   // What the ranks of "tp" share of them.
   const TensorParallel& tensor() const;

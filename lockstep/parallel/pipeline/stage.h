@@ -69,6 +69,7 @@ class Stage {
   torch::nn::Module& module() const { return *module_; }
   const std::set<std::string>& untied() const { return module_->untied; }
   std::shared_ptr<torch::nn::Module> shared_module() const { return module_; }
+  const std::vector<LayerForward>& layers() const { return module_->layers; }
   std::optional<ShardedModel>& sharded() { return sharded_; }
   const std::optional<ShardedModel>& sharded() const { return sharded_; }
   std::vector<optim::NamedParameter> named_parameters() const;

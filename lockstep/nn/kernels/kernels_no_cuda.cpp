@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "lockstep/nn/kernels/decode_cuda.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 
 namespace lockstep::nn::cuda {
@@ -25,5 +26,13 @@ at::Tensor cross_entropy(const at::Tensor&, const at::Tensor&, int64_t, double, 
   missing();
 }
 void scale_unless_one(const at::Tensor&, const at::Tensor&) { missing(); }
+
+bool has_decode_kernels(const at::Tensor&) { return false; }
+at::Tensor few_linear(const at::Tensor&, const FusedLinear&) { missing(); }
+bool can_attend(c10::Device, int64_t, int64_t, int64_t) { return false; }
+at::Tensor attend_new(const at::Tensor&, const AttentionHeads&, const NewTokens&, AttentionMemory&,
+                      int64_t) {
+  missing();
+}
 
 }  // namespace lockstep::nn::cuda
