@@ -36,7 +36,9 @@ void attend_one(const DecodeKernels<T>& kernels, const at::Tensor& q, const Seen
   const auto at_head = [](const at::Tensor& tensor, int64_t head) {
     return static_cast<const T*>(tensor.data_ptr()) + head * tensor.stride(0);
   };
-  memory::parallel_for(seen.keys.size(0), 1, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kGrain = 1 << 17;  // products for each start of a thread
+  const int64_t heads = std::max<int64_t>(kGrain / (2 * sharing * length * width), 1);
+  memory::parallel_for(seen.keys.size(0), heads, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(static_cast<size_t>(length));
     for (int64_t head = begin; head < end; ++head) {
       kernels.attend(q.data_ptr<float>() + head * sharing * width, at_head(seen.keys, head),

@@ -34,7 +34,8 @@ bool are_few(const at::Tensor& input) {
 template <class T>
 void multiply(const DecodeKernels<T>& kernels, const void* weight, const at::Tensor& x,
               const at::Tensor& out) {
-  constexpr int64_t kGrain = 1 << 16;  // elements of the matrix for each start of a thread
+  // Elements of the matrix for each start of a thread, which takes as long as reading some 1e5.
+  constexpr int64_t kGrain = 1 << 18;
   const int64_t vectors = x.size(0), width = x.size(1), rows = out.size(1);
   memory::parallel_for(rows, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
     kernels.multiply(static_cast<const T*>(weight), x.data_ptr<float>(), out.data_ptr<float>(),
