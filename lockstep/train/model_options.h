@@ -19,7 +19,8 @@
 
 namespace lockstep::train {
 
-// The layers of the configured model, without gradients for what train.freeze names.
+// The layers of the configured model, without gradients for what train.freeze names or, with
+// `decoding`, for any parameter.
 std::vector<parallel::Layer> model_layers(const config::TrainConfig& config, c10::Device device,
                                           const std::shared_ptr<nn::RandomContext>& random,
                                           const std::shared_ptr<model::Decoding>& decoding = {});

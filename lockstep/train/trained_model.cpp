@@ -26,7 +26,6 @@ parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::
                                                  .store = activation_store(config, world.rank()),
                                                  .group = config.parallel.group,
                                                  .schedule_file = config.parallel.schedule_file}};
-  if (config.offload.params) options.advanced.max_unsharded = 0;  // stages do not stay whole
   if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression)};

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <sstream>
 
@@ -77,6 +78,60 @@ TEST_F(Infer, EveryLayoutWritesAndMeasuresTheSame) {
   // Bytes are tokens.
   EXPECT_NEAR(measured["bits_per_byte"], measured["loss"].get<double>() / std::log(2), 1e-9);
   EXPECT_NEAR(measured["perplexity"], std::exp(measured["loss"].get<double>()), 1e-9);
+}
+
+TEST_F(Infer, ParametersStayGatheredWhereTheyFit) {
+  const Words options{"--prompt", "int ", "--samples", "3", "--tokens", "12", "--json"};
+  const auto expected = lines(sample(options));
+  const Words shard{"-n", "2", "--parallel.shard", "full"};
+  const Words offload = shard + Words{"--offload.params", "true"};
+  struct Case {
+    Words layout;
+    std::string says;
+  };
+  for (const auto& [layout, way] :
+       {Case{shard, "held"}, Case{shard + Words{"--memory.max_per_device", "240KB"}, "streamed"},
+        Case{offload + Words{"--offload.device_limit", "64MB"}, "held"}, Case{offload, "streamed"},
+        // Less than the model has, and no gradients.
+        Case{{"--offload.params", "true", "--offload.device_limit", "120KB"}, "streamed"}}) {
+    const Result result = lockstep_command(
+        Words{"sample", "--checkpoint", path("run")} + options + layout, {"LOCKSTEP_LOG=debug"});
+    EXPECT_THAT(result.err, testing::HasSubstr(way)) << layout.back();
+    const auto found = lines(result);
+    ASSERT_EQ(found.size(), expected.size()) << layout.back();
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(found[i], expected[i]) << layout.back();
+  }
+}
+
+// SIGKILL of one rank, while text comes out.
+TEST_F(Infer, ALostRankEndsTheJob) {
+  fs::create_directory(path("tmp"));
+  for (const Words& layout : {Words{"--parallel.tp", "2"}, Words{"--parallel.pp", "2"}}) {
+    for (const int lost : {0, 1}) {
+      Subprocess job(Words{LOCKSTEP_COMMAND, "sample", "--checkpoint", path("run"), "-n", "2",
+                           "--tokens", "1000000000", "--ignore-eos"} +
+                         layout,
+                     {"TMPDIR=" + path("tmp")});
+      ASSERT_TRUE(eventually([&] { return job.out().size() > 50; })) << job.err();
+      const auto ranks = job.others();
+      for (const pid_t pid : ranks) {
+        const std::string place = "/proc/" + std::to_string(pid);
+        const std::string rank = "RANK=" + std::to_string(lost) + '\0';
+        const bool is_rank = read_file(place + "/cmdline").find("lockstep-torch") < 4096;
+        if (is_rank && read_file(place + "/environ").find(rank) != std::string::npos)
+          ::kill(pid, SIGKILL);
+      }
+      const Result result = job.wait();
+      EXPECT_EQ(result.code, 128 + SIGKILL);
+      EXPECT_THAT(result.last_line(), says("rank " + std::to_string(lost) + " ... SIGKILL"));
+      EXPECT_TRUE(eventually([&] { return job.others().empty(); }));
+      EXPECT_TRUE(fs::is_empty(path("tmp")));
+      for (const auto& entry : fs::directory_iterator("/dev/shm")) {
+        for (const pid_t pid : ranks)
+          EXPECT_EQ(entry.path().string().find(std::to_string(pid)), std::string::npos);
+      }
+    }
+  }
 }
 
 TEST_F(Infer, TextsEndAtStopTextsAndPromptsAreRead) {

@@ -18,7 +18,8 @@ struct LoadedModel {
   std::shared_ptr<model::Decoding> decoding;
   train::TrainedModel model;
   std::unique_ptr<model::TextModel> text;
-  // Data-parallel ranks may compute different numbers of texts. Sharded ones compute all together.
+  // Data-parallel ranks may compute different numbers of texts. Ranks that gather parameters for
+  // each use compute all texts together.
   bool splits;
 };
 

@@ -36,6 +36,10 @@ struct Flat {
 
   const FlatPlan& plan() const { return parameter.plan(); }
   const std::vector<Member>& members() const { return parameter.members(); }
+  // What the parameters take on the device while they are gathered.
+  size_t gathered_bytes() const {
+    return static_cast<size_t>(parameter.layout().size) * c10::elementSize(plan().compute_dtype);
+  }
 
   FlatParameter parameter;
   FlatShard shard;

@@ -17,6 +17,7 @@
 #include "lockstep/core/trace.h"
 #include "lockstep/layout/parallel_config.h"
 #include "lockstep/memory/device_size.h"
+#include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::parallel {
 
@@ -53,9 +54,16 @@ schedule::Program forward_alone(const schedule::Pipeline& layout, int microbatch
   return program;
 }
 
+// A budget of the device need not hold a whole stage.
+bool offloads_parameters(const FullyShardOptions& shard) {
+  const auto* const offload = std::get_if<layout::OffloadOptions>(&shard.offload);
+  return offload != nullptr && offload->params;
+}
+
 schedule::LowerOptions lower_options(const PipelineOptions& options,
                                      const schedule::Pipeline& layout) {
-  return {.unshard = std::holds_alternative<FullyShardOptions>(options.data) &&
+  const auto* const shard = std::get_if<FullyShardOptions>(&options.data);
+  return {.unshard = shard != nullptr && !offloads_parameters(*shard) &&
                      options.advanced.max_unsharded > 0 && layout.stages() > 1,
           .max_unsharded = std::max(1, options.advanced.max_unsharded),
           .reduce = true};
@@ -153,6 +161,7 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
                                    .chunks = options.chunks,
                                    .group = options.advanced.group,
                                    .file = options.advanced.schedule_file})),
+      all_(axes.all),
       pipeline_(axes.pipeline.split(0, axes.pipeline.rank())),
       tensor_(axes.tensor, options.plan,
               {.sequence_parallel = options.advanced.sequence_parallel,
@@ -410,6 +419,15 @@ at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches
   if (forward_program_.microbatches != microbatches || forward_program_.actions.empty())
     forward_program_ = forward_alone(layout(), microbatches, lower_options(options, layout()));
   return run(forward_program_, {.batch = batch, .reduces = false, .trains = false});
+}
+
+bool PipelineEngine::hold(int64_t budget) const {
+  std::vector<std::shared_ptr<ShardEngine>> engines;
+  for (const auto& stage : stages_) {
+    if (stage->sharded() && stage->sharded()->shared()->engine)
+      engines.push_back(stage->sharded()->shared()->engine);
+  }
+  return detail::hold(engines, budget, all_);
 }
 
 bool PipelineEngine::is_tied_copy(size_t chunk, const std::string& name) const {

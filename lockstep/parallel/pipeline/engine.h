@@ -28,6 +28,7 @@ class PipelineEngine {
 
   at::Tensor step(const PipelineBatch& batch, PipelineStep options);
   at::Tensor evaluate(const PipelineBatch& batch, int microbatches);
+  bool hold(int64_t budget) const;
 
   double grad_norm(optim::NormOptions options) const;
   std::vector<optim::NamedParameter> named_parameters() const;
@@ -74,7 +75,7 @@ class PipelineEngine {
   // A message from the stage `step` further, for a chunk of this rank.
   Tensors take(const schedule::Action& action, int step);
 
-  comm::Group pipeline_, norm_group_;
+  comm::Group all_, pipeline_, norm_group_;  // all_: the ranks of all axes
   TensorParallel tensor_;
   int data_rank_;
   schedule::Program program_, forward_program_;

@@ -53,6 +53,8 @@ std::vector<Tensors> Pipeline::forward(const std::function<Tensors(int microbatc
   return outputs;
 }
 
+bool Pipeline::hold(int64_t budget) { return engine_->hold(budget); }
+
 std::vector<optim::NamedParameter> Pipeline::named_parameters() const {
   return engine_->named_parameters();
 }

@@ -44,7 +44,8 @@ namespace lockstep::parallel {
 struct PipelineAdvancedOptions {
   // The tensor-parallel ranks share the sequence too, as TensorParallelOptions has it.
   bool sequence_parallel = false;
-  // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers.
+  // Sharded: stages of a rank that are gathered at a time, by the schedule; 0: every use gathers,
+  // as it does where parameters are offloaded.
   int max_unsharded = 3;
   // Layers are built without memory, and get their initial values by this.
   std::optional<MaterializeOptions> initializer = std::nullopt;
@@ -126,6 +127,11 @@ class Pipeline {
   // the last stage; nothing on the others. `inputs` is called on those that have the first.
   std::vector<Tensors> forward(const std::function<Tensors(int microbatch)>& inputs,
                                int microbatches = 1);
+
+  // For inference: ShardedModel::hold() of this rank's stages together, on all ranks of the
+  // pipeline or on none; reshard() of sharded() ends it. A tied parameter of another sharded stage
+  // is copied, and its stage gathered again, in each forward. True where no stage is sharded.
+  bool hold(int64_t budget);
 
   // For the optimizer: of this rank's stages, what it is to update.
   std::vector<optim::NamedParameter> named_parameters() const;

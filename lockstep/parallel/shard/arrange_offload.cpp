@@ -98,7 +98,9 @@ std::shared_ptr<OffloadTiers> arrange_offload(
   check(tiers->device_memory.rounded(1) == static_cast<size_t>(machine.device_grain) &&
             memory::HostMemory::rounded(1) == static_cast<size_t>(machine.host_grain),
         "memory is taken in the grains that are planned with");
-  tiers->site = machine.site = choose_site(tiers, layout::slice_elements(wanted, device.is_cuda()));
+  if (std::ranges::any_of(plans, &FlatPlan::trained))
+    machine.site = choose_site(tiers, layout::slice_elements(wanted, device.is_cuda()));
+  tiers->site = machine.site;
   layout::OffloadPlan plan;
   // Shares differ a little, and so does what ranks need.
   comm::run_on_all_ranks("fully_shard", group, [&] {

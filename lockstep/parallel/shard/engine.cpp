@@ -1,14 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/parallel/shard/engine.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
+#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/missing_peer.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::parallel::detail {
+namespace {
+
+// What gathered parameters take on the device. Parameters that are the model's own take nothing.
+int64_t gathered_bytes(const ShardEngine& engine) {
+  int64_t bytes = 0;
+  for (const auto& flat : engine.flats()) {
+    if (!flat->plan().is_in_place()) bytes += static_cast<int64_t>(flat->gathered_bytes());
+  }
+  return bytes;
+}
+
+// Whether the budgets of offload hold what is not gathered yet. Codes on their way to the device
+// take at most as much as the largest flat.
+bool has_room(const ShardEngine& engine) {
+  if (!engine.tiers()) return true;
+  const OffloadTiers& tiers = *engine.tiers();
+  size_t missing = 0, largest = 0;
+  for (const auto& flat : engine.flats()) {
+    if (flat->residence->state() != ParameterState::sharded) continue;
+    const size_t bytes = tiers.device_memory.rounded(flat->gathered_bytes());
+    missing += bytes;
+    if (flat->plan().is_encoded()) largest = std::max(largest, bytes);
+  }
+  return tiers.param_budget.fits(missing) && tiers.device_memory.fits(missing + largest);
+}
+
+}  // namespace
 
 ShardEngine::ShardEngine(ShardGroups groups, FullyShardOptions options,
                          std::weak_ptr<const torch::nn::Module> model)
@@ -120,6 +149,23 @@ size_t ShardEngine::current_bytes() const {
   size_t bytes = environment_->gather_memory.used() + environment_->gradient_memory.occupied();
   for (const auto& flat : flats_) bytes += flat->shard.bytes() + flat->gradients->bytes();
   return bytes;
+}
+
+bool hold(std::span<const std::shared_ptr<ShardEngine>> engines, int64_t budget,
+          const comm::Group& group) {
+  int64_t bytes = 0;
+  bool fits = true;
+  for (const auto& engine : engines) {
+    engine->units().end_pass();
+    bytes += gathered_bytes(*engine);
+    fits = fits && has_room(*engine);
+  }
+  const at::Tensor all_fit = at::full({1}, fits && bytes <= budget ? 1 : 0, at::kLong);
+  comm::all_reduce(all_fit, group, {.op = comm::ReduceOp::min, .tag = "room to hold parameters"})
+      .wait();
+  if (all_fit.item<int64_t>() == 0) return false;
+  for (const auto& engine : engines) engine->pin("");
+  return true;
 }
 
 }  // namespace lockstep::parallel::detail

@@ -83,4 +83,9 @@ class ShardEngine : public std::enable_shared_from_this<ShardEngine> {
   CopyThread copy_thread_;  // last: ends first
 };
 
+// ShardedModel::hold() of all models of this rank, which share the budget. The ranks of the group
+// hold theirs, or none does.
+bool hold(std::span<const std::shared_ptr<ShardEngine>> engines, int64_t budget,
+          const comm::Group& group);
+
 }  // namespace lockstep::parallel::detail

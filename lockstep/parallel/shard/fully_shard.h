@@ -137,6 +137,11 @@ class ShardedModel {
   // Gathers a unit, or all, until reshard().
   void unshard(const std::string& unit = {});
   void reshard(const std::string& unit = {});
+  // For inference: gathers all units and keeps them until reshard(), if they take at most `budget`
+  // bytes on this rank's device, within the budgets of offload. False: forward gathers each unit
+  // for its use, as before. The same answer on all ranks. Values that are written later (a step, a
+  // load) are gathered again by the next use. Collective.
+  bool hold(int64_t budget);
   Summon summon(SummonOptions options = {}) { return {shared(), options}; }
   // Before shards are written otherwise than by a step after a backward. Collective.
   void begin_update();

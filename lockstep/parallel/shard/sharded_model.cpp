@@ -116,6 +116,10 @@ void ShardedModel::unshard(const std::string& unit) {
 void ShardedModel::reshard(const std::string& unit) {
   if (shared()->engine) shared()->engine->units().unpin(unit);
 }
+bool ShardedModel::hold(int64_t budget) {
+  const std::shared_ptr<detail::ShardEngine> engine = shared()->engine;
+  return !engine || detail::hold({&engine, 1}, budget, engine->groups().all);
+}
 void ShardedModel::begin_update() {
   if (shared()->engine) shared()->engine->window().begin_update();
 }
