@@ -124,11 +124,12 @@ TEST_F(Infer, ALostRankEndsTheJob) {
                            "--tokens", "1000000000", "--ignore-eos"} +
                          layout,
                      {"TMPDIR=" + path("tmp")});
-      ASSERT_TRUE(eventually([&] { return job.out().size() > 50; })) << job.err();
+      constexpr milliseconds kLoaded{60'000};
+      ASSERT_TRUE(eventually([&] { return job.out().size() > 50; }, kLoaded)) << job.err();
       const auto ranks = job.others();
       for (const pid_t pid : ranks) {
         const std::string place = "/proc/" + std::to_string(pid);
-        const std::string rank = "RANK=" + std::to_string(lost) + '\0';
+        const std::string rank = '\0' + ("RANK=" + std::to_string(lost)) + '\0';
         const bool is_rank = read_file(place + "/cmdline").find("lockstep-torch") < 4096;
         if (is_rank && read_file(place + "/environ").find(rank) != std::string::npos)
           ::kill(pid, SIGKILL);
