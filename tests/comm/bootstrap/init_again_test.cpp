@@ -186,12 +186,17 @@ class Scanner {
 
 TEST(InitAgain, GlooWhileStrangersConnectToItsPorts) {
   const std::string count = tests_all() ? "100" : "10";
-  Subprocess ranks({LOCKSTEP_COMMAND, "run", "-n", "3", kRankProgram, "--cycles", count, "gloo"});
-  const Scanner scanner(ranks);
-  const Result result = ranks.wait(limit());
-  EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.out, HasSubstr(count + " cycles are right"));
-  EXPECT_GT(scanner.visits(), 0);
+  // On a loaded machine the scanner may find no open port in a whole run.
+  int visits = 0;
+  for (int i = 0; i < 20 && visits == 0; ++i) {
+    Subprocess ranks({LOCKSTEP_COMMAND, "run", "-n", "3", kRankProgram, "--cycles", count, "gloo"});
+    const Scanner scanner(ranks);
+    const Result result = ranks.wait(limit());
+    ASSERT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.out, HasSubstr(count + " cycles are right"));
+    visits = scanner.visits();
+  }
+  EXPECT_GT(visits, 0);
 }
 
 }  // namespace
