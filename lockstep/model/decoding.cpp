@@ -7,12 +7,13 @@
 
 namespace lockstep::model {
 
-void Decoding::reset(DecodingOptions options) {
+int64_t Decoding::reset(DecodingOptions options) {
   options_ = options;
   places_ = nn::KvPlaces(options.cache);
   spans_.clear();
   caches_.clear();
   new_tokens_ = at::Tensor();
+  return ++resets_;
 }
 
 bool Decoding::are_new(std::span<const nn::TextSpan> spans) const {

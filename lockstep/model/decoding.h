@@ -23,8 +23,10 @@ struct DecodingOptions {
 // spans.
 class Decoding {
  public:
-  // Forgets all texts. Memory is taken with their first tokens.
-  void reset(DecodingOptions options);
+  // Forgets all texts. Memory is taken with their first tokens. Returns the number of the reset:
+  // texts are those of the last one.
+  int64_t reset(DecodingOptions options);
+  int64_t resets() const { return resets_; }
   // The tokens of the next forward. `device` is that of the model.
   void begin(std::span<const nn::TextSpan> spans, c10::Device device);
   // From now on layers compute as in training, without a cache.
@@ -51,6 +53,7 @@ class Decoding {
   bool are_new(std::span<const nn::TextSpan> spans) const;
   void begin_new(c10::Device device);
 
+  int64_t resets_ = 0;
   DecodingOptions options_;
   nn::KvPlaces places_{{}};
   std::vector<nn::PlacedSpan> spans_;

@@ -58,6 +58,14 @@ TextScore score_of(const at::Tensor& logits, const ScoredText& text) {
   return {logs.gather(1, targets.unsqueeze(1)).sum().item<double>(), logs.argmax(1).equal(targets)};
 }
 
+// The cache is one for the model: a text that is begun while others are generated takes it.
+void require_own(const Decoding& decoding, int64_t reset) {
+  if (decoding.resets() == reset) return;
+  throw ConfigError(
+      "[generate] another text was begun with this model before this one has ended, must be one "
+      "after the other");
+}
+
 // A model that is all here, and stays where it is.
 class WholeModel final : public TextModel {
  public:
@@ -69,11 +77,12 @@ class WholeModel final : public TextModel {
   void reset(nn::KvCacheOptions options) override {
     recorded_.reset();
     tokens_ = at::Tensor();
-    decoding_->reset(decoding_options(options, spec_, device_, 1));
+    reset_ = decoding_->reset(decoding_options(options, spec_, device_, 1));
   }
 
   std::vector<std::vector<double>> run(std::span<const TextStep> steps,
                                        const TextReader& reader) override {
+    require_own(*decoding_, reset_);
     const at::NoGradGuard no_grad;
     std::vector<std::vector<double>> results;
     for (const TextStep& step : steps) {
@@ -124,6 +133,7 @@ class WholeModel final : public TextModel {
   std::vector<parallel::LayerForward> layers_;
   c10::Device device_;
   std::shared_ptr<Decoding> decoding_;
+  int64_t reset_ = 0;
   config::ModelSpec spec_;
   at::Tensor tokens_;  // of new tokens, always the same memory
   std::unique_ptr<RecordedForward> recorded_;
@@ -141,12 +151,13 @@ class SharedModel final : public TextModel {
   ~SharedModel() override { decoding_->reset({}); }
 
   void reset(nn::KvCacheOptions options) override {
-    decoding_->reset(decoding_options(options, spec_, pipeline_.options().device,
-                                      pipeline_.tensor().group().size()));
+    reset_ = decoding_->reset(decoding_options(options, spec_, pipeline_.options().device,
+                                               pipeline_.tensor().group().size()));
   }
 
   std::vector<std::vector<double>> run(std::span<const TextStep> steps,
                                        const TextReader& reader) override {
+    require_own(*decoding_, reset_);
     const auto step = [&](int i) -> const TextStep& { return steps[static_cast<size_t>(i)]; };
     const c10::Device device = pipeline_.options().device;
     std::vector<std::vector<double>> results(steps.size());
@@ -239,6 +250,7 @@ class SharedModel final : public TextModel {
 
   parallel::Pipeline pipeline_;
   std::shared_ptr<Decoding> decoding_;
+  int64_t reset_ = 0;
   config::ModelSpec spec_;
   comm::Group stages_;
 };

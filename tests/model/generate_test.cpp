@@ -311,6 +311,24 @@ TEST(Generate, RefusesPromptsThatDoNotFit) {
   refused(Tokens(16, 1));
 }
 
+TEST(Generate, ATextInsideAnotherIsRefused) {
+  for (const c10::Device device : devices()) {
+    LanguageModel model = make_model(tiny(ModelKind::gpt, 48, 128), device);
+    const auto outer = [&](int64_t) {
+      generate(*model, {4, 5}, {.tokens = 3}, [](int64_t) { return true; });
+      return true;
+    };
+    EXPECT_THROW(generate(*model, {1, 2, 3}, {.tokens = 8}, outer), ConfigError) << device;
+    // Afterwards it is as it was.
+    Tokens found;
+    generate(*model, {1, 2, 3}, {.tokens = 8, .temperature = 0}, [&](int64_t token) {
+      found.push_back(token);
+      return true;
+    });
+    EXPECT_EQ(found, without_cache(model->spec(), {1, 2, 3}, 8, device)) << device;
+  }
+}
+
 struct Layout {
   layout::ParallelDims dims = {};
   bool shard = false, offload = false;

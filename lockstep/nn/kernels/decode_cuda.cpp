@@ -67,9 +67,18 @@ at::Tensor attend_new_cuda(const at::Tensor& qkv, const at::Tensor& q_norm,
   DecodeAttention attention =
       shape_of(in, {.heads = heads, .kv_heads = keys.size(1), .epsilon = epsilon}, keys, window);
   attention.qkv = in.data_ptr();
+  // The kernel reads packs: a parameter of a sharded model may lie between them.
+  const auto packed = [&](const at::Tensor& norm) {
+    const bool aligned = reinterpret_cast<uintptr_t>(norm.data_ptr()) % 32 == 0;
+    const at::Tensor alike = norm.to(in.scalar_type());
+    return aligned || !alike.is_same(norm) ? alike : norm.clone();
+  };
+  at::Tensor q_weight, k_weight;
   if (q_norm.numel() > 0) {
-    attention.q_norm = q_norm.data_ptr();
-    attention.k_norm = k_norm.data_ptr();
+    q_weight = packed(q_norm);
+    k_weight = packed(k_norm);
+    attention.q_norm = q_weight.data_ptr();
+    attention.k_norm = k_weight.data_ptr();
   }
   if (rotation.numel() > 0) {
     attention.table = rotation.data_ptr<float>();
@@ -125,7 +134,13 @@ at::Tensor few_linear(const at::Tensor& input, const FusedLinear& linear) {
                 .epsilon = static_cast<float>(linear.epsilon),
                 .activation = activation_of(linear.activation)};
   const DType dtype = memory::dtype_of(x, "linear_of_few");
-  if (!linear.weight.is_contiguous() || !can_launch(few, dtype)) return by_operators(input, linear);
+  const auto is_alike = [&](const at::Tensor& tensor) {
+    return !tensor.defined() || (tensor.is_contiguous() && tensor.scalar_type() == x.scalar_type());
+  };
+  const bool alike = is_alike(linear.weight) && is_alike(linear.bias) &&
+                     is_alike(linear.norm_weight) && is_alike(linear.norm_bias) &&
+                     is_alike(residual);
+  if (!alike || !can_launch(few, dtype)) return by_operators(input, linear);
   at::Tensor result = at::empty(sizes, input.options());
   few.result = result.data_ptr();
   launch_few_linear(few, dtype, c10::cuda::getCurrentCUDAStream().stream());
