@@ -16,6 +16,7 @@
 #include "lockstep/cli/doctor/doctor.h"
 #include "lockstep/cli/infer/infer.h"
 #include "lockstep/cli/plan.h"
+#include "lockstep/cli/report.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/schedule.h"
 #include "lockstep/cli/selftest.h"
@@ -44,6 +45,8 @@ const std::vector<Subcommand>& subcommands() {
       {"schedule", "show a pipeline schedule with its time and memory", lockstep::cli::schedule},
       {"plan", "predict the memory of a training run", lockstep::cli::plan},
       {"run", "start the ranks of a program and stop them together", lockstep::cli::run},
+      {"report", "say what the ranks of a job that failed or hangs were doing",
+       lockstep::cli::report},
       {"selftest", "verify the communication layer on this machine", lockstep::cli::selftest},
       {"bench", "measure collectives and codecs on this machine", lockstep::cli::bench},
       {"doctor", "check this machine for training", lockstep::cli::doctor},

@@ -90,13 +90,14 @@ struct Membership {
 
 class GroupImpl {
  public:
-  explicit GroupImpl(Membership membership, std::string backend)
-      : membership_(std::move(membership)), backend_(std::move(backend)) {}
+  explicit GroupImpl(Membership membership, std::string backend);
   virtual ~GroupImpl() = default;
 
   const Membership& membership() const { return membership_; }
   const std::string& backend() const { return backend_; }
   int next_split() { return split_count_++; }
+  // Enters a call of this rank into the flight recorder; the entry's ticket.
+  uint64_t record(const fabric::Operation& operation) const;
 
   // Begins an operation whose arguments have been checked. `memory` keeps its buffers alive.
   virtual std::shared_ptr<Pending> submit(fabric::Operation operation,
@@ -134,6 +135,7 @@ class GroupImpl {
  private:
   Membership membership_;
   std::string backend_;
+  std::optional<uint16_t> recorded_as_;  // empty: its operations are not recorded
   std::atomic<int> split_count_{0};
   std::mutex mutex_;
   std::shared_ptr<OrderedLine> ordered_line_;

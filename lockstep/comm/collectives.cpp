@@ -162,10 +162,13 @@ class Call {
         target.copy_(source);
       };
     }
+    const uint64_t record = detail::impl_of(group_).record(operation_);
+    const bool on_device = operation_.device >= 0;
+    operation_.record = record;
     return Work(detail::impl_of(group_).submit(std::move(operation_),
                                                std::make_shared<std::array<at::Tensor, 3>>(
                                                    std::array{memory_[0], memory_[1], target_})),
-                blocked);
+                blocked, on_device ? 0 : record);
   }
 
  private:

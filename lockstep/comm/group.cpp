@@ -12,6 +12,7 @@
 #include "lockstep/comm/backend.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
@@ -26,6 +27,29 @@ uint64_t hash_of(const std::string& text) {
 }
 
 }  // namespace
+
+detail::GroupImpl::GroupImpl(Membership membership, std::string backend)
+    : membership_(std::move(membership)), backend_(std::move(backend)) {
+  // Ranks that are threads share a process, which has one recorder.
+  if (flight::started() && membership_.size() > 1 && !membership_.world->objects)
+    recorded_as_ = flight::add_group(membership_.name, membership_.size());
+}
+
+uint64_t detail::GroupImpl::record(const fabric::Operation& operation) const {
+  if (!recorded_as_) return 0;
+  const bool message = fabric::is_message(operation.kind);
+  return flight::begin(
+      {.group = *recorded_as_,
+       .operation = fabric::name_of(operation.kind),
+       .tag = operation.tag,
+       .dtype = operation.dtype,
+       .count = operation.count,
+       .peer = operation.root < 0 ? -1 : membership_.members[static_cast<size_t>(operation.root)],
+       .patience_ms =
+           static_cast<int>(std::max(milliseconds{2000}, operation.timeout / 15).count()),
+       .message = message,
+       .on_device = operation.device >= 0});
+}
 
 Group::Group()
     : impl_(detail::make_group(
@@ -94,7 +118,8 @@ Group Group::split_as(int colour, int key, bool check, const std::string& label)
                            .tag = "split",
                            .timeout = mine.world->timeout,
                            .count = static_cast<int64_t>(3 * n)};
-  impl_->submit(gather, memory)->wait();
+  gather.record = impl_->record(gather);
+  Work(impl_->submit(gather, memory), nullptr, gather.record).wait();
   // Groups of one name would share keys of the store.
   for (int peer = 0; peer < size(); ++peer) {
     const auto& [other, its_key, its_hash] = choices[static_cast<size_t>(peer)];

@@ -2,6 +2,7 @@
 #include "lockstep/comm/op_trace.h"
 
 #include "lockstep/core/format.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::comm::detail {
 
@@ -15,7 +16,9 @@ OperationTrace::OperationTrace(const Membership& membership, std::string engine,
 
 void OperationTrace::add(const fabric::Operation& operation, uint64_t sequence,
                          Clock::time_point start, Clock::time_point end) {
-  if (!trace::enabled() || operation.announced) return;
+  if (operation.announced) return;
+  flight::end(operation.record, end);
+  if (!trace::enabled()) return;
   using fabric::OpKind;
   const bool message = fabric::is_message(operation.kind);
   const auto key =

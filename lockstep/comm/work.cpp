@@ -3,6 +3,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::comm {
 namespace {
@@ -35,7 +36,14 @@ void Work::wait() {
   if (!pending_) return;
   const trace::Span span("wait", "wait");
   const BlockedTime time(blocked_.get());
-  pending_->wait();
+  flight::wait(record_);
+  try {
+    pending_->wait();
+  } catch (const std::exception& failure) {
+    flight::fail(failure.what());
+    throw;
+  }
+  flight::end(record_, Clock::now());
 }
 
 bool Work::done() const { return !pending_ || pending_->done(); }

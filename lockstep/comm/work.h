@@ -25,10 +25,11 @@ class Pending;
 class [[nodiscard]] Work {
  public:
   Work() = default;  // already done
-  // `blocked` is what waiting times are added to, in nanoseconds.
+  // `blocked` is what waiting times are added to, in nanoseconds; `record` is the operation's entry
+  // in the flight recorder, 0 where a wait is not its end.
   explicit Work(std::shared_ptr<detail::Pending> pending,
-                std::shared_ptr<std::atomic<int64_t>> blocked = nullptr)
-      : pending_(std::move(pending)), blocked_(std::move(blocked)) {}
+                std::shared_ptr<std::atomic<int64_t>> blocked = nullptr, uint64_t record = 0)
+      : pending_(std::move(pending)), blocked_(std::move(blocked)), record_(record) {}
 
   // Returns when the operation is complete, or will be for what the current stream does next.
   // Throws what went wrong: TimeoutError, PeerLost, MismatchError.
@@ -39,6 +40,7 @@ class [[nodiscard]] Work {
  private:
   std::shared_ptr<detail::Pending> pending_;
   std::shared_ptr<std::atomic<int64_t>> blocked_;
+  uint64_t record_ = 0;
 };
 
 // While one is alive, this thread's time is blocked time of the group's job

@@ -252,6 +252,7 @@ RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
   }
   if (dir.empty()) {
     place();
+    if (env.restart_count > 0) resume_own_checkpoints(config_);
     return;
   }
   const bool goes_on = !continued.empty() && arguments_.checkpoint.empty() &&
@@ -260,11 +261,7 @@ RunFolder::RunFolder(const TrainArguments& arguments, const RankEnv& env)
     is_new_ = false;
     dir = absolute(own.empty() ? continued : own);
     place();
-    // In the folder of the run itself an older checkpoint will do where the newest is damaged.
-    if (has_checkpoint(config_.checkpoint.dir)) {
-      config_.checkpoint.resume = "auto";
-      config_.checkpoint.load = LoadWhat::all;
-    }
+    resume_own_checkpoints(config_);
     return;
   }
   if (dir == "auto") {
@@ -358,7 +355,8 @@ void RunFolder::place() {
 
 TrainConfig RunFolder::stored(const ModelSpec& model) const {
   TrainConfig config = asked_;
-  config.run = {.dir = "auto", .ranks = launched_ ? 0 : config.run.ranks};
+  config.run.dir = "auto";
+  if (launched_) config.run.ranks = config.run.max_restarts = 0;
   config.model = model;
   config.data.tokenizer = tokenizer_name(config);
   config.checkpoint.resume = start_.resume;
@@ -409,6 +407,14 @@ std::string RunFolder::open(const ModelSpec& model) {
     throw ConfigError(format("run.dir: {}; choose another place with --run.dir", failure.what()));
   }
   return differences(arguments_.config, config_);
+}
+
+// In the folder of the run itself an older checkpoint will do where the newest is damaged.
+bool resume_own_checkpoints(TrainConfig& config) {
+  if (!has_checkpoint(config.checkpoint.dir)) return false;
+  config.checkpoint.resume = "auto";
+  config.checkpoint.load = LoadWhat::all;
+  return true;
 }
 
 void adopt(TrainConfig& config, const std::string& settings) {

@@ -129,6 +129,8 @@ struct MetricsConfig {
 struct RunFolderConfig {
   std::string dir = "auto";  // auto: a new one in runs/; empty: none
   int ranks = 0;             // -n; 0: those of the launcher, or one
+  int max_restarts = 0;      // in an hour, with -n
+  int64_t grace = 60;        // seconds without a sign of life after a signal, with -n
 
   bool operator==(const RunFolderConfig&) const = default;
 };

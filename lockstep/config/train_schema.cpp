@@ -432,6 +432,14 @@ void add_output(Schema& schema, TrainConfig& config) {
              "Number of ranks to start on this machine, as -n; ignored under another launcher. 0: "
              "one rank.",
              kFromZero);
+  schema.add("max_restarts", config.run.max_restarts,
+             "With -n: start all ranks again after one has failed, at most so many times in an "
+             "hour. They continue from the newest checkpoint.",
+             kFromZero);
+  schema.add("grace", config.run.grace,
+             "With -n: after a signal to stop, kill ranks that show no sign of life for so many "
+             "seconds (or for three times the longest step, if that is longer).",
+             kFromZero);
 }
 
 }  // namespace

@@ -72,6 +72,9 @@ struct Operation {
   // The device that input and output lie on, for groups that take such memory; -1: the host's.
   int device = -1;
 
+  // Its entry in the flight recorder; 0: none.
+  uint64_t record = 0;
+
   // What is left to do when the data has arrived, such as a copy to where it belongs. Called once,
   // by the thread that finds the operation complete, before anyone can see that it is done; on a
   // device, in the order of its stream. Not called where the operation has failed.

@@ -16,6 +16,7 @@
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/secret.h"
 #include "lockstep/launch/rendezvous/socket.h"
+#include "lockstep/launch/restart_policy.h"
 
 namespace lockstep::launch {
 namespace {
@@ -54,16 +55,20 @@ void prepare_logs(LaunchOptions& options) {
 }
 
 Outcome run_generations(const Surroundings& around) {
+  RestartPolicy policy(around.options.max_restarts);
   for (int generation = 0;; ++generation) {
     around.link.begin(generation);
     Outcome outcome = LocalRanks(around, generation).run();
-    const int limit = around.options.max_restarts;
-    if (outcome.kind != Outcome::Kind::failed || !outcome.restartable || generation >= limit) {
+    const RestartPolicy::Decision decision = policy.after(outcome);
+    if (!decision.restart) {
+      if (!decision.text.empty()) outcome.text += "\nlockstep: " + decision.text;
+      if (decision.code != 0) outcome.code = decision.code;
       return outcome;
     }
     around.console.message(outcome.text);
-    around.console.message(format("starting all {} ranks again (restart {} of {})",
-                                  around.options.world_size(), generation + 1, limit));
+    around.console.message(
+        format("starting all {} ranks again ({})", around.options.world_size(), decision.text));
+    around.signals.pause(decision.wait);
   }
 }
 
@@ -82,7 +87,7 @@ Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signal
     return outcome;
   } catch (const Interrupted& interrupted) {
     return {Outcome::Kind::stopped, 128 + interrupted.signal, false,
-            "stopped by " + signal_name(interrupted.signal) + " before all nodes were there"};
+            "stopped by " + signal_name(interrupted.signal) + " while no rank was running"};
   }
 }
 
@@ -90,7 +95,7 @@ Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signal
 void flush(Poller& poller, Console& console, Signals& signals, bool stopped) {
   const Deadline patience(stopped ? milliseconds{1'000} : std::chrono::hours{24 * 365});
   poller.watch(signals.fd(), EPOLLIN, [&] {
-    if (const auto signal = signals.take(); signal && Signals::asks_to_stop(*signal)) {
+    if (const auto signal = signals.take(); signal && signals.asks_to_stop(*signal)) {
       console.discard();
     }
   });
@@ -145,7 +150,7 @@ int run(const LaunchOptions& given) {
   validate(options);
   prepare_logs(options);
   Poller poller;
-  Signals signals;
+  Signals signals(options.ranks_save);
   Console console(STDOUT_FILENO, STDERR_FILENO, poller);
   const Outcome outcome = run_job(options, poller, console, signals);
   if (!outcome.text.empty()) console.message(outcome.text);

@@ -17,10 +17,14 @@ struct LaunchOptions {
   std::string rendezvous;  // HOST:PORT on node 0; empty, on one node: loopback and a free port
   std::string interface;  // that hosts talk over; empty: LOCKSTEP_INTERFACE, or what reaches node 0
   milliseconds meet_time{60'000};  // that nodes wait for each other
-  int max_restarts = 0;
-  std::string log_dir;    // empty: no files
+  int max_restarts = 0;            // in an hour
+  std::string log_dir;             // empty: no files
   int first_attempt = 0;  // in log_dir; run() and the nodes choose one that no earlier job has used
   int hang_rank = -1;     // -1: none
+  std::string flight_dir;  // for dumps of the flight recorders; empty: log_dir, if that is given
+  // The ranks answer SIGTERM, SIGINT, SIGUSR1 and SIGHUP by saving their state and ending with code
+  // 75. `stop_grace` then counts from their last sign of life.
+  bool ranks_save = false;
   // Rank 0 writes to the launcher's own stdout and stderr, without a prefix: it may draw on a
   // terminal.
   bool bare_rank_0 = false;

@@ -2,14 +2,17 @@
 #include "lockstep/launch/local_ranks.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/size_text.h"
 #include "lockstep/launch/processes/affinity.h"
 
 namespace lockstep::launch {
@@ -20,12 +23,41 @@ bool says_why_not_to_restart(const ExitStatus& status) {
   return status.signal == 0 && status.code != 75 && !restart_may_help(status.code);
 }
 
+std::string dump_folder(const LaunchOptions& options, int attempt) {
+  const std::string& folder = options.flight_dir.empty() ? options.log_dir : options.flight_dir;
+  return folder.empty() ? "" : format("{}/attempt_{}", folder, attempt);
+}
+
+// Without a handler of its own, a signal that is passed on would end the program.
+bool catches(pid_t process, int signal) {
+  std::ifstream status(format("/proc/{}/status", process));
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("SigCgt:"))
+      return (std::stoull(line.substr(7), nullptr, 16) >> (signal - 1) & 1) != 0;
+  }
+  return false;
+}
+
 // After SIGKILL: what is still there then is stuck in the kernel and cannot be waited for.
 constexpr milliseconds kGiveUp{2'000};
 // How long output pipes may stay open after all ranks are gone (something left its process group).
 constexpr milliseconds kDrainTime{500};
 constexpr milliseconds kStoppedPatience{1'000};
+constexpr milliseconds kLeaveTogether{5'000};
 constexpr int kNotStarted = 127;
+constexpr int kSaved = 75;  // "my state is saved, start me again"
+// The longest that ranks that show life may take for their last step and for saving.
+constexpr std::chrono::minutes kLongestStop{30};
+
+// What the system allows a process, where that has ended it.
+std::string limit_text(int signal) {
+  if (signal != SIGXCPU && signal != SIGXFSZ) return "";
+  rlimit limit{};
+  getrlimit(signal == SIGXCPU ? RLIMIT_CPU : RLIMIT_FSIZE, &limit);
+  return signal == SIGXCPU ? format(": the limit of CPU time (ulimit -t) is {} s", limit.rlim_cur)
+                           : format(": the limit of file sizes (ulimit -f) is {}",
+                                    size_text(static_cast<int64_t>(limit.rlim_cur)));
+}
 
 struct Pipe {
   Fd reader, writer;
@@ -41,7 +73,13 @@ Pipe make_pipe() {
 }  // namespace
 
 LocalRanks::LocalRanks(const Surroundings& around, int generation)
-    : around_(around), generation_(generation) {
+    : around_(around),
+      generation_(generation),
+      start_(Clock::now()),
+      watch_(around.options.first_rank(), around.options.ranks,
+             dump_folder(around.options, attempt()), around.options.max_restarts > 0,
+             around.console),
+      next_look_(start_) {
   around_.poller.watch(around_.signals.fd(), EPOLLIN, [this] { on_signal(); });
   around_.poller.watch(around_.link.news_fd(), EPOLLIN, [this] { on_news(); });
 }
@@ -65,7 +103,15 @@ Outcome LocalRanks::run() {
     act_on_time();
   }
   drain();
-  if (stop_signal_ != 0) return stop_outcome();
+  watch_.finish();
+  return outcome();
+}
+
+Outcome LocalRanks::outcome() const {
+  const bool left = std::any_of(workers_.begin(), workers_.end(), [](const Worker& worker) {
+    return worker.status && worker.status->code == kSaved;
+  });
+  if (stop_signal_ != 0 || (left && !failure_)) return stop_outcome();
   if (global_end_) return *global_end_;
   return failure_.value_or(Outcome{});
 }
@@ -91,10 +137,11 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
   const bool bare = options.bare_rank_0 && rank == 0;
   Pipe out = make_pipe(), err = make_pipe();
   Command command{.argv = options.command,
-                  .environment = rank_variables(options, around_.facts, local_rank, generation_),
+                  .environment = rank_variables(options, around_.facts, local_rank, generation_,
+                                                watch_.descriptor(local_rank)),
                   .out = bare ? STDOUT_FILENO : out.writer.get(),
                   .err = bare ? STDERR_FILENO : err.writer.get(),
-                  .keep = around_.facts.token_fd,
+                  .keep = {around_.facts.token_fd, watch_.descriptor(local_rank)},
                   .guard = around_.guard.announcements(),
                   .cores = cores};
   // One reader at most: rank 0, unless that would take a terminal away from the user.
@@ -109,6 +156,7 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
                        format("rank {}: {}", rank, failure.what())};
     return;
   }
+  watch_.started(local_rank, worker.process->pid());
   around_.poller.watch(worker.process->pidfd(), EPOLLIN,
                        [this, &worker] { on_worker_end(worker); });
   if (bare) return;
@@ -168,13 +216,49 @@ void LocalRanks::resume() {
 
 void LocalRanks::on_signal() {
   while (const auto signal = around_.signals.take()) {
-    if (!Signals::asks_to_stop(*signal)) {
-      signal_all(*signal);
+    if (*signal == SIGCHLD) {
+      on_child();
+      continue;
+    }
+    if (*signal == SIGUSR2) watch_.dump_soon();
+    if (!around_.signals.asks_to_stop(*signal)) {
+      for (const Worker& worker : workers_) {
+        if (worker.process && !worker.status && catches(worker.process->pid(), *signal))
+          worker.process->signal_group(*signal);
+      }
       continue;
     }
     if (stop_count_ == 0) around_.link.tell_stop(*signal);
     stop(*signal);
   }
+}
+
+void LocalRanks::on_child() {
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    const Worker& worker = workers_[i];
+    if (!worker.process || worker.status) continue;
+    if (const auto signal = worker.process->take_stop())
+      watch_.on_stop(static_cast<int>(i), *signal);
+  }
+}
+
+void LocalRanks::look_after() {
+  if (Clock::now() < next_look_) return;
+  next_look_ = Clock::now() + RankWatch::kInterval;
+  on_child();  // of several at one time there may be one signal
+  watch_.look();
+  if (stop_signal_ != 0) {
+    pass_stop_on();
+    if (around_.options.ranks_save && stop_count_ == 1 && !give_up_at_ && watch_.has_moved())
+      kill_at_ = std::min(*hard_end_, Clock::now() + std::max(around_.options.stop_grace,
+                                                              3 * watch_.longest_step()));
+    return;
+  }
+  const auto late = watch_.to_replace();
+  if (!late || failure_) return;
+  Worker& worker = workers_[static_cast<size_t>(*late)];
+  worker.why_killed = "was stopped for too long, and killed to be replaced";
+  worker.process->signal_group(SIGKILL);
 }
 
 void LocalRanks::on_news() {
@@ -191,7 +275,9 @@ void LocalRanks::on_news() {
 void LocalRanks::stop(int signal) {
   if (++stop_count_ == 1) {
     stop_signal_ = signal;
-    signal_all(signal);
+    pass_stop_on();
+    watch_.has_moved();
+    hard_end_ = Clock::now() + kLongestStop;
     kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()),
                         Clock::now() + around_.options.stop_grace);
   } else if (stop_count_ == 2) {
@@ -201,13 +287,29 @@ void LocalRanks::stop(int signal) {
   }
 }
 
+// Ranks that save get the signal when they can: one that is still loading would only end.
+void LocalRanks::pass_stop_on() {
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    Worker& worker = workers_[i];
+    if (!worker.process || worker.status || worker.told_to_stop) continue;
+    if (around_.options.ranks_save && !watch_.is_ready(static_cast<int>(i))) continue;
+    worker.told_to_stop = true;
+    worker.process->signal_group(stop_signal_);
+    if (watch_.is_stopped(static_cast<int>(i))) worker.process->signal_group(SIGCONT);
+  }
+}
+
 void LocalRanks::on_worker_end(Worker& worker) {
   worker.status = worker.process->status();
   if (!worker.status) return;
   around_.poller.forget(worker.process->pidfd());
-  // After a request to stop, 75 means "saved and left", not a failure.
-  const bool orderly = worker.status->good() || (stop_signal_ != 0 && worker.status->code == 75);
-  if (!orderly) {
+  watch_.on_end(static_cast<int>(&worker - workers_.data()), worker.status->text());
+  // 75 means "saved and left", not a failure, if all do it. The request may have come to ranks of
+  // another node, or to one rank alone.
+  const bool left = worker.status->code == kSaved && worker.status->signal == 0;
+  if (left && stop_signal_ == 0 && !explain_75_)
+    explain_75_ = Clock::now() + std::max(around_.options.grace, kLeaveTogether);
+  if (!worker.status->good() && !left) {
     around_.link.mark_lost(worker.rank, worker.status->text());
     if (!failure_) {
       failure_ = local_failure(worker);
@@ -231,6 +333,16 @@ void LocalRanks::end_soon(milliseconds until_term, milliseconds until_kill) {
 
 void LocalRanks::act_on_time() {
   const auto now = Clock::now();
+  look_after();
+  if (explain_75_ && *explain_75_ <= now && stop_signal_ == 0 && !failure_ && !all_ended()) {
+    const auto alone = std::find_if(workers_.begin(), workers_.end(), [](const Worker& worker) {
+      return worker.status && worker.status->code == kSaved;
+    });
+    failure_ = local_failure(*alone);
+    around_.link.tell_end(*failure_);
+    term_at_ = now;
+    kill_at_ = now + around_.options.grace;
+  }
   if (term_at_ && *term_at_ <= now) {
     term_at_ = Clock::time_point::max();  // once
     signal_all(SIGTERM);
@@ -244,7 +356,8 @@ void LocalRanks::act_on_time() {
 
 milliseconds LocalRanks::until_next_act() const {
   const auto now = Clock::now();
-  auto next = now + milliseconds{60'000};
+  auto next = next_look_;
+  if (explain_75_ && *explain_75_ > now) next = std::min(next, *explain_75_);
   if (term_at_) next = std::min(next, *term_at_);
   if (give_up_at_) {
     next = std::min(next, *give_up_at_);
@@ -290,7 +403,7 @@ void LocalRanks::drain() {
 
 // ---- words ----
 
-std::string LocalRanks::describe(const Worker& worker) const {
+std::string LocalRanks::describe(const Worker& worker, const std::string& how) const {
   const LaunchOptions& options = around_.options;
   // All nodes print this line.
   const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
@@ -300,18 +413,27 @@ std::string LocalRanks::describe(const Worker& worker) const {
           ? format("its output is{}{}", where,
                    options.bare_rank_0 ? "" : " (--log-dir keeps it in files)")
           : "its log is " + log_folder(options.log_dir, attempt(), worker.rank) + node;
-  return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(),
-                worker.status->text(), log);
+  return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(), how, log);
 }
 
-Outcome LocalRanks::local_failure(const Worker& worker) const {
-  return {Outcome::Kind::failed, worker.status->shell_code(),
-          worker.status->signal != 0 || restart_may_help(worker.status->code), describe(worker)};
+Outcome LocalRanks::local_failure(const Worker& worker) {
+  const bool killed = worker.status->signal == SIGKILL && worker.why_killed.empty();
+  const std::string why = watch_.note_failure(static_cast<int>(&worker - workers_.data()), killed);
+  const std::string how = worker.why_killed.empty()
+                              ? worker.status->text() + limit_text(worker.status->signal)
+                              : worker.why_killed;
+  return {Outcome::Kind::failed,
+          worker.status->shell_code(),
+          worker.status->signal != 0 || restart_may_help(worker.status->code),
+          describe(worker, how + why),
+          watch_.step(),
+          std::chrono::duration_cast<milliseconds>(Clock::now() - start_).count()};
 }
 
 Outcome LocalRanks::stop_outcome() const {
-  const std::string by = "stopped by " + signal_name(stop_signal_);
-  bool by_themselves = true, saved = false;
+  const std::string by = stop_signal_ != 0 ? "stopped by " + signal_name(stop_signal_)
+                                           : "stopped by a signal to a rank";
+  bool by_themselves = true;
   int code = -1;  // that all ranks chose, 75 if some had nothing to save
   for (const Worker& worker : workers_) {
     if (!worker.status || worker.status->signal != 0) {
@@ -322,11 +444,13 @@ Outcome LocalRanks::stop_outcome() const {
       by_themselves = false;
     }
   }
-  saved = by_themselves && code == 75;
   if (!by_themselves || code < 0) return {Outcome::Kind::stopped, 128 + stop_signal_, false, by};
+  const int64_t saved = code == kSaved ? watch_.saved_step() : -1;
+  const std::string what = saved >= 0                   ? format("saved step {}", saved)
+                           : around_.options.ranks_save ? "ended; nothing was saved"
+                                                        : "ended by themselves";
   return {Outcome::Kind::stopped, code, false,
-          format("{}; the ranks {} (code {})", by,
-                 saved ? "saved their state" : "ended by themselves", code)};
+          format("{}; the ranks {} (code {})", by, what, code)};
 }
 
 }  // namespace lockstep::launch

@@ -18,6 +18,7 @@
 #include "lockstep/launch/processes/signals.h"
 #include "lockstep/launch/processes/worker_log.h"
 #include "lockstep/launch/rank_variables.h"
+#include "lockstep/launch/watch/rank_watch.h"
 
 namespace lockstep::launch {
 
@@ -47,6 +48,8 @@ class LocalRanks {
     int rank;
     std::optional<Process> process;  // empty if it could not be started
     std::optional<ExitStatus> status;
+    bool told_to_stop = false;
+    std::string why_killed = {};  // where the launcher did it
   };
 
   void start_all();
@@ -58,9 +61,12 @@ class LocalRanks {
   void resume();
 
   void on_signal();
+  void on_child();
+  void look_after();
   void on_news();
   void on_worker_end(Worker& worker);
   void stop(int signal);
+  void pass_stop_on();
 
   // The ending of a job: SIGTERM at one time, SIGKILL at a later one; both only ever move forward.
   void end_soon(milliseconds until_term, milliseconds until_kill);
@@ -73,19 +79,26 @@ class LocalRanks {
 
   // Which of the log folder's.
   int attempt() const { return around_.options.first_attempt + generation_; }
-  std::string describe(const Worker& worker) const;
-  Outcome local_failure(const Worker& worker) const;
+  std::string describe(const Worker& worker, const std::string& how) const;
+  Outcome local_failure(const Worker& worker);
   Outcome stop_outcome() const;
+  Outcome outcome() const;
 
   const Surroundings around_;
   const int generation_;
+  const Clock::time_point start_;
+  RankWatch watch_;
   std::vector<Worker> workers_;
   std::map<int, std::unique_ptr<WorkerLog>> logs_;  // by descriptor
   std::set<Console::Stream> paused_;
   std::optional<Outcome> failure_, global_end_;
   int stop_signal_ = 0, stop_count_ = 0;
   bool told_done_ = false;
+  Clock::time_point next_look_;
   std::optional<Clock::time_point> term_at_, kill_at_, give_up_at_;
+  std::optional<Clock::time_point> hard_end_;  // of a stop that shows life for ever
+  std::optional<Clock::time_point>
+      explain_75_;  // by when a rank that left with it must not be alone
 };
 
 }  // namespace lockstep::launch

@@ -2,6 +2,7 @@
 // How one attempt of a job ended, in a form that the launchers of several nodes can exchange.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -13,7 +14,9 @@ struct Outcome {
   Kind kind = Kind::finished;
   int code = 0;              // what the launcher exits with
   bool restartable = false;  // trying again may help
-  std::string text;          // the last line; empty if there is nothing to say
+  std::string text = {};     // the last line; empty if there is nothing to say
+  int64_t step = -1;         // that its ranks had reached; -1: they do not count
+  int64_t ran_ms = 0;
 };
 
 // False for the codes by which a program says that starting it again would not help: 2 and 78 (its

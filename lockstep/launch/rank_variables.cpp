@@ -8,6 +8,7 @@
 #include <map>
 
 #include "lockstep/core/format.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/launch/processes/affinity.h"
 
 namespace lockstep::launch {
@@ -35,7 +36,7 @@ bool torchrun_set_threads() {
 bool user_set_threads() { return std::getenv(kThreads) != nullptr && !torchrun_set_threads(); }
 
 std::vector<std::string> rank_variables(const LaunchOptions& options, const JobFacts& facts,
-                                        int local_rank, int generation) {
+                                        int local_rank, int generation, int flight_fd) {
   std::map<std::string, std::string> values;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text(*entry);
@@ -66,6 +67,7 @@ std::vector<std::string> rank_variables(const LaunchOptions& options, const JobF
   values["LOCKSTEP_RENDEZVOUS"] = facts.rendezvous;
   values["LOCKSTEP_TOKEN_FD"] = number(facts.token_fd);
   values["LOCKSTEP_GENERATION"] = number(generation);
+  values[flight::kVariable] = number(flight_fd);
 
   // emplace: what the user set stays.
   const std::string threads = number(threads_per_rank(facts.cores, options.ranks));

@@ -22,7 +22,7 @@ struct JobFacts {
 
 // "NAME=value" for each: this process's environment with the rank's own on top.
 std::vector<std::string> rank_variables(const LaunchOptions& options, const JobFacts& facts,
-                                        int local_rank, int generation);
+                                        int local_rank, int generation, int flight_fd);
 
 // Whether the user has chosen the number of threads by OMP_NUM_THREADS. torchrun sets it to 1 where
 // the user has not, which does not count.

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// SIGTERM and SIGINT as a question that a training loop asks.
+// The signals that ask for an end, as a question that a training loop asks.
 #pragma once
 
+#include <array>
 #include <csignal>
 
 namespace lockstep::train {
 
-// From construction to destruction the two signals only raise a flag. One at a time in a process,
-// because a signal handler can find nothing but globals.
+// From construction to destruction SIGTERM, SIGINT, SIGUSR1 and SIGHUP only raise a flag; SIGHUP
+// stays ignored under nohup. Those that are alive at one time share the flag: a signal that came
+// during the first is known to a second.
 class StopRequest {
  public:
   StopRequest();
@@ -19,8 +21,8 @@ class StopRequest {
   int signal() const;
 
  private:
-  struct sigaction previous_term_ {};
-  struct sigaction previous_int_ {};
+  static constexpr std::array kSignals{SIGTERM, SIGINT, SIGUSR1, SIGHUP};
+  std::array<struct sigaction, kSignals.size()> previous_{};
 };
 
 }  // namespace lockstep::train

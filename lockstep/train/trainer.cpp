@@ -25,6 +25,7 @@
 #include "lockstep/core/version.h"
 #include "lockstep/data/batch_reader.h"
 #include "lockstep/data/entropy.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lr_schedule.h"
@@ -109,6 +110,7 @@ std::string measure_of(const Evaluator& evaluator, const config::Data& data,
 
 struct Trainer::State {
   State(TrainConfig given, comm::Group group);
+  ~State() { flight::set_phase(flight::Phase::ended); }
 
   void resume();
   TrainingResult run();
@@ -118,6 +120,7 @@ struct Trainer::State {
   void save(checkpoint::WhenBusy when_busy);
   void say_what_was_saved();
 
+  StopRequest stop;  // first: a signal may come while the rest is made
   const comm::Group world;
   const config::Data data;
   const TrainConfig config;
@@ -144,7 +147,6 @@ struct Trainer::State {
   std::optional<data::BatchReader> reader;
   std::optional<MetricsFile> metrics;
   std::optional<Progress> progress;
-  StopRequest stop;
 };
 
 Trainer::State::State(TrainConfig given, comm::Group group)
@@ -332,6 +334,8 @@ StepMetrics Trainer::State::step() {
   result.comm_ms =
       std::chrono::duration<double, std::milli>(world.blocked_time() - blocked).count();
   result.peak_bytes = peak_bytes(device);
+  flight::set_step(done, static_cast<int64_t>(1e9 * seconds),
+                   static_cast<int64_t>(1e6 * result.comm_ms));
   return result;
 }
 
@@ -340,7 +344,9 @@ bool Trainer::State::evaluate() {
   evaluated_at = done;
   if (evaluator.empty()) return false;
   progress->pause();
+  flight::set_phase(flight::Phase::evaluating);
   const double loss = evaluator.loss(model);
+  flight::set_phase(flight::Phase::training);
   progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
                         loss, std::exp(loss),
                         short_number(static_cast<double>(evaluator.tokens()))));
@@ -354,6 +360,7 @@ bool Trainer::State::evaluate() {
 void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   if (!saver) return;
   progress->pause();
+  flight::set_phase(flight::Phase::saving);
   auto state = config::state_of(identities);
   state["samples"] = std::to_string(samples);
   state["tokens"] = std::to_string(tokens);
@@ -376,6 +383,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
         format("step {}: not saved, that of step {} is still being written", done, saved_at));
   }
   say_what_was_saved();
+  flight::set_phase(flight::Phase::training);
   progress->resume();
 }
 
@@ -384,6 +392,7 @@ void Trainer::State::say_what_was_saved() {
   for (const checkpoint::SaveResult& saved : saver->take_finished()) {
     if (saved.path.empty()) best.not_saved(saved.step);
     if (saved.path.empty()) continue;  // of a failure there was a warning
+    flight::set_saved(saved.step);
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
     progress->line(format("step {}: saved {} ({:.1f} s{})", saved.step,
@@ -393,8 +402,11 @@ void Trainer::State::say_what_was_saved() {
 
 TrainingResult Trainer::State::run() {
   say_what_is_trained();
+  flight::set_phase(flight::Phase::training);
+  // A signal may have come to one rank before the first step.
+  stopping = combine(at::empty({0}, at::kDouble), stop.signal() != 0, mesh).stop;
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
-  if (done == 0 && config.evaluates_first()) evaluate();
+  if (done == 0 && config.evaluates_first() && !stopping) evaluate();
   while (done < config.train.steps && !stopping) {
     const StepMetrics result = step();
     metrics->write(result);

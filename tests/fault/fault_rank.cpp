@@ -105,7 +105,7 @@ int main(int argc, char** argv) {
     if (mode == "leave") return 0;
     if (mode == "die" || mode == "die_in_message") raise(SIGKILL);
     if (mode == "stop") raise(SIGSTOP);
-    pause();  // late: until the launcher ends it
+    while (true) pause();  // late: until the launcher ends it
   }
   try {
     if (mode == "die_in_message") {

@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 # A folder under lockstep/ may include itself and the folders before it. The list holds planned folders too.
-WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "plan", "io", "formats", "data", "config", "launch", "fabric"]
+WITHOUT_TORCH = ["core", "codec", "layout", "schedule", "plan", "io", "flight", "formats", "data", "config", "launch", "fabric"]
 WITH_TORCH = ["memory", "comm", "mesh", "nn", "optim", "parallel", "checkpoint", "model", "train", "cli"]
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 # The first use the second as a user's program could: by installed headers, but for texts and bytes, which a program has ways of its own for.

@@ -38,10 +38,10 @@ void set_variables(const config::TrainConfig& config) {
   }
 }
 
-// Looks at the files and makes the run folder. What ranks must know of it reaches them as
-// kSettings. Ranks that another launcher has started hear of a failure from rank 0, as kFailure:
-// they would wait for it otherwise.
-void prepare(const config::TrainArguments& arguments, const RankEnv& env, int world) {
+// Looks at the files, and makes the run folder, whose path it returns. What ranks must know of it
+// reaches them as kSettings. Ranks that another launcher has started hear of a failure from rank 0,
+// as kFailure: they would wait for it otherwise.
+std::string prepare(const config::TrainArguments& arguments, const RankEnv& env, int world) {
   const bool alone = env.launcher == Launcher::none;
   const auto tell = [&](const std::function<void()>& step) {
     try {
@@ -54,11 +54,12 @@ void prepare(const config::TrainArguments& arguments, const RankEnv& env, int wo
   log::hold_lines();
   std::optional<config::RunFolder> folder;
   tell([&] { folder.emplace(arguments, env); });
-  if (!folder) return;
+  if (!folder) return {};
   config::require_layout_of_run(arguments, world);
   const auto model = config::check_inputs(folder->config(), world, {.verify = alone});
   config::require_state_fits(folder->config(), model, world);
   tell([&] { setenv(kSettings, folder->open(model).c_str(), 1); });
+  return folder->config().run.dir;
 }
 
 }  // namespace
@@ -89,7 +90,14 @@ int train(const Words& arguments) {
   }
   // One rank looks at the files for all. Where others are waiting for it already it does not read
   // whole checkpoints; they do when they load them.
-  if (env.rank == 0) prepare(parsed, env, starts_ranks ? *parsed.ranks : env.world_size);
+  if (parsed.config.run.max_restarts > 0 && !starts_ranks) {
+    throw ConfigError(
+        format("train: run.max_restarts {} needs -n N: who starts the ranks can start them again "
+               "(lockstep run --max-restarts)",
+               parsed.config.run.max_restarts));
+  }
+  std::string folder;
+  if (env.rank == 0) folder = prepare(parsed, env, starts_ranks ? *parsed.ranks : env.world_size);
   set_variables(parsed.config);
   Words command{torch_path(), "train"};
   command.insert(command.end(), arguments.begin(), arguments.end());
@@ -97,7 +105,10 @@ int train(const Words& arguments) {
   launch::LaunchOptions options;
   options.ranks = *parsed.ranks;
   options.bare_rank_0 = true;
-  options.stop_grace = std::chrono::minutes{30};  // a step, and a checkpoint of any size
+  options.max_restarts = parsed.config.run.max_restarts;
+  options.flight_dir = folder;
+  options.ranks_save = true;
+  options.stop_grace = std::chrono::seconds{parsed.config.run.grace};
   options.command = command;
   return launch::run(options);
 }

@@ -13,10 +13,15 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/flight/recorder.h"
+#include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer.h"
 
 namespace lockstep::cli {
 namespace {
+
+// Before the settings of rank 0: a restart that has a checkpoint of its own, and a start.
+constexpr char kGoesOn = '+', kBegins = ' ';
 
 constexpr int kStopped = 75;  // EX_TEMPFAIL: saved, start me again
 
@@ -30,16 +35,25 @@ void use_run_folder(config::TrainConfig& config, const comm::Group& group) {
     if (text == nullptr) throw ConfigError("train: ranks are started by lockstep train");
     config::adopt(config, text);
     log::copy_to(config.run.dir.empty() ? "" : config.run.dir + "/log.txt");
-    return text;
+    const bool again =
+        RankEnv::detect().restart_count > 0 && config::resume_own_checkpoints(config);
+    return (again ? kGoesOn : kBegins) + std::string(text);
   });
   if (group.rank() == 0) return;
-  config::adopt(config, settings[0]);
+  config::adopt(config, settings[0].substr(1));
+  if (settings[0][0] == kGoesOn) {
+    config.checkpoint.resume = "auto";
+    config.checkpoint.load = config::LoadWhat::all;
+  }
   log::copy_to("");
 }
 
 }  // namespace
 
 int train_rank(const std::vector<std::string>& arguments) {
+  // For the trainer, which is not there yet when a signal may come. To the end of the process: a
+  // second signal does not spoil its exit code.
+  [[maybe_unused]] static const auto* const stop = new train::StopRequest;
   std::signal(SIGPIPE, SIG_IGN);  // training continues without a reader
   std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error with its name
   log::hold_lines();
@@ -50,6 +64,7 @@ int train_rank(const std::vector<std::string>& arguments) {
                                         .timeout = config.timeout()});
   comm::require_same(config::common_lines(config), group);
   use_run_folder(config, group);
+  if (!config.run.dir.empty()) flight::set_folder(config.run.dir + "/flight");
   config.validate(group.size());
   if (!config.metrics.trace.empty()) trace::write_to(config.metrics.trace);
   try {

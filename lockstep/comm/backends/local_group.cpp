@@ -7,6 +7,7 @@
 
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -19,6 +20,12 @@ fabric::Seat take_seat(const Membership& membership, std::shared_ptr<fabric::Boa
   return seat;
 }
 
+// The launcher of these ranks names who is late, once and with its stacks.
+milliseconds warn_after(const World& world) {
+  if (flight::is_watched() && !world.objects) return std::chrono::hours{24 * 365};
+  return fabric::EngineOptions{}.warn_after;
+}
+
 class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<LocalGroup> {
  public:
   LocalGroup(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
@@ -29,7 +36,8 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
         engine_(take_seat(this->membership(), std::move(board), heap_),
                 {.probe = std::move(probe), .on_done = traced && trace::enabled() ? [this](const fabric::Ticket& ticket) {
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
-                 } : std::function<void(const fabric::Ticket&)>()}) {}
+                 } : std::function<void(const fabric::Ticket&)>(),
+                 .warn_after = warn_after(*this->membership().world)}) {}
 
   std::shared_ptr<Pending> submit(fabric::Operation operation,
                                   std::shared_ptr<const void> memory) override {

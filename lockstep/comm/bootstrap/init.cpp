@@ -26,6 +26,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/open_files.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/secret.h"
 
@@ -267,6 +268,7 @@ Group init(const RankEnv& env, InitOptions options) {
   log::set_rank(env.rank);
   trace::name_thread(env.rank, "compute");
   raise_open_file_limit();
+  flight::start(env.rank, env.world_size);
   // A launcher's pipe would make it fully buffered: lines would come late, and not at all from a
   // rank that dies.
   if (env.world_size > 1) std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
@@ -288,6 +290,7 @@ Group detail::adopt_world(int rank, int size, const GatherTexts& gather, Backend
   log::set_rank(rank);
   trace::name_thread(rank, "compute");
   raise_open_file_limit();
+  flight::start(rank, size);
   const Contribution host(
       rank,
       [&] {

@@ -24,6 +24,7 @@ Guard::Guard() {
   process_.emplace(Command{.argv = {"/proc/self/exe", kCommand},
                            .environment = {},
                            .in = ends[0],
+                           .keep = {},
                            .cores = {},
                            .survives = true});
 }

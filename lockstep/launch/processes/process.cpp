@@ -116,7 +116,7 @@ void place(int from, int to) {
   place(command.in >= 0 ? command.in : plan.null_fd, STDIN_FILENO);
   place(command.out >= 0 ? command.out : plan.null_fd, STDOUT_FILENO);
   place(command.err >= 0 ? command.err : plan.null_fd, STDERR_FILENO);
-  if (command.keep >= 0) fcntl(command.keep, F_SETFD, 0);
+  for (const int fd : command.keep) fcntl(fd, F_SETFD, 0);
   if (plan.cores != nullptr) sched_setaffinity(0, plan.cores_size, plan.cores);
   if (command.hang_rank >= 0) {
     close(plan.report_fd);
@@ -226,6 +226,14 @@ std::optional<ExitStatus> Process::status() const {
   if (info.si_pid == 0) return std::nullopt;
   if (info.si_code == CLD_EXITED) return ExitStatus{info.si_status, 0};
   return ExitStatus{0, info.si_status};
+}
+
+std::optional<int> Process::take_stop() const {
+  siginfo_t info{};
+  if (waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WCONTINUED | WNOHANG) != 0 ||
+      info.si_pid == 0)
+    return std::nullopt;
+  return info.si_code == CLD_CONTINUED ? 0 : info.si_status;
 }
 
 }  // namespace lockstep::launch

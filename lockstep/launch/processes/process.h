@@ -29,7 +29,7 @@ struct Command {
   std::vector<std::string> argv;
   std::vector<std::string> environment;
   int in = -1, out = -1, err = -1;  // become descriptors 0, 1 and 2; -1 is /dev/null
-  int keep = -1;                    // stays open under its number
+  std::vector<int> keep;            // stay open under their numbers
   int guard = -1;          // where the child writes "+pid\n" before anything runs in its name
   std::vector<int> cores;  // empty: wherever the parent runs
   int hang_rank = -1;      // this rank waits for a debugger before it starts
@@ -52,6 +52,8 @@ class Process {
   int pidfd() const { return pidfd_.get(); }  // readable when it has ended
   void signal_group(int signal) const;
   std::optional<ExitStatus> status() const;  // nothing while it runs
+  // Whether a signal has stopped it (its number) or it goes on (0), where that is news.
+  std::optional<int> take_stop() const;
 
  private:
   pid_t pid_ = -1;

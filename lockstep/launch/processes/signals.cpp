@@ -11,18 +11,19 @@
 
 namespace lockstep::launch {
 
-Signals::Signals() {
+Signals::Signals(bool usr1_stops) : usr1_stops_(usr1_stops) {
   sigemptyset(&set_);
-  for (const int number : {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2}) {
+  for (const int number : {SIGINT, SIGTERM, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD}) {
     sigaddset(&set_, number);
-    signal(number, SIG_DFL);  // an ignored signal would never reach the descriptor
+    // An ignored signal would never reach the descriptor; and SIGCHLD, ignored by our parent, would
+    // have the ranks reaped unseen.
+    signal(number, SIG_DFL);
   }
   // nohup asks us to live on without a terminal.
   struct sigaction hangup {};
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&set_, SIGHUP);
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGCHLD, SIG_DFL);  // ignored by our parent, it would reap the ranks unseen
   pthread_sigmask(SIG_BLOCK, &set_, nullptr);
   fd_ = Fd(signalfd(-1, &set_, SFD_CLOEXEC | SFD_NONBLOCK));
   if (!fd_.valid()) throw SystemError("signalfd", errno);
@@ -44,6 +45,8 @@ void Signals::pause(milliseconds time) {
   } while (!deadline.passed());
 }
 
-bool Signals::asks_to_stop(int signal) { return signal != SIGUSR1 && signal != SIGUSR2; }
+bool Signals::asks_to_stop(int signal) const {
+  return signal != SIGUSR2 && signal != SIGCHLD && (signal != SIGUSR1 || usr1_stops_);
+}
 
 }  // namespace lockstep::launch

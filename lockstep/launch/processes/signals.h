@@ -20,7 +20,8 @@ struct Interrupted {
 // output that went away is not our end.
 class Signals {
  public:
-  Signals();
+  // `usr1_stops`: SIGUSR1 asks for an end too.
+  explicit Signals(bool usr1_stops = false);
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
@@ -29,11 +30,11 @@ class Signals {
   // Lets time pass; throws Interrupted when a stop signal comes.
   void pause(milliseconds time);
 
-  // SIGINT, SIGTERM, SIGHUP, SIGQUIT ask for an end; the others (SIGUSR1, SIGUSR2) are only passed
-  // on.
-  static bool asks_to_stop(int signal);
+  // SIGINT, SIGTERM, SIGHUP and SIGQUIT do.
+  bool asks_to_stop(int signal) const;
 
  private:
+  bool usr1_stops_;
   sigset_t set_{};
   Fd fd_;
 };
