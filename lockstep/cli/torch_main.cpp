@@ -12,9 +12,11 @@
 #include "lockstep/cli/selftest_rank.h"
 #include "lockstep/cli/train/train_rank.h"
 #include "lockstep/core/input_file.h"
+#include "lockstep/launch/processes/fork_server.h"
 
 int main(int argc, char** argv) {
   using namespace lockstep;
+  launch::serve_forks();
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::map<std::string, int (*)(const std::vector<std::string>&)> commands{
       {"bench-collectives", cli::bench_collectives_rank},

@@ -82,7 +82,10 @@ Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signal
     const JobFacts facts{link.run_id(),      link.rendezvous(),
                          link.master_addr(), link.master_port(),
                          token_fd.get(),     static_cast<int>(allowed_cores().size())};
-    Outcome outcome = run_generations({options, facts, poller, console, signals, guard, link});
+    std::optional<ForkServer> forks;
+    if (options.forks) forks.emplace(options.command, rank_variables(options, facts, 0, 0, -1));
+    Outcome outcome = run_generations(
+        {options, facts, poller, console, signals, guard, link, forks ? &*forks : nullptr});
     link.leave();
     return outcome;
   } catch (const Interrupted& interrupted) {

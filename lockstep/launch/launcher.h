@@ -34,6 +34,9 @@ struct LaunchOptions {
   // After the launcher was asked to stop: the time until the ranks get SIGKILL.
   milliseconds stop_grace{30'000};
   std::vector<std::string> command;
+  // The command's main() calls serve_forks(): its libraries are loaded once for all ranks, and stay
+  // loaded for a restart.
+  bool forks = false;
 
   int world_size() const { return ranks * nodes; }
   int first_rank() const { return ranks * node_rank; }

@@ -150,7 +150,11 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
 
   Worker& worker = workers_.emplace_back(Worker{rank, std::nullopt, std::nullopt});
   try {
-    worker.process.emplace(command);
+    if (around_.forks != nullptr) {
+      worker.process.emplace(around_.forks->start(command));
+    } else {
+      worker.process.emplace(command);
+    }
   } catch (const SystemError& failure) {
     failure_ = Outcome{Outcome::Kind::failed, kNotStarted, false,
                        format("rank {}: {}", rank, failure.what())};

@@ -12,6 +12,7 @@
 #include "lockstep/launch/node_link.h"
 #include "lockstep/launch/outcome.h"
 #include "lockstep/launch/processes/console.h"
+#include "lockstep/launch/processes/fork_server.h"
 #include "lockstep/launch/processes/guard.h"
 #include "lockstep/launch/processes/poller.h"
 #include "lockstep/launch/processes/process.h"
@@ -31,6 +32,7 @@ struct Surroundings {
   Signals& signals;
   const Guard& guard;
   NodeLink& link;
+  const ForkServer* forks;  // null: each rank loads its program itself
 };
 
 class LocalRanks {

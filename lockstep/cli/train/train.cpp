@@ -110,6 +110,7 @@ int train(const Words& arguments) {
   options.ranks_save = true;
   options.stop_grace = std::chrono::seconds{parsed.config.run.grace};
   options.command = command;
+  options.forks = true;
   return launch::run(options);
 }
 

@@ -30,9 +30,7 @@ struct ChildPlan {
   char* const* argv;
   char* const* environment;
   const Command* command;
-  const cpu_set_t* cores;
-  size_t cores_size;
-  int null_fd, report_fd;
+  int report_fd;
   pid_t parent;
 };
 
@@ -65,6 +63,28 @@ bool traced() {
   return false;
 }
 
+// dup2 that also works when source and target are the same number.
+void place(int from, int to) {
+  if (from != to) {
+    dup2(from, to);
+  } else {
+    fcntl(to, F_SETFD, 0);
+  }
+}
+
+// Without allocating.
+void bind_to(const std::vector<int>& cores) {
+  constexpr int kMaxCores = 8192;
+  unsigned long mask[kMaxCores / (8 * sizeof(unsigned long))] = {};
+  auto* const set = reinterpret_cast<cpu_set_t*>(mask);
+  for (const int core : cores) {
+    if (core < kMaxCores) CPU_SET_S(static_cast<size_t>(core), sizeof mask, set);
+  }
+  sched_setaffinity(0, sizeof mask, set);
+}
+
+}  // namespace
+
 void wait_for_debugger(int rank) {
   char text[128];
   size_t size = 0;
@@ -83,23 +103,13 @@ void wait_for_debugger(int rank) {
   }
 }
 
-// dup2 that also works when source and target are the same number.
-void place(int from, int to) {
-  if (from != to) {
-    dup2(from, to);
-  } else {
-    fcntl(to, F_SETFD, 0);
-  }
-}
-
-[[noreturn]] void run_child(const ChildPlan& plan) {
-  const Command& command = *plan.command;
+void set_up_child(const Command& command, pid_t parent) {
   if (command.survives) {
     setsid();
   } else {
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != plan.parent) _exit(127);  // it died before the line above
+    if (getppid() != parent) _exit(127);  // it died before the line above
   }
   if (command.guard >= 0) {
     char line[32] = "+";
@@ -113,11 +123,20 @@ void place(int from, int to) {
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
 
-  place(command.in >= 0 ? command.in : plan.null_fd, STDIN_FILENO);
-  place(command.out >= 0 ? command.out : plan.null_fd, STDOUT_FILENO);
-  place(command.err >= 0 ? command.err : plan.null_fd, STDERR_FILENO);
+  const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+  place(command.in >= 0 ? command.in : null, STDIN_FILENO);
+  place(command.out >= 0 ? command.out : null, STDOUT_FILENO);
+  place(command.err >= 0 ? command.err : null, STDERR_FILENO);
+  if (null > STDERR_FILENO) close(null);
   for (const int fd : command.keep) fcntl(fd, F_SETFD, 0);
-  if (plan.cores != nullptr) sched_setaffinity(0, plan.cores_size, plan.cores);
+  if (!command.cores.empty()) bind_to(command.cores);
+}
+
+namespace {
+
+[[noreturn]] void run_child(const ChildPlan& plan) {
+  const Command& command = *plan.command;
+  set_up_child(command, plan.parent);
   if (command.hang_rank >= 0) {
     close(plan.report_fd);
     close(command.guard);
@@ -156,29 +175,16 @@ std::string ExitStatus::text() const {
 }
 
 Process::Process(const Command& command) {
-  const Fd null(open("/dev/null", O_RDWR | O_CLOEXEC));
   int ends[2];
-  if (!null.valid()) throw SystemError("/dev/null", errno);
   if (pipe2(ends, O_CLOEXEC) != 0) throw SystemError("pipe", errno);
   const Fd report(ends[0]);
   Fd report_in(ends[1]);
 
   const auto argv = pointers(command.argv), environment = pointers(command.environment);
-  cpu_set_t* cores = nullptr;
-  size_t cores_size = 0;
-  if (!command.cores.empty()) {
-    const auto count = static_cast<size_t>(command.cores.back()) + 1;
-    cores = CPU_ALLOC(count);
-    cores_size = CPU_ALLOC_SIZE(count);
-    CPU_ZERO_S(cores_size, cores);
-    for (const int core : command.cores) CPU_SET_S(static_cast<size_t>(core), cores_size, cores);
-  }
-  const ChildPlan plan{argv.data(), environment.data(), &command,        cores,
-                       cores_size,  null.get(),         report_in.get(), getpid()};
+  const ChildPlan plan{argv.data(), environment.data(), &command, report_in.get(), getpid()};
   pid_ = fork();
   if (pid_ == 0) run_child(plan);
   const int fork_failure = errno;
-  if (cores != nullptr) CPU_FREE(cores);
   if (pid_ < 0) throw SystemError("fork", fork_failure);
   // Both sides do it, so that the group exists before it is signalled. Fails once the
   // child has exec'd.
@@ -200,6 +206,11 @@ Process::Process(const Command& command) {
     waitpid(pid_, nullptr, 0);
     throw SystemError(format("cannot start '{}'", command.argv[0]), failure);
   }
+}
+
+Process::Process(pid_t child)
+    : pid_(child), pidfd_(static_cast<int>(syscall(SYS_pidfd_open, child, 0))) {
+  if (!pidfd_.valid()) throw SystemError("pidfd_open", errno);
 }
 
 Process::Process(Process&& other) noexcept

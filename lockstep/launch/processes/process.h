@@ -36,6 +36,12 @@ struct Command {
   bool survives = false;   // a session of its own, and no death with the parent
 };
 
+// What a child does before it runs a program in its own name: its group, descriptors, signals and
+// cores. Makes system calls only.
+void set_up_child(const Command& command, pid_t parent);
+// Says how to attach, and returns when a debugger has.
+void wait_for_debugger(int rank);
+
 // Not reaped before destruction, so its process group's number stays its own. Not thread safe;
 // children die with the thread that started them.
 class Process {
@@ -43,6 +49,8 @@ class Process {
   // Returns once the program has started; throws SystemError with the system's reason where it
   // could not.
   explicit Process(const Command& command);
+  // A child that another process has made for this one.
+  explicit Process(pid_t child);
   // Kills what is left of its group and reaps it.
   ~Process();
   Process(Process&& other) noexcept;
