@@ -13,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/memory/tensor_bytes.h"
@@ -129,6 +130,7 @@ class Filler {
     }
     const auto width = static_cast<int64_t>(c10::elementSize(dtype));
     for (const layout::Box& piece : layout::pieces(held, kBuffer / width)) {
+      flight::show_life();
       const at::Tensor part = detail::part_of(slice.tensor, held, piece);
       if (!buffer_.defined()) buffer_ = at::empty({kBuffer}, at::kByte);
       const at::Tensor values =

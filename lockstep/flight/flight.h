@@ -11,7 +11,7 @@
 namespace lockstep::flight {
 
 struct Operation {
-  std::string group, name, dtype, tag;
+  std::string group = {}, name = {}, dtype = {}, tag = {};
   uint64_t ticket = 0;
   uint32_t number = 0;
   int peer = -1;
@@ -26,7 +26,7 @@ struct Operation {
 };
 
 struct GroupUse {
-  std::string name;
+  std::string name = {};
   int size = 0;
   uint32_t calls = 0;
 };
@@ -34,17 +34,17 @@ struct GroupUse {
 struct Flight {
   int rank = -1, world = 0, pid = 0;
   uint32_t generation = 0;
-  std::string host;
+  std::string host = {};
   int64_t taken_at = 0, clock_offset = 0;
   int64_t step = -1, step_at = 0, saved_step = -1;
   Phase phase = Phase::starting;
-  std::string failure;  // that broke a group of this rank
-  std::string end;      // how the process ended, where the reader knows
+  std::string failure = {};  // that broke a group of this rank
+  std::string end = {};      // how the process ended, where the reader knows
   int64_t ended_at = 0;
-  std::string stacks;
-  std::vector<int64_t> step_ns, blocked_ns;  // of the last steps, the newest last
-  std::vector<GroupUse> groups;
-  std::vector<Operation> operations;  // oldest first
+  std::string stacks = {};
+  std::vector<int64_t> step_ns = {}, blocked_ns = {};  // of the last steps, the newest last
+  std::vector<GroupUse> groups = {};
+  std::vector<Operation> operations = {};  // oldest first
 
   const Operation* last() const { return operations.empty() ? nullptr : &operations.back(); }
   // The one that a thread has waited for longest; null where none waits.

@@ -8,6 +8,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/formats/dtype_names.h"
 #include "lockstep/formats/safetensors_header.h"
 #include "lockstep/io/durable.h"
@@ -78,6 +79,7 @@ void SafetensorsWriter::write(std::string_view name, std::span<const std::byte> 
                              bytes.size(), name, due.end - written_, due.name));
   }
   file_->write(bytes);
+  flight::show_life();
   written_ += bytes.size();
   skip_written();
 }

@@ -26,6 +26,14 @@ constexpr uint64_t kWriteBack = uint64_t{32} << 20;
 // Not everywhere can space be set aside; then writes notice that there is none.
 bool cannot_reserve(int error) { return error == EOPNOTSUPP || error == EINVAL || error == ENOSYS; }
 
+// Where that is why.
+std::string free_space(const std::string& path, int error) {
+  if (error != ENOSPC && error != EDQUOT) return "";
+  std::error_code unknown;
+  const auto space = fs::space(fs::absolute(path).parent_path(), unknown);
+  return unknown ? "" : format(" ({} bytes are free there)", space.available);
+}
+
 }  // namespace
 
 DurableFile::DurableFile(std::string path, uint64_t size) : path_(std::move(path)) {
@@ -36,7 +44,9 @@ DurableFile::DurableFile(std::string path, uint64_t size) : path_(std::move(path
   if (!fd_.valid()) throw SystemError("cannot create " + path_, errno);
   while (size > 0 && calls::reserve(fd_.get(), size) != 0 && !cannot_reserve(errno)) {
     if (errno == EINTR) continue;
-    throw SystemError(format("cannot reserve {} bytes for {}", size, path_), errno);
+    const int reason = errno;
+    throw SystemError(
+        format("cannot reserve {} bytes for {}{}", size, path_, free_space(path_, reason)), reason);
   }
 }
 
@@ -73,7 +83,10 @@ void DurableFile::write_block(std::span<const std::byte> bytes) {
     // A regular file that takes nothing and gives no reason would keep us here for ever.
     if (count == 0) errno = ENOSPC;
     if (count <= 0) {
-      throw SystemError(format("cannot write {} at byte {}", path_, record_.bytes), errno);
+      const int reason = errno;
+      throw SystemError(format("cannot write {} at byte {}{}", path_, record_.bytes,
+                               free_space(path_, reason)),
+                        reason);
     }
     bytes = bytes.subspan(static_cast<size_t>(count));
     record_.bytes += static_cast<uint64_t>(count);

@@ -267,10 +267,13 @@ Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline,
 void tune_connection(const Fd& socket) {
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 5);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 2);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 10'000);
+  // Launchers and waiting ranks ask several times a second, so there is always something to be
+  // acknowledged. The peer's kernel does that, however busy its processes are: after this time the
+  // host or the link is gone. Shorter outages pass.
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 1);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 1'700);
 }
 
 }  // namespace lockstep::launch
