@@ -13,6 +13,7 @@
 #include "lockstep/fabric/collectives.h"
 #include "lockstep/fabric/futex.h"
 #include "lockstep/fabric/point_to_point.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::fabric {
 namespace {
@@ -427,6 +428,7 @@ void Engine::look_after(Ticket& ticket) {
   if (!ticket.warned && Clock::now() - ticket.started >= warn_after) {
     ticket.warned = true;
     log::warn(message());
+    flight::dump_own();
   }
 }
 

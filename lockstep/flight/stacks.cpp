@@ -24,6 +24,7 @@
 
 #include "lockstep/core/clock.h"
 #include "lockstep/core/format.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::flight {
 namespace {
@@ -37,6 +38,8 @@ constexpr milliseconds kPatience{100};  // for one thread
 void* frames[kFrames];
 std::atomic<int> depth{0};
 std::atomic<pid_t> target{0};
+std::atomic<Page*> own_page{nullptr};
+std::atomic<bool> dump_wanted{false};
 
 int stack_signal() { return SIGRTMIN + 7; }
 
@@ -145,6 +148,7 @@ void answer(Page& page) {
     std::memcpy(page.stacks, text.data(), size);
     page.stacks[size] = '\0';
     page.answered.store(asked);
+    if (dump_wanted.exchange(false)) dump_own();
   }
 }
 
@@ -159,7 +163,19 @@ void answer_requests(Page& page) {
   sigemptyset(&action.sa_mask);
   if (sigaction(stack_signal(), &action, nullptr) != 0) return;
   page.answers = true;
+  own_page = &page;
   std::thread([&page] { answer(page); }).detach();  // as long as the process; it holds nothing
+}
+
+void dump_on_signal(int signal) {
+  struct sigaction action {};
+  action.sa_handler = [](int) {
+    dump_wanted = true;
+    if (Page* const page = own_page.load()) ask_for_stacks(*page);
+  };
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  sigaction(signal, &action, nullptr);
 }
 
 void ask_for_stacks(Page& page) {

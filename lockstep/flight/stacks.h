@@ -10,6 +10,9 @@ namespace lockstep::flight {
 // thread that blocks signals has no stack in the answer.
 void answer_requests(Page& page);
 
+// From now on this signal makes the process write its page and stacks to its folder (dump_own()).
+void dump_on_signal(int signal);
+
 // Asks the process of this page. Its stacks are there when has_answered(); that never comes from a
 // process that is stopped, or stuck in the kernel.
 void ask_for_stacks(Page& page);

@@ -61,7 +61,7 @@ Outcome run_generations(const Surroundings& around) {
     Outcome outcome = LocalRanks(around, generation).run();
     const RestartPolicy::Decision decision = policy.after(outcome);
     if (!decision.restart) {
-      if (!decision.text.empty()) outcome.text += "\nlockstep: " + decision.text;
+      if (!decision.text.empty()) around.console.message(decision.text);
       if (decision.code != 0) outcome.code = decision.code;
       return outcome;
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A rank for fault tests: fault_rank BACKEND MODE VICTIM TIMEOUT_MS [STRATEGY]. After two rounds of
 // work together the victim dies (die), dies with a message under way (die_in_message), stops itself
-// (stop), never comes (late), or leaves (leave). The others say what they caught and how long after
-// the victim's last sign of life. With give_up the victim comes when they have given up; with
-// give_up_comparing they have done so before the operation itself. With drop they have kept neither
-// the handles of two operations nor their group when it comes.
+// (stop), never comes (late), calls something else (mismatch), or leaves (leave). The others say
+// what they caught and how long after the victim's last sign of life. With give_up the victim comes
+// when they have given up; with give_up_comparing they have done so before the operation itself.
+// With drop they have kept neither the handles of two operations nor their group when it comes.
 #include <ATen/ATen.h>
 #include <unistd.h>
 
@@ -105,7 +105,8 @@ int main(int argc, char** argv) {
     if (mode == "leave") return 0;
     if (mode == "die" || mode == "die_in_message") raise(SIGKILL);
     if (mode == "stop") raise(SIGSTOP);
-    while (true) pause();  // late: until the launcher ends it
+    while (mode == "late") pause();  // until the launcher ends it
+    data = at::ones({7}, options);   // mismatch
   }
   try {
     if (mode == "die_in_message") {
@@ -118,6 +119,8 @@ int main(int argc, char** argv) {
     report("PeerLost", error.rank(), error.what(), moment.item<double>());
   } catch (const TimeoutError& error) {
     report("TimeoutError", -1, error.what(), moment.item<double>());
+  } catch (const MismatchError& error) {
+    report("MismatchError", -1, error.what(), moment.item<double>());
   } catch (const std::exception& error) {
     report("other", -1, error.what(), moment.item<double>());
   }

@@ -14,6 +14,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/flight/recorder.h"
+#include "lockstep/flight/stacks.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer.h"
 
@@ -65,6 +66,7 @@ int train_rank(const std::vector<std::string>& arguments) {
   comm::require_same(config::common_lines(config), group);
   use_run_folder(config, group);
   if (!config.run.dir.empty()) flight::set_folder(config.run.dir + "/flight");
+  flight::dump_on_signal(SIGUSR2);
   config.validate(group.size());
   if (!config.metrics.trace.empty()) trace::write_to(config.metrics.trace);
   try {

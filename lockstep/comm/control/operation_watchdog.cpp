@@ -11,6 +11,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/fabric/agreement.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -64,6 +65,12 @@ OperationWatchdog::OperationWatchdog(const Membership& membership, std::string e
       members_(membership.members),
       store_(membership.world->store),
       hosts_rendezvous_(membership.world->server != nullptr) {
+  const auto host_of = [&](int member) {
+    return membership.world->hosts[static_cast<size_t>(member)];
+  };
+  launcher_watches_ = flight::is_watched() && std::ranges::all_of(members_, [&](int member) {
+                        return host_of(member) == host_of(members_.front());
+                      });
   reporter_ = reporter_of(*membership.world);
   activity_ = reporter_->watch(key(rank_));
 }
@@ -235,7 +242,8 @@ void OperationWatchdog::wait(const Operation& operation, uint64_t sequence,
     }
     if (!warned && Clock::now() - started >= std::max(kWarnAfter, operation.timeout / 15)) {
       warned = true;
-      log::warn(describe_wait(operation, sequence, seconds_since(started)));
+      if (!launcher_watches_) log::warn(describe_wait(operation, sequence, seconds_since(started)));
+      flight::dump_own();
     }
   }
 }

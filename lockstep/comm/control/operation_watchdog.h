@@ -78,6 +78,7 @@ class OperationWatchdog {
   std::vector<int> members_;
   std::shared_ptr<launch::Store> store_;
   bool hosts_rendezvous_;
+  bool launcher_watches_;  // it names who is late, once and with its stacks
   std::shared_ptr<ActivityReporter> reporter_;
   ActivityReporter::Word activity_;
   std::atomic<uint64_t> sequence_{0}, messages_{0};
