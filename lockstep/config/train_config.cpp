@@ -123,6 +123,26 @@ void validate_compression(const TrainConfig& config) {
     refuse(format("parallel.chunks is {}: it is for one stage of a rank", config.parallel.chunks));
 }
 
+void validate_bad_steps(const TrainConfig& config) {
+  const RunConfig& train = config.train;
+  const CheckpointConfig& checkpoint = config.checkpoint;
+  const bool saves = checkpoint.dir == "auto" ? !config.run.dir.empty() : !checkpoint.dir.empty();
+  const char* const rolls_back = train.on_spike == OnSpike::rollback ? "train.on_spike"
+                                 : train.on_nonfinite == OnNonfinite::rollback
+                                     ? "train.on_nonfinite"
+                                     : nullptr;
+  require(
+      rolls_back == nullptr || (saves && checkpoint.every > 0),
+      format("{} is rollback, but checkpoint.every is {} and the folder for checkpoints is {}: "
+             "there is nothing to load; set checkpoint.every, and checkpoint.dir or run.dir",
+             rolls_back != nullptr ? rolls_back : "", checkpoint.every, saves ? "set" : "empty"));
+  require(
+      train.on_spike != OnSpike::skip || !config.offload.any() ||
+          config.offload.advanced.clip_mode != layout::ClipMode::none,
+      "train.on_spike is skip, but offload.clip_mode is none: parameters are updated during the "
+      "backward pass, before the loss of the step is known");
+}
+
 void validate_output(const TrainConfig& config) {
   require(config.metrics.trace != "auto" || !config.run.dir.empty(),
           "metrics.trace is auto, but run.dir is empty: name a folder for traces");
@@ -187,6 +207,7 @@ void TrainConfig::validate(int world) const {
           format("comm.strategy is {}, but comm.backend is nccl, which chooses between rings and "
                  "trees for tensors on GPUs itself: leave it out, or use another backend",
                  layout::name_of(comm.strategy)));
+  validate_bad_steps(*this);
   validate_output(*this);
 }
 

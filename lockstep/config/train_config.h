@@ -25,6 +25,11 @@ enum class OptimizerKind { adamw, sgd };
 enum class LoadWhat { all, model };
 // A checkpoint is due while the one before is still being written.
 enum class WhenBusy { wait, skip };
+// Ranks that must hold the same bits do not.
+enum class OnCorruption { stop, repair };
+// A step whose loss is far above those before, and one whose gradients are not finite.
+enum class OnSpike { warn, skip, rollback, stop };
+enum class OnNonfinite { skip, rollback, stop };
 
 struct DataConfig {
   std::string path = {};            // text, token or JSON-lines files
@@ -49,6 +54,11 @@ struct RunConfig {
   int64_t eval_tokens = 1 << 18;                  // of the validation data; 0: all
   std::string freeze = {};                        // patterns for names, separated by commas
   DeviceKind device = DeviceKind::automatic;
+  int64_t verify_every = 100;  // steps between votes on replicated state; 0: never
+  OnCorruption on_corruption = OnCorruption::stop;
+  OnSpike on_spike = OnSpike::warn;
+  double spike_factor = 10;  // times the median of the last losses
+  OnNonfinite on_nonfinite = OnNonfinite::skip;
 
   bool operator==(const RunConfig&) const = default;
 };

@@ -200,6 +200,28 @@ void add_train(Schema& schema, RunConfig& train) {
   schema.add("log_every", train.log_every, "Steps between progress lines.", kFromOne);
   schema.add_choice("device", train.device, {"auto", "cpu", "cuda"},
                     "Device to train on. auto: this rank's GPU if there is one, else the CPU.");
+  schema.add(
+      "verify_every", train.verify_every,
+      "Steps between comparisons of the state that several ranks hold: one checksum for each "
+      "tensor of parameters and optimizer state. State is also compared before a checkpoint "
+      "is saved. 0 disables both.",
+      kFromZero);
+  schema.add_choice(
+      "on_corruption", train.on_corruption, {"stop", "repair"},
+      "What to do when ranks hold different bits. stop: end the run and name the rank "
+      "that differs from the majority. repair: copy the bits of the majority to that "
+      "rank, warn and continue; without a majority, stop.");
+  schema.add_choice("on_spike", train.on_spike, {"warn", "skip", "rollback", "stop"},
+                    "What to do when a step's loss is a spike. skip: do not apply the update. "
+                    "rollback: load the newest checkpoint and continue with the samples after the "
+                    "spike. stop: end the run.");
+  schema.add("spike_factor", train.spike_factor,
+             "A loss is a spike if it exceeds this factor times the median of the last 32 losses "
+             "that were none.",
+             {.min = 1, .above_min = true});
+  schema.add_choice("on_nonfinite", train.on_nonfinite, {"skip", "rollback", "stop"},
+                    "What to do when gradients are infinite or NaN. skip: do not apply the update; "
+                    "10 such steps in a row end the run. rollback and stop: as train.on_spike.");
 }
 
 void add_optim(Schema& schema, OptimConfig& optim) {

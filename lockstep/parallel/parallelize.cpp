@@ -64,6 +64,7 @@ void choose_data(const ParallelConfig& config, PipelineOptions& options) {
                        layout::name_of(config.sharding), config.mixed_precision ? "on" : "off"));
     options.data = FullyShardOptions{.use_orig_params = true, .reproducible = ddp.reproducible};
     shard = &std::get<FullyShardOptions>(options.data);
+    shard->advanced.observe = ddp.advanced.observe;
   }
   shard->strategy = config.sharding;
   if (config.mixed_precision) {

@@ -19,7 +19,7 @@ struct StepMetrics {
   double step_ms = 0;
   double comm_ms = 0;  // that this rank waited for communication
   int64_t peak_bytes = 0;
-  bool skipped = false;  // the gradients were not finite, and no rank stepped
+  bool skipped = false;  // gradients not finite, or a loss spike: no rank stepped
 };
 
 // Appends lines to a file, each flushed. Numbers that JSON does not have become null. Without a

@@ -87,12 +87,15 @@ void Progress::step(const StepMetrics& metrics) {
   if (metrics.step % log_every_ == 0 || metrics.step == first_step_ + 1 ||
       metrics.step == total_steps_) {
     const auto width = std::to_string(total_steps_).size();
-    line(format(
-        "step {:>{}}/{}  loss {:.4f}  grad {:.3f}  lr {:.2e}  {:>5} tok/s  {:>4.0f} ms  {}  "
-        "left {}{}",
-        metrics.step, width, total_steps_, metrics.loss, metrics.grad_norm, metrics.lr,
-        short_number(metrics.tokens_per_s), metrics.step_ms, short_bytes(metrics.peak_bytes),
-        short_time(seconds_left(metrics.step)), metrics.skipped ? "  skipped: not finite" : ""));
+    line(
+        format("step {:>{}}/{}  loss {:.4f}  grad {:.3f}  lr {:.2e}  {:>5} tok/s  {:>4.0f} ms  {}  "
+               "left {}{}",
+               metrics.step, width, total_steps_, metrics.loss, metrics.grad_norm, metrics.lr,
+               short_number(metrics.tokens_per_s), metrics.step_ms, short_bytes(metrics.peak_bytes),
+               short_time(seconds_left(metrics.step)),
+               !metrics.skipped                   ? ""
+               : std::isfinite(metrics.grad_norm) ? "  skipped: loss spike"
+                                                  : "  skipped: not finite"));
   }
   if (terminal_) draw_bar(metrics.step);
 }

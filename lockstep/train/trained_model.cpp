@@ -4,10 +4,15 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/loss.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/optim/clip.h"
+#include "lockstep/optim/sgd.h"
+#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/schedule/simulate.h"
 #include "lockstep/train/eval_mode.h"
@@ -19,7 +24,8 @@ namespace {
 // What a parallel configuration does not speak of.
 parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::Device device,
                                         const comm::Group& world,
-                                        const std::shared_ptr<nn::RandomContext>& random) {
+                                        const std::shared_ptr<nn::RandomContext>& random,
+                                        const GradientWatch& watch) {
   parallel::PipelineOptions options{.device = device,
                                     .advanced = {.initializer = initializer(config, device),
                                                  .random = random,
@@ -28,9 +34,12 @@ parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::
                                                  .schedule_file = config.parallel.schedule_file}};
   if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
-                                        .hook = parallel::hooks::by_name(config.comm.compression)};
+                                        .hook = parallel::hooks::by_name(config.comm.compression),
+                                        .advanced = {.observe = watch.observer()}};
   } else {
-    options.data = shard_options(config);
+    auto shard = shard_options(config);
+    shard.advanced.observe = watch.observer();
+    options.data = std::move(shard);
   }
   return options;
 }
@@ -43,6 +52,24 @@ std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& con
 
 }  // namespace
 
+std::unique_ptr<optim::Optimizer> make_optimizer(const config::TrainConfig& config,
+                                                 const TrainedModel& model) {
+  const config::OptimConfig& options = config.optim;
+  auto groups = optim::decay_groups(model.parameters(), options.weight_decay);
+  const bool offloaded = config.offload.any();
+  if (options.name == config::OptimizerKind::sgd) {
+    const optim::SGDOptions sgd{.lr = options.lr, .momentum = options.momentum};
+    if (offloaded)
+      return std::make_unique<parallel::OffloadedSGD>(model.sharded(), std::move(groups), sgd);
+    return std::make_unique<optim::SGD>(std::move(groups), sgd);
+  }
+  const optim::AdamWOptions adamw{
+      .lr = options.lr, .beta1 = options.betas[0], .beta2 = options.betas[1], .eps = options.eps};
+  if (offloaded)
+    return std::make_unique<parallel::OffloadedAdamW>(model.sharded(), std::move(groups), adamw);
+  return std::make_unique<optim::AdamW>(std::move(groups), adamw);
+}
+
 TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device,
                            const comm::Group& world,
                            const std::shared_ptr<model::Decoding>& decoding)
@@ -54,7 +81,7 @@ TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device
       frozen_(describe_frozen(config)),
       pipeline_(parallel::parallelize(model_layers(config, device, random_, decoding),
                                       config::parallel_config(config, world.size()), world,
-                                      other_options(config, device, world, random_))) {}
+                                      other_options(config, device, world, random_, watch_))) {}
 
 at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,
                               double scale) const {
@@ -66,6 +93,7 @@ at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target
 }
 
 at::Tensor TrainedModel::step(const StepInput& input) {
+  watch_.clear();
   std::vector<Tensors> batches;
   for (int i = 0; i < pipeline_.options().microbatches; ++i) batches.push_back(input.next());
   const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
@@ -102,8 +130,15 @@ int64_t TrainedModel::batches_at_once() const {
 
 double TrainedModel::clip_grad_norm_(double max_norm) {
   if (updates_in_backward_) return pipeline_.sharded()[0].grad_norm();
-  const optim::NormOptions options{.exact = exact_norm_};
-  return max_norm > 0 ? pipeline_.clip_grad_norm_(max_norm, options) : pipeline_.grad_norm(options);
+  const double norm = pipeline_.grad_norm({.exact = exact_norm_});
+  if (max_norm > 0 && std::isfinite(norm))
+    optim::clip_grad_with_norm(pipeline_.parameters(), max_norm, norm);
+  return norm;
+}
+
+std::string TrainedModel::nonfinite_cause(const at::Tensor& losses,
+                                          const comm::Group& world) const {
+  return watch_.explain(losses, parameters(), world);
 }
 
 std::vector<checkpoint::NamedSlice> TrainedModel::slices() const {

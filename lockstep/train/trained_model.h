@@ -20,6 +20,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/train/batches.h"
+#include "lockstep/train/integrity/gradient_watch.h"
 
 namespace lockstep::train {
 
@@ -53,8 +54,12 @@ class TrainedModel {
 
   // For the optimizer.
   std::vector<optim::NamedParameter> parameters() const { return pipeline_.named_parameters(); }
-  // The norm of all gradients before they are clipped; 0: they are not.
+  // The norm of all gradients before they are clipped; 0: they are not. If it is not finite they
+  // stay as they are.
   double clip_grad_norm_(double max_norm);
+  // Which ranks' own losses or gradients were not finite in the last step, before gradients were
+  // averaged. `losses` are what step() returned.
+  std::string nonfinite_cause(const at::Tensor& losses, const comm::Group& world) const;
   std::vector<checkpoint::NamedSlice> slices() const;
   std::vector<checkpoint::NamedSlice> slices(optim::Optimizer& optimizer) const;
   // The stages of this rank, where they are sharded or offloaded.
@@ -72,7 +77,12 @@ class TrainedModel {
   bool updates_in_backward_;
   int64_t vocab_;
   std::string frozen_;
+  GradientWatch watch_;
   parallel::Pipeline pipeline_;
 };
+
+// The optimizer that the configuration names, over the model's parameters.
+std::unique_ptr<optim::Optimizer> make_optimizer(const config::TrainConfig& config,
+                                                 const TrainedModel& model);
 
 }  // namespace lockstep::train

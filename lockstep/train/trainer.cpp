@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <set>
 #include <vector>
@@ -27,16 +28,16 @@
 #include "lockstep/data/entropy.h"
 #include "lockstep/flight/recorder.h"
 #include "lockstep/mesh/mesh.h"
-#include "lockstep/optim/adamw.h"
 #include "lockstep/optim/lr_schedule.h"
-#include "lockstep/optim/sgd.h"
 #include "lockstep/optim/step_guard.h"
-#include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/batches.h"
 #include "lockstep/train/best_checkpoint.h"
 #include "lockstep/train/data_report.h"
 #include "lockstep/train/device/device.h"
 #include "lockstep/train/evaluator.h"
+#include "lockstep/train/integrity/bad_steps.h"
+#include "lockstep/train/integrity/fault_injection.h"
+#include "lockstep/train/integrity/state_vote.h"
 #include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/progress.h"
@@ -50,26 +51,6 @@ namespace lockstep::train {
 namespace {
 
 using config::TrainConfig;
-
-constexpr int64_t kHopeless = 10;  // steps in a row whose gradients were not finite
-
-std::unique_ptr<optim::Optimizer> make_optimizer(const TrainConfig& config,
-                                                 const TrainedModel& model) {
-  const config::OptimConfig& options = config.optim;
-  auto groups = optim::decay_groups(model.parameters(), options.weight_decay);
-  const bool offloaded = config.offload.any();
-  if (options.name == config::OptimizerKind::sgd) {
-    const optim::SGDOptions sgd{.lr = options.lr, .momentum = options.momentum};
-    if (offloaded)
-      return std::make_unique<parallel::OffloadedSGD>(model.sharded(), std::move(groups), sgd);
-    return std::make_unique<optim::SGD>(std::move(groups), sgd);
-  }
-  const optim::AdamWOptions adamw{
-      .lr = options.lr, .beta1 = options.betas[0], .beta2 = options.betas[1], .eps = options.eps};
-  if (offloaded)
-    return std::make_unique<parallel::OffloadedAdamW>(model.sharded(), std::move(groups), adamw);
-  return std::make_unique<optim::AdamW>(std::move(groups), adamw);
-}
 
 optim::LrSchedule make_schedule(const TrainConfig& config) {
   return optim::LrSchedule(optim::parse_schedule(config.optim.schedule),
@@ -112,9 +93,12 @@ struct Trainer::State {
   State(TrainConfig given, comm::Group group);
   ~State() { flight::set_phase(flight::Phase::ended); }
 
+  checkpoint::LoadOptions load_options() const;
   void resume();
+  void roll_back();
   TrainingResult run();
   StepMetrics step();
+  void verify();
   void say_what_is_trained();
   bool evaluate();
   void save(checkpoint::WhenBusy when_busy);
@@ -137,11 +121,14 @@ struct Trainer::State {
   optim::StepGuard guard;
   const Evaluator evaluator;
   BestCheckpoint best;
+  FaultInjection faults;
+  StateVote vote;
+  BadSteps bad_steps;
+  BadSteps::Step last_step;
   std::optional<checkpoint::Saver> saver;
   int64_t done = 0;                 // steps
   int64_t samples = 0, tokens = 0;  // that these steps have seen
-  int64_t saved_at = -1, evaluated_at = -1;
-  int64_t skipped_in_a_row = 0;
+  int64_t saved_at = -1, evaluated_at = -1, verified_at = -1;
   bool stopping = false;
   std::string resumed_from;
   std::optional<data::BatchReader> reader;
@@ -171,7 +158,10 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                  .vocab = config.model.vocab,
                  .max_tokens = config.train.eval_tokens,
                  .device = device}),
-      best(config.checkpoint, measure_of(evaluator, data, config), world) {
+      best(config.checkpoint, measure_of(evaluator, data, config), world),
+      faults(world.rank(), world.size()),
+      vote(world, config.train.on_corruption),
+      bad_steps(config.train, world.rank() == 0) {
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   }
@@ -220,16 +210,21 @@ static checkpoint::Loaded load_named(const std::string& name,
   }
 }
 
+checkpoint::LoadOptions Trainer::State::load_options() const {
+  checkpoint::LoadOptions options{.partial = config.checkpoint.partial};
+  // The state of parameters that were trained before they were frozen.
+  for (const std::string& frozen : config::frozen_tensors(config, config.model))
+    options.may_ignore.push_back(format("optim.{}.", frozen));
+  return options;
+}
+
 void Trainer::State::resume() {
   const std::string& name = config.checkpoint.resume;
   if (name == "none") return;
   const bool goes_on = config.checkpoint.load == config::LoadWhat::all;
   const auto slices = goes_on ? model.slices(*optimizer) : model.slices();
-  checkpoint::LoadOptions options{.partial = config.checkpoint.partial};
+  checkpoint::LoadOptions options = load_options();
   if (!goes_on) options.may_ignore = {"optim."};
-  // The state of parameters that were trained before they were frozen.
-  for (const std::string& frozen : config::frozen_tensors(config, config.model))
-    options.may_ignore.push_back(format("optim.{}.", frozen));
   const auto loaded = name == "auto"
                           ? checkpoint::load_newest(config.checkpoint.dir, slices, world, options)
                           : std::optional(load_named(name, slices, world, options));
@@ -251,6 +246,35 @@ void Trainer::State::resume() {
     tokens = std::stoll(seen->second);
   best.restore(loaded->state);
   saved_at = config.checkpoint.resume == "auto" ? done : -1;
+}
+
+// The reader is not moved: the samples since the checkpoint are not seen again.
+void Trainer::State::roll_back() {
+  progress->pause();
+  const int64_t bad = done;
+  try {
+    saver->wait();
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error&) {  // there was a warning, and an older checkpoint will do
+  }
+  say_what_was_saved();
+  const auto loaded = checkpoint::load_newest(config.checkpoint.dir, model.slices(*optimizer),
+                                              world, load_options());
+  if (!loaded) {
+    throw Error(format("step {} is to be rolled back, but {} has no checkpoint yet", bad,
+                       config::shown_path(config.checkpoint.dir)));
+  }
+  const int64_t skipped = samples - std::stoll(loaded->state.at("samples"));
+  tokens = std::stoll(loaded->state.at("tokens"));
+  done = saved_at = loaded->step;
+  metrics.reset();
+  metrics.emplace(world.rank() == 0 ? config.metrics.file : "", done);
+  progress->line(
+      format("step {}: rolled back to {} at step {}; its {} samples and those since "
+             "then, {} in all, are skipped",
+             bad, config::shown_path(loaded->path), done, global_batch, skipped));
+  progress->resume();
 }
 
 void Trainer::State::say_what_is_trained() {
@@ -302,32 +326,40 @@ StepMetrics Trainer::State::step() {
   const auto targets = static_cast<double>(batches[0].step_targets);
   auto batch = batches.begin();
   optimizer->set_lr(schedule.lr(done));  // before backward, in which parameters may be updated
+  const double fault = faults.begin_step(done + 1, model.pipeline());
   // Gradients are averaged over ranks, so each scales by their number to get the batch's mean.
   const at::Tensor losses =
       model.step({.next = [&] { return to_tensors(*batch++, config.train.seq_len, device); },
                   .step = done,
                   .first_micro_batch = dp.rank() * accumulation,
-                  .loss_scale = dp.size() / targets});
+                  .loss_scale = fault * dp.size() / targets});
   const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
-  if (config.offload.any() && config.offload.advanced.clip_mode == layout::ClipMode::none &&
-      !std::isfinite(norm)) {
+  const auto exchange = [&] { return combine(on_host, stop.signal() != 0, mesh); };
+  // The loss must be known before the update only where it decides about it.
+  std::optional<StepSums> sums;
+  if (config.train.on_spike == config::OnSpike::skip) sums = exchange();
+  const bool spike = sums && std::isfinite(norm) && bad_steps.is_spike(sums->loss);
+  result.skipped = !guard.step(*optimizer, spike ? std::numeric_limits<double>::infinity() : norm);
+  last_step = {.step = done + 1, .nonfinite = result.skipped && !spike};
+  if (last_step.nonfinite) last_step.cause = model.nonfinite_cause(on_host, world);
+  if (last_step.nonfinite && optimizer->updates_in_backward() &&
+      config.train.on_nonfinite != config::OnNonfinite::rollback) {
     throw Error(
         format("the gradients of step {} are not finite, and offload.clip_mode none has "
-               "updated with them; resume from a checkpoint with a lower optim.lr",
-               done + 1));
+               "updated with them, because of {}; resume from a checkpoint with a lower optim.lr",
+               done + 1, last_step.cause));
   }
-  result.skipped = !guard.step(*optimizer, norm);
-  skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
   optimizer->zero_grad();
-  const StepSums sums = combine(on_host, stop.signal() != 0, mesh);
+  if (!sums) sums = exchange();
   ++done;
+  faults.end_step(done, [&] { return model.slices(*optimizer); });
   samples += global_batch;
   tokens += step_tokens;
-  stopping = sums.stop;
-  result.loss = sums.loss;
+  stopping = sums->stop;
+  result.loss = last_step.loss = sums->loss;
   const double seconds = seconds_since(start);
   result.step_ms = 1e3 * seconds;
   result.tokens_per_s = static_cast<double>(step_tokens) / seconds;
@@ -356,9 +388,17 @@ bool Trainer::State::evaluate() {
   return is_best;
 }
 
-// Weights that give gradients that are not finite do not push out good ones.
+void Trainer::State::verify() {
+  if (config.train.verify_every == 0 || verified_at == done) return;
+  vote.verify(done, model.slices(*optimizer));
+  verified_at = done;
+}
+
+// Of a slice that several ranks hold one is saved, so they are compared first. Weights of a bad
+// step do not push out good ones.
 void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   if (!saver) return;
+  verify();
   progress->pause();
   flight::set_phase(flight::Phase::saving);
   auto state = config::state_of(identities);
@@ -373,7 +413,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
                    .slices = model.slices(*optimizer),
                    .state = state,
                    .config = record.config,
-                   .keep = skipped_in_a_row == 0 ? static_cast<int>(config.checkpoint.keep) : 0,
+                   .keep = bad_steps.last_is_bad() ? 0 : static_cast<int>(config.checkpoint.keep),
                    .best = best.step()},
                   when_busy);
   if (begun) {
@@ -411,17 +451,15 @@ TrainingResult Trainer::State::run() {
     const StepMetrics result = step();
     metrics->write(result);
     progress->step(result);
-    if (due(config.train.eval_every) && evaluate()) save(checkpoint::WhenBusy::wait);
-    if (skipped_in_a_row == kHopeless) {
-      throw Error(
-          format("the gradients of the last {} steps were not finite, the last at step {}; "
-                 "resume from an older checkpoint in another checkpoint.dir with a lower "
-                 "optim.lr",
-                 kHopeless, done));
+    if (bad_steps.must_roll_back(last_step)) {
+      roll_back();
+      continue;
     }
-    // Weights that give such gradients must not replace good ones.
+    if (due(config.train.verify_every)) verify();
+    if (due(config.train.eval_every) && evaluate()) save(checkpoint::WhenBusy::wait);
+    // Weights of a bad step must not replace good ones.
     const bool last = stopping || done == config.train.steps;
-    if (!last && saved_at != done && due(config.checkpoint.every) && skipped_in_a_row == 0) {
+    if (!last && saved_at != done && due(config.checkpoint.every) && !bad_steps.last_is_bad()) {
       save(config.checkpoint.when_busy == config::WhenBusy::skip ? checkpoint::WhenBusy::skip
                                                                  : checkpoint::WhenBusy::wait);
     }

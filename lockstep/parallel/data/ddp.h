@@ -34,6 +34,7 @@ struct DdpAdvancedOptions {
   size_t first_bucket_bytes = size_t{1} << 20;
   bool gradient_as_bucket_view = true;  // off: gradients have memory of their own, copied twice
   bool delay_all_reduce = false;        // begin to reduce when backward is done
+  GradientObserver observe = {};        // of dense gradients; empty: none
 };
 
 struct DdpOptions {

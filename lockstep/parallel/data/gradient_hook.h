@@ -29,6 +29,11 @@ struct GradientBucket {
 // each.
 using GradientHook = std::function<std::function<void()>(GradientBucket&, const comm::Group&)>;
 
+// Sees the gradients of this rank, flat as in a bucket and with the names of their parameters,
+// before each reduction; during backward, on its threads. It must not change them.
+using GradientObserver =
+    std::function<void(const at::Tensor& flat, const std::vector<std::string>& names)>;
+
 namespace hooks {
 
 // Gradients travel as 16-bit floats: half the bytes. Each rank's share of the average is rounded,

@@ -250,6 +250,7 @@ void Reducer::launch(size_t position) {
   } else if (options_.reproducible) {
     sums_[position].finish(bucket.flat);
   }
+  if (options_.advanced.observe) options_.advanced.observe(bucket.flat, bucket.names);
   std::function<void()> complete;
   if (options_.hook) {
     complete = options_.hook(bucket, group_);

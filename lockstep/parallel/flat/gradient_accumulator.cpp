@@ -16,7 +16,9 @@ GradientAccumulator::GradientAccumulator(FlatParameter& parameter, FlatShard& sh
       environment_(environment),
       filled_(parameter.members().size(), false),
       versions_(parameter.members().size()),
-      keeps_line_(keeps_line) {}
+      keeps_line_(keeps_line) {
+  for (const Member& member : members()) names_.push_back(member.name);
+}
 
 bool GradientAccumulator::same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.layout() == b.layout() && a.data_ptr() == b.data_ptr() && a.strides() == b.strides() &&
@@ -100,6 +102,7 @@ void GradientAccumulator::launch(const MakeRoom& make_room, Leaf leaf) {
   } else if (ordered) {
     sum_.finish(line_);
   }
+  if (environment_.observe) environment_.observe(line_, names_);
   in_flight_ = true;
   if (!plan_.scatters()) {
     const comm::ReduceOptions average{.op = comm::ReduceOp::avg, .tag = plan_.name};

@@ -116,6 +116,7 @@ class GradientAccumulator {
 
  private:
   bool keeps_line_;
+  std::vector<std::string> names_;  // of the members
   at::Tensor block_;           // the memory that the line is in
   std::vector<bool> arrived_;  // in this round
   size_t num_arrived_ = 0;

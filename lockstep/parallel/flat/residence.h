@@ -28,6 +28,8 @@ struct FlatEnvironment {
   std::function<void()> evict;  // what was fetched and is not used yet gives way
   bool one_sided = false;       // some flat's shards are read without the help of their ranks
   ShardCounts counts = {};
+  // Sees a flat's gradients before they are reduced, with its members' names; empty: none.
+  std::function<void(const at::Tensor& flat, const std::vector<std::string>& names)> observe = {};
 };
 
 class Residence {

@@ -88,7 +88,8 @@ void ShardEngine::start(std::vector<FlatPlan> plans, const FlatShard::ValueOf& v
   environment_.reset(new FlatEnvironment{.gather_memory = {capacity + 4096, device},
                                          .gradient_memory = {groups_.reduce, device, tiers_},
                                          .copy_thread = copy_thread_,
-                                         .evict = [this] { units_.evict(); }});
+                                         .evict = [this] { units_.evict(); },
+                                         .observe = options_.advanced.observe});
   size_t line_bytes = 0, gradient_bytes = 0;
   for (FlatPlan& given : plans) {
     flats_.push_back(std::make_unique<Flat>(std::move(given), weak_from_this(), flats_.size(),

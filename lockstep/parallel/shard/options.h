@@ -15,6 +15,7 @@
 #include "lockstep/core/torch_fwd.h"
 #include "lockstep/layout/offload.h"
 #include "lockstep/layout/parallel_config.h"
+#include "lockstep/parallel/data/gradient_hook.h"
 
 namespace lockstep::parallel {
 
@@ -84,6 +85,7 @@ struct FullyShardAdvancedOptions {
   // indices 0, 1, ... whether or not the model has them. Models that have the same parameter (tied
   // stages of a pipeline) get one owner for it.
   std::vector<std::string> first_tensors = {};
+  GradientObserver observe = {};  // empty: none
 };
 
 struct FullyShardOptions {
