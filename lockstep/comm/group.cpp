@@ -38,6 +38,9 @@ detail::GroupImpl::GroupImpl(Membership membership, std::string backend)
 uint64_t detail::GroupImpl::record(const fabric::Operation& operation) const {
   if (!recorded_as_) return 0;
   const bool message = fabric::is_message(operation.kind);
+  // Who allows one operation more time than the others is not surprised by a long wait.
+  const milliseconds patience =
+      operation.timeout > membership_.world->timeout ? operation.timeout / 15 : milliseconds{0};
   return flight::begin(
       {.group = *recorded_as_,
        .operation = fabric::name_of(operation.kind),
@@ -45,8 +48,7 @@ uint64_t detail::GroupImpl::record(const fabric::Operation& operation) const {
        .dtype = operation.dtype,
        .count = operation.count,
        .peer = operation.root < 0 ? -1 : membership_.members[static_cast<size_t>(operation.root)],
-       .patience_ms =
-           static_cast<int>(std::max(milliseconds{2000}, operation.timeout / 15).count()),
+       .patience_ms = static_cast<int>(std::max(milliseconds{2000}, patience).count()),
        .message = message,
        .on_device = operation.device >= 0});
 }

@@ -141,20 +141,17 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
                                                 watch_.descriptor(local_rank)),
                   .out = bare ? STDOUT_FILENO : out.writer.get(),
                   .err = bare ? STDERR_FILENO : err.writer.get(),
-                  .keep = {around_.facts.token_fd, watch_.descriptor(local_rank)},
+                  .keep = {around_.facts.token_fd},
                   .guard = around_.guard.announcements(),
                   .cores = cores};
+  if (watch_.descriptor(local_rank) >= 0) command.keep.push_back(watch_.descriptor(local_rank));
   // One reader at most: rank 0, unless that would take a terminal away from the user.
   if (rank == 0 && isatty(STDIN_FILENO) == 0) command.in = STDIN_FILENO;
   if (rank == options.hang_rank) command.hang_rank = rank;
 
   Worker& worker = workers_.emplace_back(Worker{rank, std::nullopt, std::nullopt});
   try {
-    if (around_.forks != nullptr) {
-      worker.process.emplace(around_.forks->start(command));
-    } else {
-      worker.process.emplace(command);
-    }
+    start_process(worker, command);
   } catch (const SystemError& failure) {
     failure_ = Outcome{Outcome::Kind::failed, kNotStarted, false,
                        format("rank {}: {}", rank, failure.what())};
@@ -166,6 +163,20 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
   if (bare) return;
   add_log(std::move(out.reader), rank, Console::Stream::out);
   add_log(std::move(err.reader), rank, Console::Stream::err);
+}
+
+// A server that somebody has killed is no reason not to go on.
+void LocalRanks::start_process(Worker& worker, const Command& command) const {
+  if (around_.forks != nullptr) {
+    try {
+      worker.process.emplace(around_.forks->start(command));
+      return;
+    } catch (const Error& failure) {
+      around_.console.message(
+          format("rank {} loads its program anew: {}", worker.rank, failure.what()));
+    }
+  }
+  worker.process.emplace(command);
 }
 
 // ---- output ----

@@ -56,6 +56,7 @@ class LocalRanks {
 
   void start_all();
   void start(int local_rank, const std::vector<int>& cores);
+  void start_process(Worker& worker, const Command& command) const;
   void add_log(Fd pipe, int rank, Console::Stream stream);
   void watch_log(int fd);
   void pump_log(int fd);

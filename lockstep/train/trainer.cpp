@@ -31,7 +31,7 @@
 #include "lockstep/optim/lr_schedule.h"
 #include "lockstep/optim/step_guard.h"
 #include "lockstep/train/batches.h"
-#include "lockstep/train/best_checkpoint.h"
+#include "lockstep/train/checkpoints/best_checkpoint.h"
 #include "lockstep/train/data_report.h"
 #include "lockstep/train/device/device.h"
 #include "lockstep/train/evaluator.h"
@@ -40,6 +40,7 @@
 #include "lockstep/train/integrity/state_vote.h"
 #include "lockstep/train/memory_report.h"
 #include "lockstep/train/metrics.h"
+#include "lockstep/train/checkpoints/named_checkpoint.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/run_record.h"
 #include "lockstep/train/step_sums.h"
@@ -184,30 +185,6 @@ Trainer::State::State(TrainConfig given, comm::Group group)
   const bool speaks = world.rank() == 0;
   metrics.emplace(speaks ? config.metrics.file : "", done);
   progress.emplace(speaks, done, config.train.steps, config.train.log_every);
-}
-
-// The checkpoint that the configuration names. A damaged one is refused, with those that could be
-// named instead.
-static checkpoint::Loaded load_named(const std::string& name,
-                                     const std::vector<checkpoint::NamedSlice>& slices,
-                                     const comm::Group& world,
-                                     const checkpoint::LoadOptions& options) {
-  // One rank looks: a network disk may show others something older.
-  const std::string path = comm::run_on_all_ranks("resume", world, [&]() -> std::string {
-    return world.rank() == 0 ? config::checkpoint_at(name) : "";
-  })[0];
-  try {
-    return checkpoint::load(path, slices, world, options);
-  } catch (const CommError&) {
-    throw;
-  } catch (const std::exception&) {
-    const std::string damage = checkpoint::damage_in(path, world);
-    if (damage.empty()) throw;
-    const auto others = comm::run_on_all_ranks("resume", world, [&]() -> std::string {
-      return world.rank() == 0 ? config::other_checkpoints(path) : "";
-    });
-    throw ConfigError(format("{}; {}", damage, others[0]));
-  }
 }
 
 checkpoint::LoadOptions Trainer::State::load_options() const {

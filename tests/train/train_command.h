@@ -105,7 +105,8 @@ class Train : public testing::Test {
   }
   // The same, but it throws where the command would end with an error.
   void steps_or_throw(const std::string& name, const Words& options) const {
-    const Words arguments = command(in_folders(name) + options);
+    // Threads cannot share a GPU.
+    const Words arguments = command(in_folders(name) + Words{"--train.device", "cpu"} + options);
     train_in_threads(Words(arguments.begin() + 1, arguments.end()));
   }
   std::vector<json> steps_of_processes(const std::string& name, const Words& options) const {

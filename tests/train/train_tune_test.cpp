@@ -13,7 +13,7 @@
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/checkpoint_reader.h"
 #include "lockstep/formats/dtype_names.h"
-#include "lockstep/train/best_checkpoint.h"
+#include "lockstep/train/checkpoints/best_checkpoint.h"
 #include "tests/data/tokenizer/small_tokenizer.h"
 #include "tests/train/train_command.h"
 

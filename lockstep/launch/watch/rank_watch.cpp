@@ -51,10 +51,13 @@ RankWatch::RankWatch(int first_rank, int ranks, std::string folder, bool replace
       last_look_(Clock::now()) {
   for (Rank& rank : ranks_) {
     rank.memory = Fd(memfd_create("lockstep-flight", MFD_CLOEXEC));
-    if (!rank.memory.valid() || ftruncate(rank.memory.get(), sizeof(flight::Page)) != 0)
-      throw SystemError("the flight recorder's memory", errno);
-    void* const memory = mmap(nullptr, sizeof(flight::Page), PROT_READ | PROT_WRITE, MAP_SHARED,
-                              rank.memory.get(), 0);
+    // A limit of file sizes holds for such memory too. Then the rank keeps its own.
+    if (rank.memory.valid() && ftruncate(rank.memory.get(), sizeof(flight::Page)) != 0)
+      rank.memory.reset();
+    const bool shared = rank.memory.valid();
+    void* const memory =
+        mmap(nullptr, sizeof(flight::Page), PROT_READ | PROT_WRITE,
+             shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, rank.memory.get(), 0);
     if (memory == MAP_FAILED) throw SystemError("the flight recorder's memory", errno);
     rank.page = static_cast<flight::Page*>(memory);
   }
@@ -109,15 +112,19 @@ bool RankWatch::is_stopped(int local_rank) const {
   return ranks_[static_cast<size_t>(local_rank)].stopped_at.has_value();
 }
 
-bool RankWatch::is_ready(int local_rank) const {
+bool RankWatch::is_known(int local_rank) const {
   const flight::Page* const page = ranks_[static_cast<size_t>(local_rank)].page;
   return page->magic.load(std::memory_order_acquire) == flight::kMagic;
+}
+
+bool RankWatch::is_ready(int local_rank) const {
+  return is_known(local_rank) || !ranks_[static_cast<size_t>(local_rank)].memory.valid();
 }
 
 int64_t RankWatch::step() const {
   int64_t furthest = -1;
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (is_ready(static_cast<int>(i))) furthest = std::max(furthest, ranks_[i].page->step.load());
+    if (is_known(static_cast<int>(i))) furthest = std::max(furthest, ranks_[i].page->step.load());
   }
   return furthest;
 }
@@ -125,7 +132,7 @@ int64_t RankWatch::step() const {
 int64_t RankWatch::saved_step() const {
   int64_t saved = INT64_MAX;
   for (size_t i = 0; i < ranks_.size(); ++i)
-    saved = std::min(saved, is_ready(static_cast<int>(i)) ? ranks_[i].page->saved_step.load() : -1);
+    saved = std::min(saved, is_known(static_cast<int>(i)) ? ranks_[i].page->saved_step.load() : -1);
   return saved;
 }
 
@@ -152,7 +159,7 @@ bool RankWatch::has_moved() {
 std::vector<flight::Flight> RankWatch::flights() const {
   std::vector<flight::Flight> all;
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (!is_ready(static_cast<int>(i))) continue;
+    if (!is_known(static_cast<int>(i))) continue;
     all.push_back(flight::read_page(*ranks_[i].page));
     all.back().end = ranks_[i].end;
     all.back().ended_at = ranks_[i].ended_at;
@@ -219,8 +226,14 @@ std::optional<int> RankWatch::to_replace() const {
 }
 
 void RankWatch::look_for_late(Clock::time_point now) {
-  const auto culprit = flight::find_culprit(flights(), /*patient=*/true);
-  if (!culprit) return look_for_silence(now);
+  const std::vector<flight::Flight> all = flights();
+  const auto culprit = flight::find_culprit(all, /*patient=*/true);
+  if (!culprit) {
+    const bool waits = std::ranges::any_of(
+        all, [](const flight::Flight& flight) { return flight.awaited() != nullptr; });
+    if (!waits) look_for_silence(now);
+    return;
+  }
   const int local = culprit->rank - first_rank_;
   if (culprit->kind == flight::Culprit::Kind::mismatch ||
       !said_late_.insert({culprit->rank, culprit->operation.number}).second)

@@ -57,9 +57,10 @@ class RankWatch {
 
   // Has any rank shown life since this was called last?
   bool has_moved();
-  bool is_ready(int local_rank) const;  // its program has joined the job
-  int64_t step() const;                 // the furthest; -1 where no program counts steps
-  int64_t saved_step() const;           // by all ranks; -1: none
+  // Its program has joined the job, or there is no way to know.
+  bool is_ready(int local_rank) const;
+  int64_t step() const;        // the furthest; -1 where no program counts steps
+  int64_t saved_step() const;  // by all ranks; -1: none
   milliseconds longest_step() const;
 
  private:
@@ -83,6 +84,7 @@ class RankWatch {
     Deadline due;
   };
 
+  bool is_known(int local_rank) const;  // it writes to its page
   std::vector<flight::Flight> flights() const;
   void look_for_stops();
   void look_for_late(Clock::time_point now);

@@ -17,13 +17,15 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/rank_env.h"
 
 namespace lockstep::train {
 namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_FAULT";
 constexpr const char* kRule =
-    "rank=R,step=S,action=A, several separated by ';', where A is kill, stop, throw, exit:CODE, "
+    "rank=R,step=S,action=A[,start=each], several separated by ';', where A is kill, stop, throw, "
+    "exit:CODE, "
     "sleep:SECONDS, nan, scale:FACTOR, nan_grad:PARAMETER or flip:TENSOR:ELEMENT:BIT";
 
 [[noreturn]] void refuse(std::string_view text) {
@@ -111,6 +113,7 @@ std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
   for (const std::string& each : parts_of(text, ';')) {
     std::optional<int64_t> rank, step;
+    bool each_start = false;
     std::optional<std::string> action;
     for (const std::string& pair : parts_of(each, ',')) {
       const size_t equals = pair.find('=');
@@ -120,6 +123,8 @@ std::vector<Fault> parse_faults(std::string_view text) {
         rank = number_in(value, kMost, each);
       } else if (key == "step" && !step) {
         step = number_in(value, kMost, each);
+      } else if (key == "start" && value == "each") {
+        each_start = true;
       } else if (key == "action" && !action) {
         action = value;
       } else {
@@ -127,7 +132,7 @@ std::vector<Fault> parse_faults(std::string_view text) {
       }
     }
     if (!rank || !step || *step == 0 || !action) refuse(each);
-    faults.push_back({.rank = *rank, .step = *step});
+    faults.push_back({.rank = *rank, .step = *step, .each_start = each_start});
     parse_action(*action, each, faults.back());
   }
   return faults;
@@ -136,7 +141,9 @@ std::vector<Fault> parse_faults(std::string_view text) {
 FaultInjection::FaultInjection(int rank, int world) {
   const char* const text = std::getenv(kVariable);
   if (text == nullptr) return;
+  const bool again = RankEnv::detect().restart_count > 0;
   for (const Fault& fault : parse_faults(text)) {
+    if (again && !fault.each_start) continue;
     if (fault.rank >= world) {
       throw ConfigError(
           format("{} has rank {}, must be below the {} ranks", kVariable, fault.rank, world));

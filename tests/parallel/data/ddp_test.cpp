@@ -17,7 +17,7 @@
 namespace lockstep::test {
 namespace {
 
-constexpr parallel::DdpAdvancedOptions kEarly{.first_bucket_bytes = 1};
+const parallel::DdpAdvancedOptions kEarly{.first_bucket_bytes = 1};
 
 using parallel::DdpOptions;
 using testing::ElementsAre;

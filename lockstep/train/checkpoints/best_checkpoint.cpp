@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/train/best_checkpoint.h"
+#include "lockstep/train/checkpoints/best_checkpoint.h"
 
 #include <cmath>
 #include <nlohmann/json.hpp>
