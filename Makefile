@@ -23,7 +23,7 @@ define ctest
 endef
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch clean
+.PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch faults faults-all clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
@@ -38,6 +38,8 @@ help:
 	@echo "make lint                formatting, the layer rule, and words that have a better term"
 	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
 	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
+	@echo "make faults              inject each fault of the catalogue once (root; under 30 minutes); FAULTS=A1,C: only these"
+	@echo "make faults-all          the same with full counts and ten minutes of fuzzing (hours)"
 	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
 	@echo "make clean               remove all build folders"
 	@echo "PRESET=dev|asan|tsan|cuda builds another kind, in build/PRESET; CMAKE_ARGS=-D... passes options on; JOBS=N"
@@ -153,6 +155,17 @@ check-asan check-tsan: check-%: setup
 check-no-pch: setup
 	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
 	@python3 tests/package/single_sources.py build/check-no-pch $(JOBS)
+
+# The catalogue of faults: what was injected, what was seen, pass or fail. FAULTS=A1,A4 or letters; the table is in build/faults.md.
+FAULTS ?=
+faults: tests
+	python3 tests/fault/catalogue/run.py $(BUILD)/bin --only "$(FAULTS)" --markdown $(BUILD)/faults.md
+
+# Fuzzers need clang, and instrumented sources.
+faults-all: tests
+	$(call configure,release,build/fuzz,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON)
+	@cmake --build build/fuzz -j $(JOBS) --target safetensors_fuzz manifest_fuzz
+	python3 tests/fault/catalogue/run.py $(BUILD)/bin --all --only "$(FAULTS)" --markdown $(BUILD)/faults.md
 
 clean:
 	@rm -rf build

@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A cable is pulled while hosts train: all of them end, and those that remain say who is lost. usage: fault_test.py FOLDER_OF_PROGRAMS"""
+"""While hosts train, a cable is pulled or a daemon of mpirun is killed: all of them end, and those that remain say who is lost. A cable
+that is loose or slow ends nothing. usage: fault_test.py FOLDER_OF_PROGRAMS"""
+import os
 import pathlib
+import shutil
+import signal
 import time
 
 import hosts
@@ -14,17 +18,25 @@ DEADLINE = 60
 class Fault(hosts.HostsTest):
     HOSTS = 4
 
-    def train(self, name):
+    def tearDown(self):
+        for name in self.hosts.names:
+            self.hosts.plug(name)
+
+    def train(self, name, steps=10_000_000):
         data = pathlib.Path(self.hosts.folder, "text.txt")
         data.write_text("some text to train on\n" * 1000)
         return [
             self.lockstep, "train", "--data.path", data, "--model.layers", 1, "--model.hidden", 32, "--model.heads", 2,
-            "--train.seq_len", 16, "--train.micro_batch", 1, "--train.steps", 10_000_000, "--comm.timeout", DEADLINE,
+            "--train.seq_len", 16, "--train.micro_batch", 1, "--train.steps", steps, "--comm.timeout", DEADLINE,
             "--checkpoint.dir", "", "--run.dir", "", "--metrics.file", self.metrics(name)
         ]
 
     def metrics(self, name):
         return pathlib.Path(self.hosts.folder, f"{name}.jsonl")
+
+    def wait_for_steps(self, name, jobs):
+        self.eventually(lambda: self.metrics(name).exists() and '"step":3' in self.metrics(name).read_text(),
+                        lambda: "\n".join(job.describe() for job in jobs))
 
     def expect_named(self, job):
         """A rank of the host that was cut off, by its number."""
@@ -39,8 +51,7 @@ class Fault(hosts.HostsTest):
             patience = ["--mca", "oob_tcp_keepalive_time", 2, "--mca", "oob_tcp_keepalive_intvl", 1, "--mca", "oob_tcp_keepalive_probes", 3]
             jobs["mpi"] = [self.hosts.mpirun(2, self.train("mpi"), names=["h2", "h3"], options=patience)]
         for name, started in jobs.items():
-            self.eventually(lambda: self.metrics(name).exists() and '"step":3' in self.metrics(name).read_text(),
-                            lambda: "\n".join(job.describe() for job in started))
+            self.wait_for_steps(name, started)
         self.hosts.cut("h1")
         self.hosts.cut("h3")
         cut = time.monotonic()
@@ -53,6 +64,54 @@ class Fault(hosts.HostsTest):
         first, second = jobs["gloo"]
         self.assertRegex(first.err, "node 1 was lost|rank [01] on node 0")
         self.assertRegex(second.err, "node 0 was lost|rank [23] on node 1")
+
+    def test_a_loose_cable(self):
+        """Off for a moment, twice: TCP sends again, and nobody is lost."""
+        jobs = self.hosts.lockstep_run(self.lockstep, 1, self.train("loose", 1500), names=["h0", "h1"])
+        self.wait_for_steps("loose", jobs)
+        for seconds in (0.3, 0.8):
+            self.hosts.cut("h1")
+            time.sleep(seconds)  # what is tested: so long the cable is off
+            self.hosts.plug("h1")
+        self.finish(*jobs)
+        self.assertIn('"step":1500', self.metrics("loose").read_text())
+
+    def test_a_slow_cable(self):
+        """1 Mbit/s: steps take longer, and that is all."""
+        slow = ["dev", "eth0", "root", "tbf", "rate", "1mbit", "burst", "32kb", "latency", "400ms"]
+        hosts.call("tc", "-n", "h1", "qdisc", "add", *slow)
+        try:
+            jobs = self.hosts.lockstep_run(self.lockstep, 1, self.train("slow", 5), names=["h0", "h1"])
+            self.finish(*jobs)
+        finally:
+            hosts.call("tc", "-n", "h1", "qdisc", "delete", "dev", "eth0", "root")
+        self.assertIn('"step":5', self.metrics("slow").read_text())
+
+    if hosts.MPIRUN:
+        def remove_files_of_open_mpi(self):
+            """Open MPI leaves files if it is killed: segments that are named after the host, and its session folders."""
+            for path in pathlib.Path("/dev/shm").glob("vader_segment.*"):
+                path.unlink()
+            for path in pathlib.Path(self.hosts.folder).glob("ompi.*"):
+                shutil.rmtree(path)
+
+        def test_a_daemon_of_mpirun_that_is_killed(self):
+            """The second host's, and mpirun itself: the ranks of both hosts end."""
+            for number, victim in enumerate(("mpirun", "orted")):
+                with self.subTest(victim):
+                    job = self.hosts.mpirun(2, self.train(victim), names=["h0", "h1"])
+                    self.wait_for_steps(victim, [job])
+                    (pid, ) = [pid for pid, words in self.hosts.pids(f"h{number}").items()
+                               if os.path.basename(words.split()[0]) == victim]
+                    os.kill(pid, signal.SIGKILL)
+                    killed = time.monotonic()
+                    self.finish(job, code=None)
+                    self.eventually(lambda: not any("lockstep" in words for words in hosts.processes().values()),
+                                    lambda: f"left: {hosts.processes()}")
+                    print(f"{victim}: ended {time.monotonic() - killed:.1f} s after the kill", flush=True)
+                    self.remove_files_of_open_mpi()
+                    if victim == "orted":  # what ranks say reaches the user through mpirun, if it lives
+                        self.assertRegex(job.err, r"\bh1\b|ranks? [23]\b", job.describe())
 
 
 if __name__ == "__main__":

@@ -164,6 +164,15 @@ class Hosts:
         """Unplugs the host's cable."""
         call("ip", "-n", "switch", "link", "set", f"{name}-{interface}", "down")
 
+    def plug(self, name, interface="eth0"):
+        """Puts the cable back."""
+        call("ip", "-n", "switch", "link", "set", f"{name}-{interface}", "up")
+
+    def pids(self, name):
+        """The processes on a host, with their command lines."""
+        found = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout.split()
+        return {pid: words for pid, words in processes().items() if str(pid) in found}
+
     def connections(self, name):
         """How many have come to the rendezvous on this host."""
         found = subprocess.run(["ip", "netns", "exec", name, "ss", "-Htn", "state", "established", f"sport = :{PORT}"],

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Death and silence: ranks, launchers and links that end, stop, or become slow."""
+import os
+import signal
+import time
+
+from support import Failure, case, inside, is_alive, processes
+
+
+def kill(trial, ranks, victim, name, **more):
+    """Kills one rank in the middle of its training; the job, and the moment."""
+    job = trial.train(ranks, name, **more)
+    trial.steps(job, 25, name)
+    pid = trial.ranks(ranks)[victim]
+    time.sleep(trial.random.random() * 0.03)  # another place in the step each time
+    os.kill(pid, signal.SIGKILL)
+    return job, pid, time.monotonic()
+
+
+@case
+def a1(trial):
+    """Kill -9 of one rank.
+
+    The rank and its pid are named within 0.25 s, exit code 137; survivors name rank, operation and shape."""
+    for backend in ("shm", "gloo"):
+        for number in range(trial.count(1, 20)):
+            for victim in (0, 1, 2):
+                job, pid, moment = kill(trial, 3, victim, f"{backend}{number}{victim}", comm__backend=backend)
+                trial.says(job, "gone", rank=victim)  # by a survivor or the launcher
+                detect = time.monotonic() - moment
+                trial.seen(detect=detect)
+                trial.finish(job, 137, since=moment)
+                trial.says(job, "dead", seconds=0, rank=victim, pid=pid)
+                trial.within(detect, 0.25, f"{backend} rank {victim}: named")
+                trial.verify(f"{backend}{number}{victim}")
+    trial.gtest("fault_tests", "*AKilled*:*ASenderThatDies*:Mpi.ADeadRankEndsTheJob:Launcher.*")
+
+
+def restarted(trial, job, ranks, old, name="run"):
+    """Waits for the first step of the ranks that replace the old ones; when it came."""
+    trial.until(lambda: not any(map(is_alive, old)), "the old ranks do not end", 20)
+    size = trial.metrics(name).stat().st_size
+
+    def stepped():
+        trial.require(job.process.poll() is None, lambda: f"ended with code {job.process.returncode}: {job.err[-300:]}")
+        return trial.metrics(name).stat().st_size > size
+    trial.until(stepped, "no step after the restart", 30)
+    return time.monotonic()
+
+
+@case
+def a2(trial):
+    """Kill -9 of one rank of a job that may restart.
+
+    The ranks start again and continue from the newest checkpoint; first step within 2 s."""
+    for number in range(trial.count(1, 20)):
+        for kind in ("lockstep run --max-restarts", "lockstep train --run.max_restarts"):
+            name = f"{kind.split()[1]}{number}"
+            if "train" in kind:
+                job = trial.train(2, name, run__max_restarts=1)
+            else:
+                job = trial.start(trial.lockstep, "run", "-n", 2, "--max-restarts", 1, trial.lockstep, "train",
+                                  *trial.options(name, checkpoint__resume="auto"))
+            trial.steps(job, 45, name)
+            old = trial.ranks(2)
+            os.kill(old[1], signal.SIGKILL)
+            moment = time.monotonic()
+            taken = restarted(trial, job, 2, old.values(), name) - moment
+            trial.seen(detect=taken)
+            trial.notes.append(f"{kind}: {taken:.2f} s to the first step")
+            trial.require(trial.last_step(name) > 20, f"{kind}: began again at step {trial.last_step(name)}")
+            trial.stop(job)
+            trial.verify(name)
+            trial.within(taken, 2.0, f"{kind}: first step")
+
+
+def stop_and_replace(trial):
+    job = trial.train(3, run__max_restarts=1)
+    trial.steps(job, 25)
+    old = trial.ranks(3)
+    os.kill(old[1], signal.SIGSTOP)
+    moment = time.monotonic()
+    trial.says(job, "stopped", rank=1, pid=old[1])
+    named = time.monotonic() - moment
+    trial.seen(detect=named)
+    trial.within(named, 1.5, "named")
+    return job, old, moment
+
+
+@case
+def a4(trial):
+    """SIGSTOP of one rank.
+
+    The launcher names the rank and its pid within 1.5 s, and replaces it at 3.5 s."""
+    for _ in range(trial.count(1, 10)):
+        job, old, moment = stop_and_replace(trial)
+        taken = restarted(trial, job, 3, old.values()) - moment
+        trial.notes.append(f"first new step after {taken:.2f} s")
+        trial.stop(job)
+        trial.verify()
+        trial.within(taken, 3.5 + 2.0, "first new step")
+
+
+@case
+def a5(trial):
+    """One rank sleeps in a step, its threads alive.
+
+    It is named within 2.5 s, with the stacks of its threads; the job ends at the deadline."""
+    job = trial.train(3, variables={"LOCKSTEP_FAULT": "rank=1,step=7,action=sleep:60"}, comm__timeout=6)
+    trial.steps(job, 6)
+    moment = time.monotonic()
+    trial.says(job, "late", rank=1)
+    trial.seen(detect=time.monotonic() - moment)
+    trial.says(job, "stacks")
+    trial.within(trial.detect, 2.5, "named")
+    trial.require(0 < trial.finish(job, seconds=30, since=moment) < 20 and job.code != 0, f"ended with {job.code}")
+
+
+@case
+def a6(trial):
+    """One rank is slow: 3 s in one step, then 5 % of a core.
+
+    It is named; nothing is killed and the job ends with 0."""
+    job = trial.train(3, steps=20, variables={"LOCKSTEP_FAULT": "rank=1,step=7,action=sleep:3"})
+    trial.says(job, "late", rank=1)
+    trial.finish(job, 0)
+    with trial.cgroup("cpu", cfs_period_us=100_000, cfs_quota_us=5_000) as group:
+        job = trial.train(3, "slow")
+        trial.steps(job, 5, "slow")
+        (group / "cgroup.procs").write_text(str(trial.ranks(3)[1]))
+        before, start = trial.last_step("slow"), time.monotonic()
+        trial.until(lambda: time.monotonic() - start > trial.count(10, 60), "", 90)
+        trial.require(job.process.poll() is None, f"ended with code {job.process.returncode}")
+        trial.notes.append(f"{trial.last_step('slow') - before} steps with a slow rank")
+        trial.require(trial.last_step("slow") > before, "no step")
+        trial.stop(job)
+
+
+@case
+def a7(trial):
+    """The whole job is frozen for 30 s.
+
+    It continues: no restart, no lost step, exit code 0."""
+    with trial.cgroup("freezer") as group:
+        job = trial.train(3, before=inside(group), steps=2000)
+        trial.steps(job, 5)
+        (group / "freezer.state").write_text("FROZEN")
+        start, frozen = time.monotonic(), trial.last_step()
+        trial.until(lambda: time.monotonic() - start > 30, "", 40)
+        (group / "freezer.state").write_text("THAWED")
+        trial.finish(job, 0, 120)
+        trial.require(trial.last_step() == 2000, f"step {trial.last_step()}")
+        trial.notes.append(f"frozen at step {frozen}; 2000 of 2000 steps")
+
+
+@case
+def a8(trial):
+    """SIGCONT of a rank that was replaced.
+
+    It has ended, or ends within 1 s, and writes nothing."""
+    trial.gtest("formats_tests", "Lock.AWriterWhoseLockWasTakenOverCommitsNothing")
+    trial.gtest("launch_tests", "Rendezvous.EarlierGenerations*:Rendezvous.ANewGeneration*")
+    job, old, _ = stop_and_replace(trial)
+    restarted(trial, job, 3, [pid for rank, pid in old.items() if rank != 1])
+    if is_alive(old[1]):
+        os.kill(old[1], signal.SIGCONT)
+        trial.seen(end=trial.until(lambda: not is_alive(old[1]), "the old rank lives", 5))
+        trial.within(trial.end, 1.0, "the old rank ended")
+    trial.stop(job)
+    trial.verify()
+
+
+@case
+def a9(trial):
+    """A cable is pulled between two hosts.
+
+    Both sides end, and a rank behind the cable is named."""
+    trial.script("tests/cluster/fault_test.py", "-k", "pulled")
+
+
+@case
+def a10(trial):
+    """A cable is off for 0.3 s and 0.8 s.
+
+    No restart and no error; exit code 0."""
+    trial.script("tests/cluster/fault_test.py", "-k", "loose")
+
+
+@case
+def a11(trial):
+    """A link of 1 Mbit/s; flipped bits in messages between hosts.
+
+    Slow but right; every flip is found and its rank named."""
+    trial.script("tests/cluster/fault_test.py", "-k", "slow")
+    trial.script("tests/fault/message_flips.py", trial.count(10, 1000), 1)
+
+
+@case
+def a12(trial):
+    """Kill -9 of the launcher, of mpirun, and of its daemon.
+
+    Everything ends within 1 s, nothing is left."""
+    for number in range(trial.count(2, 20)):
+        job = trial.train(3, f"run{number}")
+        trial.steps(job, 25, f"run{number}")
+        pids = trial.ranks(3).values()
+        job.process.kill()
+        moment = time.monotonic()
+        trial.until(lambda: not any(map(is_alive, pids)), "ranks live", 10)
+        trial.seen(end=time.monotonic() - moment)
+        job.process.wait()
+        trial.verify(f"run{number}")
+    trial.within(trial.end, 1.0, "the last rank ended")
+    trial.gtest("launch_tests", "LauncherEnd.KillingTheLauncherLeavesNothing:LauncherEnd.TheGuardEndsWithTheJob")
+    trial.script("tests/cluster/fault_test.py", "-k", "mpirun")
+
+
+@case
+def a13(trial):
+    """Kill -9 of the launcher that hosts the rendezvous of two nodes.
+
+    The other node ends within 2 s and names it."""
+    nodes = [trial.start(trial.lockstep, "run", "-n", 1, "--nnodes", 2, "--node-rank", node, "--rendezvous", "127.0.0.1:29400",
+                         trial.lockstep, "train", *trial.options(), LOCKSTEP_TOKEN="a secret") for node in (0, 1)]
+    trial.steps(nodes[0], 5)
+    nodes[0].process.kill()
+    nodes[0].process.wait()
+    moment = time.monotonic()
+    trial.says(nodes[1], "lost", rank=0)
+    trial.seen(detect=time.monotonic() - moment)
+    trial.finish(nodes[1], since=moment)
+    trial.require(nodes[1].code != 0, "exit code 0")
+    trial.within(trial.end, 2.0, "ended")
+    trial.gtest("launch_tests", "Nodes.ALostNodeEndsTheOther:Rendezvous.AServerThatGoesAway*")
+
+
+@case
+def a15(trial):
+    """A rank that always dies at step 3, with 10 restarts.
+
+    Three restarts without progress, then exit code 93, within 20 s."""
+    job = trial.train(2, variables={"LOCKSTEP_FAULT": "rank=1,step=3,action=kill"}, run__max_restarts=10)
+    trial.finish(job, 93)
+    trial.says(job, "no progress")
+    trial.within(trial.end, 20, "ended")
+    if [words for _, _, words in processes().values() if "train" in words]:
+        raise Failure("ranks live")
