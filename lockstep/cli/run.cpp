@@ -75,7 +75,7 @@ int run(const std::vector<std::string>& arguments) {
   app.add_option("--token-file", options.token_file,
                  "File with the job's secret, the same on all nodes (or set LOCKSTEP_TOKEN)");
   app.add_option("--max-restarts", options.max_restarts,
-                 "Number of times to restart all ranks after a rank has failed")
+                 "Number of times in an hour to restart all ranks after a rank has failed")
       ->capture_default_str();
   app.add_option("--log-dir", options.log_dir,
                  "Also write each rank's output to DIR/attempt_<k>/rank<r>/{stdout,stderr}.log; k "

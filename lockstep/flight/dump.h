@@ -9,7 +9,7 @@
 
 namespace lockstep::flight {
 
-// FOLDER/flight-rank<R>.json, made anew. SystemError where it cannot be written.
+// FOLDER/flight-rank<R>.json, made new. SystemError where it cannot be written.
 std::string dump_path(const std::string& folder, int rank);
 void write_dump(const std::string& folder, int rank, const Flight& flight);
 

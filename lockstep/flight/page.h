@@ -28,7 +28,7 @@ struct Entry {
   // so are the messages from one rank to another.
   uint32_t number;
   int32_t peer;         // world rank of a message's other end, or of a root; -1: none
-  int32_t patience_ms;  // a shorter wait surprises nobody
+  int32_t patience_ms;  // a shorter wait is not reported
   uint16_t group;
   uint8_t dtype;
   bool message;

@@ -25,7 +25,7 @@ struct Call {
   DType dtype = DType::uint8;
   int64_t count = 0;
   int peer = -1;           // a world rank
-  int patience_ms = 2000;  // a shorter wait for it surprises nobody
+  int patience_ms = 2000;  // a shorter wait for it is not reported
   bool message = false;
   bool on_device = false;  // nothing waits for it in a call: it counts as awaited from the start
 };
@@ -44,7 +44,7 @@ uint16_t add_group(const std::string& name, int size);
 uint64_t begin(const Call& call);
 void wait(uint64_t ticket);
 void end(uint64_t ticket, Clock::time_point at);
-// What broke the group, for whoever reads the page; the first is kept.
+// What broke the group, for a reader of the page; the first is kept.
 void fail(std::string_view what);
 
 void set_step(int64_t step, int64_t nanoseconds, int64_t blocked);

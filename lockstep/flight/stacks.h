@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stacks of all threads of this process, for whoever asks through its page.
+// Stacks of all threads of this process, for who asks through its page.
 #pragma once
 
 #include "lockstep/flight/page.h"

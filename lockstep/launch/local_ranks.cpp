@@ -165,7 +165,7 @@ void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
   add_log(std::move(err.reader), rank, Console::Stream::err);
 }
 
-// A server that somebody has killed is no reason not to go on.
+// A server that was killed does not end the job.
 void LocalRanks::start_process(Worker& worker, const Command& command) const {
   if (around_.forks != nullptr) {
     try {
@@ -173,7 +173,7 @@ void LocalRanks::start_process(Worker& worker, const Command& command) const {
       return;
     } catch (const Error& failure) {
       around_.console.message(
-          format("rank {} loads its program anew: {}", worker.rank, failure.what()));
+          format("rank {} loads its program itself: {}", worker.rank, failure.what()));
     }
   }
   worker.process.emplace(command);

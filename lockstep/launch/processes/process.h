@@ -60,7 +60,7 @@ class Process {
   int pidfd() const { return pidfd_.get(); }  // readable when it has ended
   void signal_group(int signal) const;
   std::optional<ExitStatus> status() const;  // nothing while it runs
-  // Whether a signal has stopped it (its number) or it goes on (0), where that is news.
+  // Whether a signal has stopped it (its number) or it continues (0), where that is news.
   std::optional<int> take_stop() const;
 
  private:

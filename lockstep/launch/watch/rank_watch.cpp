@@ -89,7 +89,7 @@ void RankWatch::on_stop(int local_rank, int signal) {
   }
   if (rank.stop_said) {
     console_.message(
-        format("{} goes on after {:.1f} s", name(rank), seconds(Clock::now() - *rank.stopped_at)));
+        format("{} continues after {:.1f} s", name(rank), seconds(Clock::now() - *rank.stopped_at)));
   }
   rank.stopped_at.reset();
   rank.stop_said = false;
@@ -209,7 +209,7 @@ void RankWatch::look_for_stops() {
   }
 }
 
-// Where all are stopped, that is somebody's will.
+// Where all are stopped, the job was suspended on purpose.
 std::optional<int> RankWatch::to_replace() const {
   if (!replaces_) return std::nullopt;
   std::optional<int> found;
@@ -245,7 +245,7 @@ void RankWatch::look_for_late(Clock::time_point now) {
                        state.text()));
 }
 
-// Nobody waits in an operation, and nothing moves.
+// No rank waits in an operation, and none moves.
 void RankWatch::look_for_silence(Clock::time_point now) {
   auto moved = Clock::time_point::min();
   int running = -1;

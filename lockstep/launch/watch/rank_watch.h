@@ -37,7 +37,7 @@ class RankWatch {
   // The memory that a rank inherits.
   int descriptor(int local_rank) const;
   void started(int local_rank, pid_t process);
-  // A signal has stopped it, or it goes on (0).
+  // A signal has stopped it, or it continues (0).
   void on_stop(int local_rank, int signal);
   // How it ended, for the dump; no more is said of it.
   void on_end(int local_rank, const std::string& how);
