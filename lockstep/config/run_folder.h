@@ -75,8 +75,8 @@ class RunFolder {
   bool is_new_ = true;
 };
 
-// For a start after the first of a job: where it has saved a checkpoint, it continues from the newest
-// one that is sound, whatever it began with. Returns whether there is one.
+// For a start after the first of a job: where it has saved a checkpoint, it continues from the
+// newest one that is sound, whatever it began with. Returns whether there is one.
 bool resume_own_checkpoints(TrainConfig& config);
 
 // Applies what open() has returned on rank 0.
