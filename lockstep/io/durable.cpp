@@ -84,9 +84,9 @@ void DurableFile::write_block(std::span<const std::byte> bytes) {
     if (count == 0) errno = ENOSPC;
     if (count <= 0) {
       const int reason = errno;
-      throw SystemError(format("cannot write {} at byte {}{}", path_, record_.bytes,
-                               free_space(path_, reason)),
-                        reason);
+      throw SystemError(
+          format("cannot write {} at byte {}{}", path_, record_.bytes, free_space(path_, reason)),
+          reason);
     }
     bytes = bytes.subspan(static_cast<size_t>(count));
     record_.bytes += static_cast<uint64_t>(count);

@@ -88,8 +88,8 @@ void RankWatch::on_stop(int local_rank, int signal) {
     return;
   }
   if (rank.stop_said) {
-    console_.message(
-        format("{} continues after {:.1f} s", name(rank), seconds(Clock::now() - *rank.stopped_at)));
+    console_.message(format("{} continues after {:.1f} s", name(rank),
+                            seconds(Clock::now() - *rank.stopped_at)));
   }
   rank.stopped_at.reset();
   rank.stop_said = false;

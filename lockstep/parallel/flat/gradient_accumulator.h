@@ -117,8 +117,8 @@ class GradientAccumulator {
  private:
   bool keeps_line_;
   std::vector<std::string> names_;  // of the members
-  at::Tensor block_;           // the memory that the line is in
-  std::vector<bool> arrived_;  // in this round
+  at::Tensor block_;                // the memory that the line is in
+  std::vector<bool> arrived_;       // in this round
   size_t num_arrived_ = 0;
   bool in_flight_ = false;
   bool finalized_ = true;
