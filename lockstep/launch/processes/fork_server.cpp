@@ -168,6 +168,9 @@ void become_rank(Received received, int socket) {
   clearenv();
   for (const std::string& entry : received.environment) putenv(strdup(entry.c_str()));
   set_up_child(command, request.launcher);
+  // Its command line and the environment in /proc are those of the server.
+  if (const char* const rank = std::getenv("RANK"))
+    prctl(PR_SET_NAME, format("lockstep-r{}", rank).c_str());
   const pid_t self = getpid();
   [[maybe_unused]] const ssize_t sent = send(received.fds.back(), &self, sizeof self, MSG_NOSIGNAL);
   for (const int fd : received.fds) close(fd);

@@ -239,7 +239,7 @@ def a15(trial):
     """A rank that always dies at step 3, with 10 restarts.
 
     Three restarts without progress, then exit code 93, within 20 s."""
-    job = trial.train(2, variables={"LOCKSTEP_FAULT": "rank=1,step=3,action=kill"}, run__max_restarts=10)
+    job = trial.train(2, variables={"LOCKSTEP_FAULT": "rank=1,step=3,action=kill,start=each"}, run__max_restarts=10)
     trial.finish(job, 93)
     trial.says(job, "no progress")
     trial.within(trial.end, 20, "ended")

@@ -64,6 +64,12 @@ def variables_of(pid):
     return {}
 
 
+def name_of(pid):
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
 def is_alive(pid):
     return processes().get(pid, ("Z", 0, ""))[0] != "Z"
 
@@ -250,8 +256,12 @@ class Trial:
         def look():
             found.clear()
             for pid, (_, parent, _) in processes().items():
+                # A copy of the fork server has the server's environment in /proc, and a name of its own.
+                copy = re.fullmatch(r"lockstep-r(\d+)", name_of(pid))
                 rank = variables_of(pid).get("RANK")
-                if rank is not None and "RANK" not in variables_of(parent):
+                if copy:
+                    found[int(copy.group(1))] = pid
+                elif rank is not None and "RANK" not in variables_of(parent) and "LOCKSTEP_FORK_SERVER" not in variables_of(pid):
                     found[int(rank)] = pid
             return len(found) == count
         self.until(look, lambda: f"{len(found)} of {count} ranks", 30)
