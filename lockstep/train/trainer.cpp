@@ -428,11 +428,12 @@ TrainingResult Trainer::State::run() {
     const StepMetrics result = step();
     metrics->write(result);
     progress->step(result);
+    // A corrupt weight may be the cause of a bad step, and ten of these end the run.
+    if (due(config.train.verify_every) || bad_steps.is_bad(last_step)) verify();
     if (bad_steps.must_roll_back(last_step)) {
       roll_back();
       continue;
     }
-    if (due(config.train.verify_every)) verify();
     if (due(config.train.eval_every) && evaluate()) save(checkpoint::WhenBusy::wait);
     // Weights of a bad step must not replace good ones.
     const bool last = stopping || done == config.train.steps;

@@ -55,7 +55,8 @@ def main():
                         ["-n", str(ranks), "--checkpoint.dir", "", "--train.verify_every", str(every), "--train.on_corruption", "repair"], faults)
             votes = {int(step): int(rank) for step, rank in re.findall(r"step (\d+): rank (\d+) holds other bits", log)}
             for i, (rank, step, tensor, element, bit) in enumerate(flips):
-                accused = votes.get((i + 1) * every)
+                # A bad step is followed by a vote of its own.
+                accused = next((votes[at] for at in range(step, (i + 1) * every + 1) if at in votes), None)
                 found += accused is not None
                 named += accused == rank
                 if accused != rank:

@@ -204,6 +204,16 @@ TEST_F(Integrity, ACorruptWeightIsNotSaved) {
   EXPECT_FALSE(fs::exists(path("saved/step-00000010")));
 }
 
+// 1.0 becomes infinite: the rank's loss is NaN until its weight is mended.
+TEST_F(Integrity, ABadStepIsFollowedByAVote) {
+  const Faults faults("rank=2,step=3,action=flip:norm.weight:7:30");
+  const std::string log =
+      log_of("bad", {"-n", "3", "--train.global_batch", "6", "--train.on_corruption", "repair"});
+  EXPECT_THAT(log, says("step 4 ... rank 2 (its loss)"));
+  EXPECT_THAT(log, says("step 4 ... norm.weight ... 2 of 3 ... repaired"));
+  EXPECT_THAT(log, Not(HasSubstr("step 5")));
+}
+
 TEST_F(Integrity, VerifyEveryZeroComparesNothing) {
   const Faults faults("rank=1,step=10,action=flip:embed.weight:3:3");
   EXPECT_NO_THROW(steps_or_throw("off", {"-n", "2", "--train.verify_every", "0"}));

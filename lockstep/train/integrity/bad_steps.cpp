@@ -31,7 +31,7 @@ bool BadSteps::is_spike(double loss) const {
 }
 
 bool BadSteps::must_roll_back(const Step& step) {
-  if (!step.nonfinite && !is_spike(step.loss)) {
+  if (!is_bad(step)) {
     if (std::isfinite(step.loss)) accepted_.push_back(step.loss);
     if (accepted_.size() > kWindow) accepted_.pop_front();
     in_a_row_ = 0;

@@ -26,6 +26,7 @@ class BadSteps {
     bool nonfinite = false;  // gradients; then `cause` names the ranks
     std::string cause = {};
   };
+  bool is_bad(const Step& step) const { return step.nonfinite || is_spike(step.loss); }
   // After each step: warns, or throws Error where the run is to end. Returns whether the newest
   // checkpoint is to be loaded.
   bool must_roll_back(const Step& step);
