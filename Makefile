@@ -163,7 +163,7 @@ faults: tests
 
 # Fuzzers need clang, and instrumented sources.
 faults-all: tests
-	$(call configure,release,build/fuzz,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON)
+	$(call configure,release,build/fuzz,-DLOCKSTEP_TORCH=OFF -DLOCKSTEP_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
 	@cmake --build build/fuzz -j $(JOBS) --target safetensors_fuzz manifest_fuzz
 	python3 tests/fault/catalogue/run.py $(BUILD)/bin --all --only "$(FAULTS)" --markdown $(BUILD)/faults.md
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Death and silence: ranks, launchers and links that end, stop, or become slow."""
 import os
+import re
 import signal
 import time
 
@@ -174,8 +175,12 @@ def a8(trial):
 def a9(trial):
     """A cable is pulled between two hosts.
 
-    Both sides end, and a rank behind the cable is named."""
+    Both sides end, and a rank behind the cable is named within 2 s."""
     trial.script("tests/cluster/fault_test.py", "-k", "pulled")
+    for backend, event, seconds in re.findall(r"(\w+): (named|ended) ([\d.]+) s after", "\n".join(trial.notes)):
+        trial.seen(**{"detect" if event == "named" else "end": float(seconds)})
+        if event == "named":
+            trial.within(float(seconds), 2.0, f"{backend}: named")
 
 
 @case

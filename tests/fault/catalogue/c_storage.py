@@ -38,13 +38,15 @@ def c1(trial):
     # strace counts the calls of each kind, in each process.
     points, counts = [], {}
     for line in (trial.folder / "all").read_text().splitlines():
-        pid, call = re.match(r"(\d+) (\w+)\(", line).groups() if re.match(r"\d+ \w+\(", line) else (None, None)
-        if call is None or pid != (points[0][0] if points else pid):
+        found = re.match(r"(\d+) +(\w+)\(", line)
+        if not found or points and found[1] != points[0][0]:
             continue
+        pid, call = found.groups()
         counts[pid, call] = counts.get((pid, call), 0) + 1
         # Before its first write in the folder a run only loads libraries.
         if points or (str(trial.folder / "count") in line and re.search("O_WRONLY|O_RDWR|O_CREAT|mkdir", line)):
             points.append((pid, call, counts[pid, call]))
+    trial.require(points, "strace has seen no write in the folder")
     chosen = points[::max(1, len(points) // trial.count(8, 500))]
     for _, call, number in chosen:
         name = f"run-{call}-{number}"
@@ -95,7 +97,7 @@ def c4(trial):
     trial.gtest("checkpoint_crash_test", "CheckpointFailure.*")
     trial.gtest("checkpoint_tests", "*SaverFailure*:Checkpoint.OneRanksFailureIsEveryRanks")
     base = saved(trial)
-    for number, inject in enumerate(("inject=fsync:error=EIO", "inject=fsync:error=EIO:when=2+", "inject=rename:error=EROFS",
+    for number, inject in enumerate(("inject=fsync:error=EIO", "inject=fsync:error=EIO:when=3+", "inject=rename:error=EROFS",
                                      "inject=rename:error=EROFS:when=4+", "inject=mkdir:error=EACCES")):
         name = shutil.copytree(base, trial.folder / f"run{number}").name
         job = traced(trial, inject, name, 8)

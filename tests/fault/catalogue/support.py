@@ -28,7 +28,7 @@ PATTERNS = {
     "not finite": r"rank {rank}\b[^\n]*(nan|finite)|(nan|finite)[^\n]*rank {rank}\b",
     "spike": r"step {step}\b[^\n]*spike|spike[^\n]*step {step}\b",
     "corrupt": r"rank {rank}\b[^\n]*(differ|corrupt|disagree|bits|agree)|(differ|corrupt|disagree|bits|agree)[^\n]*rank {rank}\b",
-    "thrown": r"rank {rank}\b",
+    "thrown": r"\[rank{rank}\]|rank {rank} \(pid",
     "out of memory": r"rank {rank}\b[^\n]*(out of memory|OOM|memory limit)|(out of memory|OOM|memory limit)[^\n]*rank {rank}\b",
     "unkillable": r"rank {rank}\b[^\n]*(pid {pid}\b|still|does not end|cannot)",
 }
@@ -205,7 +205,7 @@ class Trial:
         environment = {key: value for key, value in os.environ.items() if key != hosts.INSIDE}
         job = hosts.Process([sys.executable, str(SOURCE / path), str(self.bin), *map(str, arguments)], environment, self.folder)
         self.finish(job, 0, seconds, measured=False)
-        self.notes += [line for line in job.out.splitlines() if " s" in line or "of" in line][-3:]
+        self.notes += [line for line in job.out.splitlines() if " s" in line or "of" in line][-4:]
 
     def selftest(self, backend):
         """Every way in which ranks can disagree; one run is enough for all cases that need it."""
