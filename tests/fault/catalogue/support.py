@@ -323,6 +323,8 @@ def run(name, programs, folder, everything, patience):
         error = "; ".join(trial.late)
     except Failure as failure:
         error = "; ".join([*trial.late, str(failure)])
+    except Exception as failure:  # a case must not end those after it
+        error = "; ".join([*trial.late, repr(failure)])
     # What a failed case has left is ended here, so that the next case begins with nothing.
     deadline = time.monotonic() + (5 if not error else 0.5)
     while (left := left_behind(folder)) and time.monotonic() < deadline:
@@ -334,8 +336,10 @@ def run(name, programs, folder, everything, patience):
             os.kill(pid, signal.SIGKILL)
     while [words for words in left_behind(folder) if words.startswith(("process", "zombie"))]:
         time.sleep(0.02)
-    for path in [*pathlib.Path("/dev/shm").iterdir()]:
-        path.unlink()
+    shutil.rmtree(folder)
+    (folder / "tmp").mkdir(parents=True)  # where the oracle looks
+    for path in map(pathlib.Path, left_behind(folder)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(folder)
     return {"case": name, "inject": inject, "expect": expect, "detect": trial.detect, "end": trial.end, "code": trial.code,
             "note": "; ".join(dict.fromkeys([error] * bool(error) + trial.notes)), "passed": not error, "seconds": time.monotonic() - start}
