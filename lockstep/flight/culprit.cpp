@@ -111,12 +111,14 @@ int64_t usual_ns(const std::vector<Flight>& flights, const Operation& operation)
   std::vector<int64_t> times;
   for (const Flight& flight : flights) {
     for (const Operation& other : flight.operations) {
-      if (!other.running() && other.name == operation.name && other.group == operation.group)
+      // The first of a group sets things up.
+      if (!other.running() && other.number > 1 && other.name == operation.name &&
+          other.group == operation.group)
         times.push_back(other.ended - other.began);
     }
   }
   if (times.empty()) return 0;
-  // The first ones, which set things up, are among the slowest: of few, a tenth is left out.
+  // Of few, those of the first step may be the slowest: a tenth is left out.
   const size_t last = times.size() - 1;
   const auto at = times.begin() +
                   static_cast<std::ptrdiff_t>(times.size() < 100 ? last * 9 / 10 : last * 99 / 100);

@@ -139,7 +139,7 @@ TEST(NcclFaults, AKilledRankIsNamedByEverySurvivor) {
 
 Result run_nccl(int ranks, const std::string& mode) {
   return lockstep_command({"run", "-n", std::to_string(ranks), "--grace", "2000", "env",
-                           "LOCKSTEP_SHARE_GPU=1", kProgram, "nccl", mode, "1", "5000"});
+                           "LOCKSTEP_SHARE_GPU=1", kProgram, "nccl", mode, "1", "20000"});
 }
 
 TEST(NcclFaults, AStoppedRankIsNamed) {
