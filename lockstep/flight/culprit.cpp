@@ -143,17 +143,23 @@ std::optional<Culprit> find_culprit(const std::vector<Flight>& flights, bool pat
   };
   std::map<int, Wait> waits;
   for (const Flight& flight : flights) {
-    const Operation* const operation = flight.awaited();
-    if (operation == nullptr) continue;
-    const int64_t ns = flight.taken_at - operation->waited;
-    if (patient && ns < int64_t{operation->patience_ms} * 1'000'000) continue;
-    if (patient && ns < 10 * usual_ns(flights, *operation)) continue;
-    waits[flight.rank] = {&flight, operation, awaited_ranks(flights, flight, *operation), ns};
+    // Of several, as on a device, the first that others have not come to.
+    for (const Operation& operation : flight.operations) {
+      if (!operation.running() || operation.waited == 0) continue;
+      const int64_t ns = flight.taken_at - operation.waited;
+      if (patient && (ns < int64_t{operation.patience_ms} * 1'000'000 ||
+                      ns < 10 * usual_ns(flights, operation)))
+        continue;
+      auto on = awaited_ranks(flights, flight, operation);
+      if (on.empty()) continue;
+      waits[flight.rank] = {&flight, &operation, std::move(on), ns};
+      break;
+    }
   }
   // From the one that has waited longest, along who waits for whom.
   const Wait* longest = nullptr;
   for (const auto& [rank, wait] : waits) {
-    if (!wait.on.empty() && (longest == nullptr || wait.ns > longest->ns)) longest = &wait;
+    if (longest == nullptr || wait.ns > longest->ns) longest = &wait;
   }
   if (longest == nullptr) return std::nullopt;
   std::set<int> seen{longest->waiter->rank};
@@ -166,7 +172,7 @@ std::optional<Culprit> find_culprit(const std::vector<Flight>& flights, bool pat
       break;
     }
     const auto next = waits.find(rank);
-    if (next == waits.end() || next->second.on.empty()) break;
+    if (next == waits.end()) break;
     last = &next->second;
     rank = next->second.on.front();
   }

@@ -93,6 +93,19 @@ TEST(Culprit, IsFoundBehindRanksThatWaitThemselves) {
   EXPECT_THAT(culprit->waiting, testing::Contains(1));
 }
 
+// On a device several operations wait at a time; all ranks have come to the first of them.
+TEST(Culprit, IsFoundBehindOperationsThatAllHaveCalled) {
+  auto zero = flight(0, 5, true);
+  for (Operation& operation : zero.operations) {
+    operation.waited = operation.began;
+    operation.ended = 0;
+  }
+  const auto culprit = find_culprit({zero, flight(1, 4, false)}, true);
+  ASSERT_TRUE(culprit);
+  EXPECT_EQ(culprit->rank, 1);
+  EXPECT_EQ(culprit->operation.number, 5u);
+}
+
 TEST(Culprit, RanksThatWaitForEachOtherAreADeadlock) {
   auto one = flight(1, 4, false);
   one.operations.push_back(message("recv", 1, 0, true));

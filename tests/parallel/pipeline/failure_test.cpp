@@ -29,7 +29,7 @@ using parallel::Layer;
 using testing::HasSubstr;
 
 // Nobody who waits for this is told.
-constexpr auto kTimeout = 60s, kAtOnce = 10s;
+constexpr auto kTimeout = 60s, kAtOnce = 30s;
 
 struct Failed {
   std::vector<std::string> messages;  // by rank

@@ -10,6 +10,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::comm::nccl {
 namespace {
@@ -265,6 +266,7 @@ bool NcclStream::has_passed(const Events::Handle& event, milliseconds time, mill
 
 void NcclStream::retire(Ticket& ticket) {
   options_.watchdog.end(ticket.operation, ticket.sequence);
+  flight::end(ticket.operation.record, Clock::now());
   if (ticket.begin)
     options_.trace.add(ticket.operation, ticket.sequence, time_of(ticket.begin),
                        time_of(ticket.done));
