@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes down what this process, as a rank, calls and reaches. Always on: an entry costs some 200 ns
-// and no lock.
+// Writes down what this process, as a rank, calls and reaches. Always on: an entry costs some 200
+// ns and no lock.
 #pragma once
 
 #include <cstdint>
