@@ -29,6 +29,7 @@
 #include "lockstep/flight/recorder.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/secret.h"
+#include "lockstep/launch/rendezvous/socket.h"
 
 namespace lockstep::comm {
 namespace {
@@ -176,8 +177,10 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
 Client meet(World& world, const RankEnv& env, const Deadline& deadline) {
   if (env.launcher == Launcher::lockstep)
     return launch::connect_from_environment(env.rank, env.world_size, deadline);
-  if (is_mpi_launcher(env.launcher))
+  if (is_mpi_launcher(env.launcher)) {
+    launch::give_links_time();
     return meet_through(world, env, deadline, mpi::share_from_rank0);
+  }
   if (torchrun_hosts_store()) {
     return meet_through(world, env, deadline, [&](const std::string& text) {
       return share_through_torchrun(env, text, deadline);

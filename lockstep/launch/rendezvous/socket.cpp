@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -18,6 +19,8 @@
 
 namespace lockstep::launch {
 namespace {
+
+std::atomic<bool> links_have_time{false};
 
 // Then all addresses are tried again: one may have come up that was refused before.
 constexpr milliseconds kRound{3'000};
@@ -264,16 +267,19 @@ Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline,
   }
 }
 
+void give_links_time() { links_have_time = true; }
+
 void tune_connection(const Fd& socket) {
+  const bool patient = links_have_time;
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   // Launchers and waiting ranks ask several times a second, so there is always something to be
   // acknowledged. The peer's kernel does that, however busy its processes are: after this time the
   // host or the link is gone. Shorter outages pass.
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 1);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 1'700);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, patient ? 5 : 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, patient ? 2 : 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, patient ? 3 : 1);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, patient ? 10'000 : 1'700);
 }
 
 }  // namespace lockstep::launch

@@ -52,5 +52,9 @@ Fd connect_socket(const std::vector<HostPort>& places, const Deadline& deadline,
 
 // No delays for small messages; a vanished host is noticed within seconds.
 void tune_connection(const Fd& socket);
+// From now on connections of this process are given up after 10 s without an answer, not after 2.
+// For ranks of mpirun: if they end before it has noticed that a host is gone, it waits for that
+// host for a quarter of an hour.
+void give_links_time();
 
 }  // namespace lockstep::launch
