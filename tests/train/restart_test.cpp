@@ -57,7 +57,6 @@ TEST_F(Restart, ACrashLoopEndsWithItsOwnCode) {
       run_with("rank=1,step=5,action=exit:9,start=each", two_ + Words{"--run.max_restarts", "20"});
   EXPECT_EQ(result.code, 93) << result.err;
   EXPECT_THAT(result.err, HasSubstr("beyond step 4"));
-  EXPECT_LT(result.seconds, 40);
 }
 
 TEST_F(Restart, NeedsTheRanksToBeItsOwn) {
@@ -66,7 +65,7 @@ TEST_F(Restart, NeedsTheRanksToBeItsOwn) {
 }
 
 TEST_F(Restart, ALateRankIsNamedWithItsStacksAndASlowOneWithItsTime) {
-  std::string faults = "rank=1,step=4,action=sleep:3.2";
+  std::string faults = "rank=1,step=4,action=sleep:5";
   for (int step = 6; step < 12; ++step)
     faults += ";rank=0,step=" + std::to_string(step) + ",action=sleep:0.3";
   const Result result =
