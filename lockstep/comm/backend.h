@@ -23,6 +23,7 @@ namespace lockstep::comm::detail {
 
 class ActivityReporter;
 class GroupImpl;
+class MessageFault;
 class OrderedLine;
 class SharedObjects;
 struct Membership;
@@ -74,6 +75,8 @@ struct World {
   std::shared_ptr<fabric::PeerHeaps> peer_heaps = nullptr;
   // Made by the first group whose backend has no shared memory.
   std::shared_ptr<ActivityReporter> reporter = nullptr;
+  // What a test makes arrive damaged at this rank; null where nothing shall.
+  std::shared_ptr<MessageFault> fault = nullptr;
   // Where the ranks are threads, shared by all of them.
   std::shared_ptr<SharedObjects> objects = nullptr;
 };

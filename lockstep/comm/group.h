@@ -75,9 +75,10 @@ struct InitOptions {
   CommStrategy strategy = CommStrategy::all_reduce;
   // Deadline of every wait that gives no other. LOCKSTEP_TIMEOUT (seconds) sets the default.
   milliseconds timeout = milliseconds{0};
-  // Compare the operations of all ranks before they run. Without it (LOCKSTEP_CHECK=0) ranks that
-  // disagree get wrong numbers, or wait for ever, on all backends but thread and shm: it is there
-  // to measure what comparing costs.
+  // Compare the operations of all ranks before they run, and, under mpi and gloo, what arrives from
+  // other hosts with its checksum. Without it (LOCKSTEP_CHECK=0) ranks that disagree get wrong
+  // numbers, or wait for ever, on all backends but thread and shm: it is there to measure what
+  // comparing costs.
   bool check = true;
   // A group of one, too, is made by the backend and runs its operations, instead of doing nothing:
   // to try a backend out.

@@ -47,6 +47,17 @@ class MismatchError : public CommError {
   using CommError::CommError;
 };
 
+// What arrived from a rank is not what that rank sent: a network, a memory, a library, or a program
+// that wrote to a tensor before wait() returned, has changed it.
+class DamagedData : public CommError {
+ public:
+  DamagedData(int rank, const std::string& message) : CommError(message), rank_(rank) {}
+  int rank() const { return rank_; }  // that sent it
+
+ private:
+  int rank_;
+};
+
 // A checkpoint is damaged, incomplete or not what the model needs: use another.
 class CheckpointError : public Error {
  public:

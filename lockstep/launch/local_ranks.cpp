@@ -39,7 +39,7 @@ bool catches(pid_t process, int signal) {
 }
 
 // After SIGKILL: what is still there then is stuck in the kernel and cannot be waited for.
-constexpr milliseconds kGiveUp{2'000};
+constexpr milliseconds kGiveUp{1'800};
 // How long output pipes may stay open after all ranks are gone (something left its process group).
 constexpr milliseconds kDrainTime{500};
 constexpr milliseconds kStoppedPatience{1'000};
@@ -90,7 +90,7 @@ LocalRanks::~LocalRanks() {
   for (const auto& [fd, log] : logs_) around_.poller.forget(fd);
   signal_all(SIGKILL);
   for (const Worker& worker : workers_) {
-    if (!worker.process) continue;
+    if (!worker.process || worker.process->pid() < 0) continue;
     around_.poller.forget(worker.process->pidfd());
     around_.guard.forget(worker.process->pid());
   }
@@ -102,7 +102,8 @@ Outcome LocalRanks::run() {
     around_.poller.wait(until_next_act());
     act_on_time();
   }
-  drain();
+  const bool left_behind = leave_behind();
+  drain(left_behind ? milliseconds{0} : kDrainTime);
   watch_.finish();
   return outcome();
 }
@@ -401,15 +402,32 @@ bool LocalRanks::over() const {
   return around_.link.alone() || global_end_ || stop_count_ > 1;
 }
 
+// What SIGKILL has not ended by now will end when the kernel lets it; it is not waited for.
+bool LocalRanks::leave_behind() {
+  bool any = false;
+  for (Worker& worker : workers_) {
+    if (!worker.process || worker.status) continue;
+    any = true;
+    const pid_t pid = worker.process->pid();
+    around_.console.message(
+        format("rank {} (pid {}) {} and does not end after SIGKILL; it is left "
+               "behind, and ends when it can run again",
+               worker.rank, pid, state_of(pid).text()));
+    around_.poller.forget(worker.process->pidfd());
+    worker.process->abandon();
+  }
+  return any;
+}
+
 // Everything the ranks wrote goes out. Only a process that left its group can hold a pipe open now.
-void LocalRanks::drain() {
+void LocalRanks::drain(milliseconds time) {
   signal_all(SIGKILL);
-  Deadline quiet(kDrainTime);
+  Deadline quiet(time);
   const Deadline patience(kStoppedPatience);
   while (!logs_.empty() && !quiet.passed()) {
     around_.poller.wait(milliseconds{20});
     act_on_time();
-    if (!paused_.empty()) quiet = Deadline(kDrainTime);
+    if (!paused_.empty()) quiet = Deadline(time);
     // Who asked for an end does not wait for a reader that is stuck.
     if (stop_signal_ != 0 && patience.passed()) around_.console.discard();
   }

@@ -78,7 +78,8 @@ class LocalRanks {
   void signal_all(int signal);
   bool all_ended() const;
   bool over() const;
-  void drain();
+  bool leave_behind();
+  void drain(milliseconds time);
 
   // Which of the log folder's.
   int attempt() const { return around_.options.first_attempt + generation_; }

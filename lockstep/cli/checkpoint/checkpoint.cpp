@@ -15,7 +15,7 @@ using Words = std::vector<std::string>;
 constexpr const char* kCheckpointHelp =
     "Inspects, verifies, compares and converts checkpoints.\n"
     "Usage: lockstep checkpoint inspect DIR [--json]\n"
-    "       lockstep checkpoint verify DIR [--all]\n"
+    "       lockstep checkpoint verify DIR [--all | --expect-sha256 HASH]\n"
     "       lockstep checkpoint diff A B [--tolerance X] [--model]\n"
     "       lockstep checkpoint export DIR OUT [OPTIONS]\n"
     "       lockstep checkpoint import HF_DIR DIR [OPTIONS]\n"

@@ -20,6 +20,7 @@
 #include "lockstep/comm/control/job_roster.h"
 #include "lockstep/comm/control/rank_error.h"
 #include "lockstep/comm/group.h"
+#include "lockstep/comm/message_fault.h"
 #include "lockstep/comm/shared_objects.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -254,6 +255,7 @@ std::string choose_backend(const RankEnv& env, World& world, const std::string& 
 }
 
 Group make_world(const RankEnv& env, std::shared_ptr<World> world, const std::string& backend) {
+  world->fault = detail::MessageFault::from_environment(env.rank);
   detail::Membership membership{"world", env.rank, {}, std::move(world)};
   for (int rank = 0; rank < env.world_size; ++rank) membership.members.push_back(rank);
   return Group(detail::make_group(std::move(membership), backend));

@@ -22,7 +22,8 @@ CallConsistency::CallConsistency(const Membership& membership, OperationWatchdog
 }
 
 std::shared_ptr<Pending> CallConsistency::post(fabric::Operation operation, uint64_t sequence,
-                                               std::function<void()> start, Exchange exchange) {
+                                               std::function<void()> start, Exchange exchange,
+                                               std::shared_ptr<VerifiedOperation> verified) {
   if (!compares_) {
     if (start) start();
     return nullptr;
@@ -40,11 +41,13 @@ std::shared_ptr<Pending> CallConsistency::post(fabric::Operation operation, uint
   };
   const auto agreement = std::make_shared<Agreement>();
   executor_.post([this, agreement, sequence, operation = std::move(operation),
-                  exchange = std::move(exchange)]() mutable {
+                  exchange = std::move(exchange), verified = std::move(verified)]() mutable {
     std::exception_ptr error;
     try {
       watchdog_.throw_if_failed();
-      watchdog_.check_agreement(operation, sequence, exchange);
+      auto sums = watchdog_.check_agreement(operation, sequence, exchange,
+                                            verified ? verified->sums() : std::vector<uint32_t>());
+      if (verified) verified->expect(std::move(sums));
       if (operation.finish) operation.finish();
     } catch (...) {
       try {
@@ -57,6 +60,7 @@ std::shared_ptr<Pending> CallConsistency::post(fabric::Operation operation, uint
     // What they own may be the last to have the group.
     operation.finish = nullptr;
     exchange = nullptr;
+    verified = nullptr;
     agreement->completion.part_done(error);
   });
   return agreement;

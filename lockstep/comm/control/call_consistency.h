@@ -28,9 +28,12 @@ class CallConsistency {
   // Calls `start` when all ranks have called the same collective, for one operation after the
   // other, on any thread. `start` must not throw; it, and `exchange`, may own the group. The result
   // is done when it has been called, or never will be; it throws why. Null, and `start` has been
-  // called, where nothing is compared. Posts must be in the order of the calls.
+  // called, where nothing is compared. Posts must be in the order of the calls. Where ranks
+  // exchange, the checksums of `verified` travel with the record, and what `start` throws breaks
+  // the group.
   std::shared_ptr<Pending> post(fabric::Operation operation, uint64_t sequence,
-                                std::function<void()> start, Exchange exchange);
+                                std::function<void()> start, Exchange exchange,
+                                std::shared_ptr<VerifiedOperation> verified = nullptr);
   // For a message that has been started: done when a recv's send is known to be right, or when a
   // send can be seen by its receiver. Only where there is a board.
   std::shared_ptr<Pending> post_message(fabric::Operation operation);

@@ -97,6 +97,15 @@ std::string wait_for_result(launch::Store& store, const RankEnv& env, const Dead
 
 }  // namespace
 
+std::string host_of(launch::Store& store, int rank) {
+  try {
+    const auto card = store.find(card_key(rank));
+    return card ? Card::unpack(*card).stated.host : "";
+  } catch (const std::exception&) {  // the rendezvous is gone
+    return "";
+  }
+}
+
 uint64_t new_incarnation() {
   std::random_device random;  // the kernel's
   return uint64_t{random()} << 32 | random();

@@ -24,6 +24,9 @@ struct JobRoster {
 JobRoster make_job_roster(launch::RendezvousClient& store, const RankEnv& env,
                           const std::vector<std::string>& common, const Deadline& deadline);
 
+// The name of the host of a rank of the job; empty where it is not known.
+std::string host_of(launch::Store& store, int rank);
+
 // A number that no other start of communication has.
 uint64_t new_incarnation();
 

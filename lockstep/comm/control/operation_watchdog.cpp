@@ -12,6 +12,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/fabric/agreement.h"
 #include "lockstep/flight/recorder.h"
+#include "lockstep/io/crc32c.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -71,6 +72,15 @@ OperationWatchdog::OperationWatchdog(const Membership& membership, std::string e
   launcher_watches_ = flight::is_watched() && std::ranges::all_of(members_, [&](int member) {
                         return host_of(member) == host_of(members_.front());
                       });
+  arrivals_ = std::make_shared<Arrivals>(
+      membership, [failure = failure_, store = std::weak_ptr(store_), name = name_,
+                   rank = rank_](const std::exception_ptr& error) {
+        {
+          const std::lock_guard lock(failure->mutex);
+          if (!failure->error) failure->error = error;
+        }
+        if (const auto open = store.lock()) tell_failure(*open, name, rank, error);
+      });
   reporter_ = reporter_of(*membership.world);
   activity_ = reporter_->watch(key(rank_));
 }
@@ -80,8 +90,8 @@ std::string OperationWatchdog::key(int rank) const {
 }
 
 void OperationWatchdog::throw_if_failed() const {
-  const std::lock_guard lock(mutex_);
-  if (failure_) std::rethrow_exception(failure_);
+  const std::lock_guard lock(failure_->mutex);
+  if (failure_->error) std::rethrow_exception(failure_->error);
 }
 
 uint64_t OperationWatchdog::begin(const Operation& operation) {
@@ -139,21 +149,26 @@ std::vector<OperationWatchdog::Peer> OperationWatchdog::behind(const Operation& 
 void OperationWatchdog::fail(std::exception_ptr error, bool all_know) {
   bool is_first = false;
   {
-    const std::lock_guard lock(mutex_);
-    is_first = !failure_;
-    if (is_first) failure_ = error;
+    const std::lock_guard lock(failure_->mutex);
+    is_first = !std::exchange(failure_->was_thrown, true);
+    if (!failure_->error) failure_->error = error;
   }
   tell_failure(*store_, name_, rank_, error);
   if (hosts_rendezvous_ && is_first && !all_know) let_others_hear(*store_);
   std::rethrow_exception(error);
 }
 
-void OperationWatchdog::check_agreement(
+std::vector<uint32_t> OperationWatchdog::check_agreement(
     const Operation& operation, uint64_t sequence,
-    const std::function<void(const std::shared_ptr<Records>&)>& exchange) const {
+    const std::function<void(const std::shared_ptr<Records>&)>& exchange,
+    std::vector<uint32_t> sums) const {
   const auto size = members_.size();
+  sums.resize(size);
+  // The record's own checksum is the last of them; what follows it keeps the next record aligned.
   const size_t counts_at = sizeof(fabric::Signature),
-               record_size = counts_at + 2 * size * sizeof(int64_t);
+               sums_at = counts_at + 2 * size * sizeof(int64_t),
+               sum_at = sums_at + size * sizeof(uint32_t),
+               record_size = sums_at + (size + 2) / 2 * 2 * sizeof(uint32_t);
   const auto records = std::make_shared<Records>();
   records->mine.resize(record_size);
   records->all.resize(size * record_size);
@@ -166,16 +181,32 @@ void OperationWatchdog::check_agreement(
   };
   put(operation.send_counts, 0);
   put(operation.recv_counts, size);
+  std::memcpy(records->mine.data() + sums_at, sums.data(), size * sizeof(uint32_t));
+  const uint32_t sum = io::crc32c(std::span(records->mine).first(sum_at));
+  std::memcpy(records->mine.data() + sum_at, &sum, sizeof sum);
   exchange(records);
   const auto record = [&](int rank) {
     return records->all.data() + static_cast<size_t>(rank) * record_size;
   };
+  const auto sum_in = [&](int rank, size_t at) {
+    uint32_t value = 0;
+    std::memcpy(&value, record(rank) + at, sizeof value);
+    return value;
+  };
+  for (int peer = 0; peer < static_cast<int>(size); ++peer) {
+    if (peer != rank_)
+      arrivals_->check(operation, sequence, peer, {record(peer), sum_at}, sum_in(peer, sum_at),
+                       "description of the call");
+    sums[static_cast<size_t>(peer)] =
+        sum_in(peer, sums_at + static_cast<size_t>(rank_) * sizeof(uint32_t));
+  }
   fabric::check_agreement(
       {name_, sequence, static_cast<int>(size),
        [&](int rank) -> const fabric::Signature& {
          return *reinterpret_cast<const fabric::Signature*>(record(rank));
        },
        [&](int rank) { return reinterpret_cast<const int64_t*>(record(rank) + counts_at); }});
+  return sums;
 }
 
 void OperationWatchdog::throw_if_told() const {

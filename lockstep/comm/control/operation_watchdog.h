@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/control/activity_reporter.h"
+#include "lockstep/comm/control/verified_operation.h"
 
 namespace lockstep::comm::detail {
 
@@ -51,12 +52,16 @@ class OperationWatchdog {
   // Where all members have found out by themselves, none has to be waited for.
   [[noreturn]] void fail(std::exception_ptr error, bool all_know = false);
   // Compares what all ranks have called; `exchange` gathers one record of equal size from every
-  // rank. An engine that is not done with them when it fails must continue to hold them.
+  // rank. An engine that is not done with them when it fails must continue to hold them. `sums` are
+  // the checksums of what this rank sends to each; returned are those of what each sends to it.
   struct Records {
     std::vector<std::byte> mine, all;
   };
-  void check_agreement(const fabric::Operation& operation, uint64_t sequence,
-                       const std::function<void(const std::shared_ptr<Records>&)>& exchange) const;
+  std::vector<uint32_t> check_agreement(
+      const fabric::Operation& operation, uint64_t sequence,
+      const std::function<void(const std::shared_ptr<Records>&)>& exchange,
+      std::vector<uint32_t> sums = {}) const;
+  const std::shared_ptr<const Arrivals>& arrivals() const { return arrivals_; }
 
   [[noreturn]] void explain(const fabric::Operation& operation, uint64_t sequence,
                             const std::string& words) const;
@@ -82,8 +87,14 @@ class OperationWatchdog {
   std::shared_ptr<ActivityReporter> reporter_;
   ActivityReporter::Word activity_;
   std::atomic<uint64_t> sequence_{0}, messages_{0};
-  mutable std::mutex mutex_;
-  std::exception_ptr failure_;
+  // Operations that outlive the group can break it too.
+  struct Failure {
+    std::mutex mutex;
+    std::exception_ptr error;
+    bool was_thrown = false;
+  };
+  const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
+  std::shared_ptr<const Arrivals> arrivals_;
 };
 
 }  // namespace lockstep::comm::detail

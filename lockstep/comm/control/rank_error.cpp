@@ -18,6 +18,8 @@ RankError RankError::of(const std::exception_ptr& error, int rank) {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
     return {Kind::peer_lost, lost.rank(), lost.what()};
+  } catch (const DamagedData& damaged) {
+    return {Kind::damaged, damaged.rank(), damaged.what()};
   } catch (const TimeoutError& timeout) {
     return {Kind::timeout, rank, timeout.what()};
   } catch (const MismatchError& mismatch) {
@@ -51,7 +53,7 @@ RankError RankError::parse(const std::string& text) {
 
 bool RankError::is_comm() const {
   return kind == Kind::peer_lost || kind == Kind::timeout || kind == Kind::mismatch ||
-         kind == Kind::comm;
+         kind == Kind::damaged || kind == Kind::comm;
 }
 
 void RankError::raise() const {
@@ -62,6 +64,8 @@ void RankError::raise() const {
       throw TimeoutError(message);
     case Kind::mismatch:
       throw MismatchError(message);
+    case Kind::damaged:
+      throw DamagedData(rank, message);
     case Kind::comm:
       throw CommError(message);
     case Kind::checkpoint:

@@ -16,6 +16,7 @@ struct RankError {
     peer_lost = 'L',
     timeout = 'T',
     mismatch = 'M',
+    damaged = 'D',
     comm = 'E',  // any other CommError
     checkpoint = 'C',
     config = 'I',
@@ -23,7 +24,7 @@ struct RankError {
   };
 
   Kind kind = Kind::other;
-  int rank = -1;  // the rank that failed, or that was lost
+  int rank = -1;  // the rank that failed, that was lost, or whose data was damaged
   std::string message = {};
 
   // `rank` is that of the caller.

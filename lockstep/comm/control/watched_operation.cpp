@@ -106,6 +106,8 @@ void WatchedPending::explain(const std::exception_ptr& error) const {
     std::rethrow_exception(error);
   } catch (const MismatchError&) {
     throw;
+  } catch (const DamagedData&) {
+    throw;
   } catch (const std::exception& failure) {
     const std::string words = failure.what();
     // Engines have deadlines of their own, some as long as ours: whichever passes first.

@@ -11,8 +11,10 @@
 namespace lockstep::comm::strategy {
 namespace {
 
-[[noreturn]] void rethrow(const PeerLost& lost, const std::vector<int>& ranks) {
-  throw PeerLost(ranks[static_cast<size_t>(lost.rank())], lost.what());
+// With the rank's number in the group of the strategy.
+template <class Failure>
+[[noreturn]] void rethrow(const Failure& failure, const std::vector<int>& ranks) {
+  throw Failure(ranks[static_cast<size_t>(failure.rank())], failure.what());
 }
 
 }  // namespace
@@ -45,6 +47,8 @@ class AlgorithmGroup::Step final : public Pending {
       work_->wait();
     } catch (const PeerLost& lost) {
       rethrow(lost, ranks_);
+    } catch (const DamagedData& damaged) {
+      rethrow(damaged, ranks_);
     }
   }
   bool done() const override { return !work_ || work_->done(); }
@@ -60,6 +64,8 @@ AlgorithmGroup::Running AlgorithmGroup::submit(const CollectiveJob& job,
     return std::make_shared<Step>(group_->submit(std::move(operation), job.memory), ranks_);
   } catch (const PeerLost& lost) {
     rethrow(lost, ranks_);
+  } catch (const DamagedData& damaged) {
+    rethrow(damaged, ranks_);
   }
 }
 

@@ -22,11 +22,11 @@ class Maker {
  public:
   Maker(const Membership& membership, std::string backend, HostLayout layout)
       : base_(membership), backend_(std::move(backend)), layout_(std::move(layout)) {
-    // What was called is compared where it is announced; of the parts' operations all is known. All
-    // groups of the job share memory.
+    // What was called is compared where it is announced; of the parts' operations all is known, but
+    // what they move between hosts has checksums. All groups of the job share memory.
     if (backend_inside(backend_) == "shm") shm::make_heap(*base_.world);
     base_.world = std::make_shared<detail::World>(*base_.world);
-    base_.world->check = false;
+    if (layout_.hosts.size() == 1) base_.world->check = false;
   }
 
   std::unique_ptr<Algorithm> make(CommStrategy strategy) {

@@ -182,6 +182,8 @@ void StrategyGroup::explain(const Item& item, const std::exception_ptr& error) c
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
     throw PeerLost(lost.rank(), words(lost.what()));
+  } catch (const DamagedData& damaged) {
+    throw DamagedData(damaged.rank(), words(damaged.what()));
   } catch (const TimeoutError& timeout) {
     throw TimeoutError(words(timeout.what()));
   } catch (const std::exception& other) {

@@ -227,7 +227,9 @@ Process::~Process() {
   waitpid(pid_, nullptr, WNOHANG);
 }
 
-void Process::signal_group(int signal) const { kill(-pid_, signal); }
+void Process::signal_group(int signal) const {
+  if (pid_ > 0) kill(-pid_, signal);
+}
 
 std::optional<ExitStatus> Process::status() const {
   siginfo_t info{};

@@ -59,6 +59,8 @@ class Process {
   pid_t pid() const { return pid_; }
   int pidfd() const { return pidfd_.get(); }  // readable when it has ended
   void signal_group(int signal) const;
+  // Not waited for any more; signals do nothing.
+  void abandon() { pid_ = -1; }
   std::optional<ExitStatus> status() const;  // nothing while it runs
   // Whether a signal has stopped it (its number) or it continues (0), where that is news.
   std::optional<int> take_stop() const;

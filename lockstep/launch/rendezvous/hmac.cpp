@@ -21,4 +21,12 @@ std::string hmac_sha256(std::string_view key, std::string_view text) {
   return code;
 }
 
+std::string sha256(std::string_view text) {
+  std::string hash(kSha256Size, '\0');
+  if (EVP_Digest(text.data(), text.size(), reinterpret_cast<unsigned char*>(hash.data()), nullptr,
+                 EVP_sha256(), nullptr) != 1)
+    throw SystemError("OpenSSL refuses to compute SHA-256", EINVAL);
+  return hash;
+}
+
 }  // namespace lockstep::launch

@@ -16,6 +16,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/launch/rendezvous/network_interface.h"
 
 namespace lockstep::launch {
 namespace {
@@ -98,6 +99,11 @@ Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, st
                              errno == EINPROGRESS);
       if (begun) {
         sockets.push_back(std::move(socket));
+      } else if (errno == ENETUNREACH && is_loopback(place.host)) {
+        throw SystemError(format("cannot connect to {}: the loopback interface of this host is "
+                                 "down (`ip link set lo up`)",
+                                 place.text()),
+                          ENETUNREACH);
       } else {
         reason = std::strerror(errno);
       }

@@ -24,9 +24,9 @@ namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_FAULT";
 constexpr const char* kRule =
-    "rank=R,step=S,action=A[,start=each], several separated by ';', where A is kill, stop, throw, "
-    "exit:CODE, "
-    "sleep:SECONDS, nan, scale:FACTOR, nan_grad:PARAMETER or flip:TENSOR:ELEMENT:BIT";
+    "rank=R,step=S,action=A[,start=each] or rank=R,message=N,action=flip:BIT, several separated by "
+    "';', where A is kill, stop, throw, exit:CODE, sleep:SECONDS, nan, scale:FACTOR, "
+    "nan_grad:PARAMETER or flip:TENSOR:ELEMENT:BIT";
 
 [[noreturn]] void refuse(std::string_view text) {
   throw ConfigError(format("{} has '{}', must be {}", kVariable, text, kRule));
@@ -112,6 +112,7 @@ void flip_bit(const Fault& fault, const checkpoint::NamedSlice& slice) {
 std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
   for (const std::string& each : parts_of(text, ';')) {
+    if (each.find("message=") != std::string::npos) continue;  // that of comm::init
     std::optional<int64_t> rank, step;
     bool each_start = false;
     std::optional<std::string> action;

@@ -27,11 +27,13 @@ TEST(RankError, KeepsTheClassAndAllLines) {
   expect_same_class(PeerLost(7, "rank 7 is lost"));
   expect_same_class(TimeoutError("late"));
   expect_same_class(MismatchError(""));
+  expect_same_class(DamagedData(7, "damaged"));
   expect_same_class(CommError(" broken\nhere\n"));
   expect_same_class(CheckpointError("damaged"));
   expect_same_class(ConfigError("wrong"));
   expect_same_class(Error("12 monkeys"));
   EXPECT_EQ(RankError::of(std::make_exception_ptr(PeerLost(7, "x")), 2).rank, 7);
+  EXPECT_EQ(RankError::of(std::make_exception_ptr(DamagedData(7, "x")), 2).rank, 7);
   EXPECT_EQ(RankError::of(std::make_exception_ptr(std::logic_error("x")), 2).to_text(), "- 2 x");
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 
+#include "lockstep/comm/blocks.h"
 #include "lockstep/comm/control/watched_operation.h"
 #include "lockstep/fabric/reduce.h"
 
@@ -12,26 +13,6 @@ namespace {
 
 using fabric::Operation;
 using fabric::OpKind;
-
-// Consecutive blocks of these numbers of elements.
-template <class Span>
-std::vector<Span> cut(Span whole, const std::vector<int64_t>& counts, DType dtype) {
-  std::vector<Span> blocks;
-  size_t at = 0;
-  for (const int64_t count : counts) {
-    blocks.push_back(whole.subspan(at, static_cast<size_t>(count) * size_of(dtype)));
-    at += blocks.back().size();
-  }
-  return blocks;
-}
-
-// `count` elements shared out among `size` ranks.
-std::vector<int64_t> shares(int64_t count, size_t size) {
-  const auto ranks = static_cast<int64_t>(size);
-  std::vector<int64_t> counts(size, count / ranks);
-  for (int64_t rank = 0; rank < count % ranks; ++rank) ++counts[static_cast<size_t>(rank)];
-  return counts;
-}
 
 MessageCollectives::Inputs as_inputs(const MessageCollectives::Outputs& blocks) {
   return {blocks.begin(), blocks.end()};

@@ -1,59 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// c10d's engines run operations on threads of their own and call back. Gloo has no uneven
-// all_gather: each block is broadcast. reduce_scatter is an all_to_all and a sum in fixed order.
+// c10d's engines run operations on threads of their own and call back.
 #include "lockstep/comm/backends/gloo/process_group.h"
 
-#include <ATen/ops/from_blob.h>
-
-#include <algorithm>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "lockstep/comm/backends/gloo/engine_calls.h"
 #include "lockstep/comm/backends/gloo/no_sigpipe.h"
 #include "lockstep/comm/backends/gloo/tags.h"
 #include "lockstep/comm/control/call_consistency.h"
+#include "lockstep/comm/control/verified_operation.h"
 #include "lockstep/comm/control/watched_operation.h"
-#include "lockstep/comm/reduction_lowering.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/agreement.h"
-#include "lockstep/fabric/reduce.h"
-#include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm::gloo {
 namespace {
 
-using detail::Adapted;
 using detail::Completion;
+using detail::VerifiedOperation;
 using fabric::Operation;
 using fabric::OpKind;
-using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 
-at::Tensor bytes_tensor(std::span<const std::byte> bytes) {
-  // from_blob refuses null; an empty message needs some address.
-  static std::byte nothing;
-  return at::from_blob(bytes.empty() ? &nothing : const_cast<std::byte*>(bytes.data()),
-                       {static_cast<int64_t>(bytes.size())}, at::kByte);
-}
-
-at::Tensor typed_tensor(std::span<std::byte> bytes, DType dtype) {
-  return at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size() / size_of(dtype))},
-                       at::TensorOptions().dtype(memory::to_scalar_type(dtype)));
-}
-
-c10d::ReduceOp::RedOpType to_c10d(fabric::ReduceOp op) {
-  switch (op) {
-    case fabric::ReduceOp::product:
-      return c10d::ReduceOp::PRODUCT;
-    case fabric::ReduceOp::min:
-      return c10d::ReduceOp::MIN;
-    case fabric::ReduceOp::max:
-      return c10d::ReduceOp::MAX;
-    default:
-      return c10d::ReduceOp::SUM;
-  }
-}
+constexpr uint32_t kTagsOfStep = 0x80;
 
 class EngineGroup final : public detail::GroupImpl,
                           public std::enable_shared_from_this<EngineGroup> {
@@ -87,18 +58,20 @@ class EngineGroup final : public detail::GroupImpl,
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
   std::shared_ptr<detail::Pending> announce(Operation operation) override;
+  bool sums_in_rank_tree() const override { return consistency_.exchanges(); }
 
  private:
   class Announced;
-  struct Started {
-    std::vector<WorkHandle> works;
-    std::shared_ptr<const void> memory;
-    std::function<void()> finish;
-  };
 
-  // Gives the operation to the engine; what comes of it, an error too, goes to `completion`.
-  void begin(const Operation& operation, uint64_t sequence, std::shared_ptr<const void> memory,
+  // Gives operations to the engine; what comes of them, an error too, goes to `completion`.
+  void begin(std::span<const Operation> operations, uint32_t tag,
+             const std::shared_ptr<const void>& memory,
              const std::shared_ptr<Completion>& completion);
+  // Runs all steps but the last to their end, so that engines without tags get the same calls in
+  // the same order on all ranks. Throws what comes of those.
+  void begin_verified(const Operation& operation, uint64_t sequence,
+                      const std::shared_ptr<VerifiedOperation>& verified,
+                      const std::shared_ptr<Completion>& completion);
   // Whether the engine may have it before ranks have agreed: where it would match no other, blocks
   // of all_to_all being what the tag does not tell, and in the order of the calls: an engine with
   // few threads runs it in that order.
@@ -109,13 +82,10 @@ class EngineGroup final : public detail::GroupImpl,
   // How ranks of several hosts gather what they call.
   detail::CallConsistency::Exchange exchange_for(const Operation& operation, uint64_t sequence);
 
-  Started start(const Operation& operation, std::shared_ptr<const void> memory);
-  Started start_reduce_scatter(const Operation& operation, std::shared_ptr<const void> memory);
-  Started start_all_to_all(const Operation& operation, std::shared_ptr<const void> memory);
-  Started start_all_gather(const Operation& operation, std::shared_ptr<const void> memory);
   int next_tag(const Operation& operation);
-  void begin_message(const Operation& operation, std::shared_ptr<const void> memory, int tag,
-                     bool header, const std::shared_ptr<Completion>& completion);
+  void begin_message(const Operation& operation, uint64_t sequence,
+                     std::shared_ptr<const void> memory, int tag,
+                     const std::shared_ptr<Completion>& completion);
   std::shared_ptr<detail::Pending> submit_message(Operation operation, uint64_t sequence,
                                                   std::shared_ptr<const void> memory);
   std::shared_ptr<detail::WatchedPending> pending(Operation operation, uint64_t sequence,
@@ -135,9 +105,6 @@ class EngineGroup final : public detail::GroupImpl,
   // Lets the completion have a part for each of the works.
   void follow(const std::vector<WorkHandle>& works, const std::shared_ptr<const void>& memory,
               const std::shared_ptr<Completion>& completion);
-  milliseconds engine_timeout(const Operation& operation) const {
-    return operation.timeout + milliseconds{500};
-  }
 
   detail::OperationWatchdog watchdog_;
   detail::OperationTrace trace_;
@@ -227,32 +194,61 @@ std::shared_ptr<detail::Pending> EngineGroup::submit(Operation operation,
   if (begins_at_once(operation)) {
     operation.unhurried = true;
     agreed = consistency_.post(operation, sequence, nullptr, nullptr);
-    begin(operation, sequence, memory, completion);
+    begin({&operation, 1}, tag_of(operation, sequence), memory, completion);
+  } else if (consistency_.exchanges()) {
+    const auto verified = std::make_shared<VerifiedOperation>(watchdog_.arrivals(), operation,
+                                                              sequence, std::move(memory));
+    memory = verified;
+    agreed = consistency_.post(
+        operation, sequence,
+        [self = shared_from_this(), operation, sequence, verified, completion] {
+          self->begin_verified(operation, sequence, verified, completion);
+        },
+        exchange_for(operation, sequence), verified);
   } else {
     ++num_held_back_;
     agreed = consistency_.post(
         operation, sequence,
         [self = shared_from_this(), operation, sequence, memory, completion] {
-          self->begin(operation, sequence, memory, completion);
+          self->begin({&operation, 1}, tag_of(operation, sequence), memory, completion);
           --self->num_held_back_;
         },
-        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+        nullptr);
   }
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
 }
 
-void EngineGroup::begin(const Operation& operation, uint64_t sequence,
-                        std::shared_ptr<const void> memory,
+void EngineGroup::begin_verified(const Operation& operation, uint64_t sequence,
+                                 const std::shared_ptr<VerifiedOperation>& verified,
+                                 const std::shared_ptr<Completion>& completion) {
+  uint32_t tag = tag_of(operation, sequence);
+  const size_t last = verified->num_steps() - 1;
+  Operation part = operation;
+  part.announced = true;  // traces have the whole
+  for (size_t step = 0; step < last; ++step, tag += kTagsOfStep) {
+    const auto moved = std::make_shared<Completion>(1);
+    begin(verified->step(step), tag, verified, moved);
+    pending(part, sequence, Clock::now(), moved, verified, nullptr)->wait();
+    verified->finish(step);
+  }
+  completion->expect(0, [verified, last] { verified->finish(last); });
+  begin(verified->step(last), tag, verified, completion);
+}
+
+void EngineGroup::begin(std::span<const Operation> operations, uint32_t tag,
+                        const std::shared_ptr<const void>& memory,
                         const std::shared_ptr<Completion>& completion) {
   const NoSigpipe no_signal;
   std::exception_ptr error;
   try {
     const std::lock_guard lock(mutex_);  // of a tag and the call that takes it
-    if (set_tag_) set_tag_(tag_of(operation, sequence));
-    Started begun = start(operation, std::move(memory));
-    completion->expect(begun.works.size(), std::move(begun.finish));
-    follow(begun.works, begun.memory, completion);
+    if (set_tag_) set_tag_(tag);
+    for (const Operation& operation : operations) {
+      Started begun = start(*group_, operation, memory);
+      completion->expect(begun.works.size(), std::move(begun.finish));
+      follow(begun.works, begun.memory, completion);
+    }
   } catch (const c10::Error& refused) {
     error = std::make_exception_ptr(
         CommError(format("{} refused it: {}", backend(), refused.what_without_backtrace())));
@@ -260,156 +256,6 @@ void EngineGroup::begin(const Operation& operation, uint64_t sequence,
     error = std::current_exception();
   }
   completion->part_done(error);
-}
-
-EngineGroup::Started EngineGroup::start(const Operation& operation,
-                                        std::shared_ptr<const void> memory) {
-  const milliseconds timeout = engine_timeout(operation);
-  switch (operation.kind) {
-    case OpKind::all_reduce:
-    case OpKind::reduce: {
-      if (operation.output.empty()) return {{}, std::move(memory), {}};
-      Adapted adapted = detail::adapt_reduction(operation, std::move(memory), rank_, size_);
-      std::vector<at::Tensor> tensors{
-          typed_tensor(adapted.operation.output, adapted.operation.dtype)};
-      if (operation.kind == OpKind::all_reduce) {
-        c10d::AllreduceOptions options;
-        options.reduceOp = to_c10d(adapted.operation.reduce);
-        options.timeout = timeout;
-        return {{group_->allreduce(tensors, options)},
-                std::move(adapted.memory),
-                std::move(adapted.operation.finish)};
-      }
-      // Gloo uses the tensors of the others as work space; ours stay as they are.
-      if (rank_ != operation.root) tensors[0] = tensors[0].clone();
-      c10d::ReduceOptions options;
-      options.reduceOp = to_c10d(adapted.operation.reduce);
-      options.rootRank = operation.root;
-      options.timeout = timeout;
-      return {{group_->reduce(tensors, options)},
-              std::move(adapted.memory),
-              std::move(adapted.operation.finish)};
-    }
-    case OpKind::broadcast: {
-      if (operation.output.empty()) return {{}, std::move(memory), {}};
-      std::vector<at::Tensor> tensors{bytes_tensor(operation.output)};
-      c10d::BroadcastOptions options;
-      options.rootRank = operation.root;
-      options.timeout = timeout;
-      return {{group_->broadcast(tensors, options)}, std::move(memory), {}};
-    }
-    case OpKind::all_gather:
-      return start_all_gather(operation, std::move(memory));
-    case OpKind::reduce_scatter:
-      return start_reduce_scatter(operation, std::move(memory));
-    case OpKind::all_to_all:
-      return start_all_to_all(operation, std::move(memory));
-    case OpKind::gather:
-    case OpKind::scatter: {
-      if (operation.count == 0) return {{}, std::move(memory), {}};
-      const bool gathers = operation.kind == OpKind::gather;
-      const size_t block = gathers ? operation.input.size() : operation.output.size();
-      std::vector<std::vector<at::Tensor>> all;
-      std::vector<at::Tensor> mine{bytes_tensor(gathers ? operation.input : operation.output)};
-      if (rank_ == operation.root) {
-        const std::span<const std::byte> whole =
-            gathers ? std::span<const std::byte>(operation.output) : operation.input;
-        all.emplace_back();
-        for (int rank = 0; rank < size_; ++rank)
-          all[0].push_back(bytes_tensor(whole.subspan(static_cast<size_t>(rank) * block, block)));
-      }
-      if (gathers) {
-        c10d::GatherOptions options;
-        options.rootRank = operation.root;
-        options.timeout = timeout;
-        return {{group_->gather(all, mine, options)}, std::move(memory), {}};
-      }
-      c10d::ScatterOptions options;
-      options.rootRank = operation.root;
-      options.timeout = timeout;
-      return {{group_->scatter(mine, all, options)}, std::move(memory), {}};
-    }
-    default: {
-      c10d::BarrierOptions options;
-      options.timeout = timeout;
-      return {{group_->barrier(options)}, std::move(memory), {}};
-    }
-  }
-}
-
-EngineGroup::Started EngineGroup::start_all_gather(const Operation& operation,
-                                                   std::shared_ptr<const void> memory) {
-  const size_t width = size_of(operation.dtype);
-  std::vector<std::span<std::byte>> blocks;
-  size_t at = 0;
-  for (const int64_t count : operation.recv_counts) {
-    blocks.push_back(operation.output.subspan(at, static_cast<size_t>(count) * width));
-    at += blocks.back().size();
-  }
-  const bool even = std::all_of(blocks.begin(), blocks.end(), [&](const auto& block) {
-    return block.size() == blocks[0].size();
-  });
-  if (even) {
-    if (blocks[0].empty()) return {{}, std::move(memory), {}};
-    std::vector<std::vector<at::Tensor>> outputs(1);
-    for (const auto& block : blocks) outputs[0].push_back(bytes_tensor(block));
-    std::vector<at::Tensor> inputs{bytes_tensor(operation.input)};
-    c10d::AllgatherOptions options;
-    options.timeout = engine_timeout(operation);
-    return {{group_->allgather(outputs, inputs, options)}, std::move(memory), {}};
-  }
-  auto& mine = blocks[static_cast<size_t>(rank_)];
-  if (mine.data() != operation.input.data())
-    std::copy(operation.input.begin(), operation.input.end(), mine.begin());
-  Started started{{}, std::move(memory), {}};
-  for (int rank = 0; rank < size_; ++rank) {
-    if (blocks[static_cast<size_t>(rank)].empty()) continue;
-    std::vector<at::Tensor> tensors{bytes_tensor(blocks[static_cast<size_t>(rank)])};
-    c10d::BroadcastOptions options;
-    options.rootRank = rank;
-    options.timeout = engine_timeout(operation);
-    started.works.push_back(group_->broadcast(tensors, options));
-  }
-  return started;
-}
-
-EngineGroup::Started EngineGroup::start_all_to_all(const Operation& operation,
-                                                   std::shared_ptr<const void> memory) {
-  const auto bytes = [&](std::vector<int64_t> counts) {
-    for (auto& count : counts) count *= static_cast<int64_t>(size_of(operation.dtype));
-    return counts;
-  };
-  at::Tensor output = bytes_tensor(operation.output), input = bytes_tensor(operation.input);
-  std::vector<int64_t> receives = bytes(operation.recv_counts),
-                       sends = bytes(operation.send_counts);
-  c10d::AllToAllOptions options;
-  options.timeout = engine_timeout(operation);
-  return {{group_->alltoall_base(output, input, receives, sends, options)}, std::move(memory), {}};
-}
-
-EngineGroup::Started EngineGroup::start_reduce_scatter(const Operation& operation,
-                                                       std::shared_ptr<const void> memory) {
-  if (operation.input.empty()) return {{}, std::move(memory), {}};
-  const int64_t mine = operation.send_counts[static_cast<size_t>(rank_)];
-  const size_t block = static_cast<size_t>(mine) * size_of(operation.dtype);
-  auto parts = std::make_shared<std::vector<std::byte>>(block * static_cast<size_t>(size_));
-  Operation exchange = operation;
-  exchange.kind = OpKind::all_to_all;
-  exchange.output = *parts;
-  exchange.recv_counts = std::vector<int64_t>(static_cast<size_t>(size_), mine);
-  // Gloo writes to them as long as it likes, whatever becomes of the operation.
-  memory = std::make_shared<std::pair<std::shared_ptr<const void>, std::shared_ptr<const void>>>(
-      std::move(memory), parts);
-  Started started = start_all_to_all(exchange, std::move(memory));
-  started.finish = [parts, block, mine, size = size_, output = operation.output,
-                    dtype = operation.dtype, reduce = operation.reduce] {
-    std::vector<const std::byte*> inputs;
-    for (int rank = 0; rank < size; ++rank)
-      inputs.push_back(parts->data() + static_cast<size_t>(rank) * block);
-    std::byte* target = output.data();
-    fabric::reduce(dtype, reduce, std::span(&target, 1), inputs, static_cast<size_t>(mine));
-  };
-  return started;
 }
 
 int EngineGroup::next_tag(const Operation& operation) {
@@ -431,8 +277,7 @@ std::shared_ptr<detail::Pending> EngineGroup::submit_message(Operation operation
                                                              std::shared_ptr<const void> memory) {
   const auto started = Clock::now();
   auto completion = std::make_shared<Completion>(1, std::exchange(operation.finish, nullptr));
-  const bool header = membership().world->check && !consistency_.has_board();
-  begin_message(operation, memory, next_tag(operation), header, completion);
+  begin_message(operation, sequence, memory, next_tag(operation), completion);
   auto agreed = consistency_.has_board() ? consistency_.post_message(operation) : nullptr;
   return pending(std::move(operation), sequence, started, std::move(completion), std::move(memory),
                  std::move(agreed));
@@ -440,43 +285,46 @@ std::shared_ptr<detail::Pending> EngineGroup::submit_message(Operation operation
 
 // Every message has tags of its own, so that a header can be looked at before the data is asked
 // for. The works of sends and receives can only be waited for, so a thread does that.
-void EngineGroup::begin_message(const Operation& operation, std::shared_ptr<const void> memory,
-                                int tag, bool with_header,
+void EngineGroup::begin_message(const Operation& operation, uint64_t sequence,
+                                std::shared_ptr<const void> memory, int tag,
                                 const std::shared_ptr<Completion>& completion) {
   const NoSigpipe no_signal;
   const bool sends = operation.kind == OpKind::send;
-  const int peer = operation.root;
-  auto header = std::make_shared<fabric::Signature>(fabric::signature_of(operation));
-  const auto transfer = [this, sends, peer](at::Tensor tensor, int with_tag) {
-    std::vector<at::Tensor> tensors{std::move(tensor)};
+  const auto transfer = [this, sends, peer = operation.root](std::span<const std::byte> bytes,
+                                                             int with_tag) {
+    std::vector<at::Tensor> tensors{bytes_tensor(bytes)};
     return sends ? group_->send(tensors, peer, with_tag) : group_->recv(tensors, peer, with_tag);
   };
-  const auto header_bytes = std::as_writable_bytes(std::span(header.get(), 1));
+  const auto header =
+      consistency_.exchanges() ? std::make_shared<detail::MessageHeader>() : nullptr;
+  const auto data = sends ? operation.input : std::span<const std::byte>(operation.output);
   WorkHandle header_work, data_work;
-  const fabric::Signature expected = *header;
   try {
-    if (with_header) header_work = transfer(bytes_tensor(header_bytes), tag);
-    if (sends || !with_header)
-      data_work = transfer(
-          bytes_tensor(sends ? operation.input : std::span<const std::byte>(operation.output)),
-          tag + 1);
+    if (header && sends) header->fill(operation);
+    if (header) header_work = transfer(std::as_bytes(std::span(header.get(), 1)), tag);
+    if (sends || !header) data_work = transfer(data, tag + 1);
   } catch (...) {
     completion->part_done(std::current_exception());
     return;
   }
   completion->expect(0, nullptr);
   // Gloo's own deadline for messages is the group's.
-  std::thread([self = shared_from_this(), transfer, header, header_work, data_work, expected,
-               completion, memory = std::move(memory), tag, sends, output = operation.output,
+  std::thread([self = shared_from_this(), transfer, header, header_work, data_work, data,
+               completion, operation, sequence, memory = std::move(memory), tag, sends,
                timeout = engine_timeout(operation)]() mutable {
     std::exception_ptr error;
     try {
+      const detail::Arrivals& arrivals = *self->watchdog_.arrivals();
       if (header_work) header_work->wait(timeout);
       if (header_work && !sends) {
-        fabric::check_message(self->membership().name, self->rank_, expected, *header);
-        data_work = transfer(bytes_tensor(output), tag + 1);
+        header->check(arrivals, operation, sequence);
+        fabric::check_message(self->membership().name, self->rank_, fabric::signature_of(operation),
+                              header->signature);
+        data_work = transfer(data, tag + 1);
       }
       data_work->wait(timeout);
+      if (header_work && !sends)
+        arrivals.check(operation, sequence, operation.root, operation.output, header->data_sum);
     } catch (...) {
       error = std::current_exception();
     }

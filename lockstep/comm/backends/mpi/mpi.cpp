@@ -94,14 +94,16 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
   }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   bool reaches(const void*, size_t) const override { return false; }
+  bool sums_in_rank_tree() const override { return consistency_.exchanges(); }
 
  private:
   class MpiPending;
   class Announced;
 
-  std::shared_ptr<Progress> begin_message(const Operation& operation);
-  // Gives a collective to MPI, or to the thread that does.
-  void begin(Operation adapted, bool small, const std::shared_ptr<Progress>& progress);
+  std::shared_ptr<Progress> begin_message(const Operation& operation, uint64_t sequence);
+  // Gives a collective to MPI if it is small, else to the thread that runs it.
+  void begin(const Operation& adapted, bool small, std::function<void(const Communicator&)> run,
+             const std::shared_ptr<Progress>& progress);
   // How ranks of several hosts gather what they call.
   detail::CallConsistency::Exchange exchange_for(const Operation& operation, uint64_t sequence);
   void wait(const Operation& operation, uint64_t sequence, Clock::time_point started,
@@ -233,15 +235,18 @@ void MpiGroup::wait(const Operation& operation, uint64_t sequence, Clock::time_p
         lock.lock();
       }
     });
-    if (progress.header && operation.kind == OpKind::recv)
-      fabric::check_message(membership().name, membership().rank, fabric::signature_of(operation),
-                            *progress.header);
     if (progress.error) {
       try {
         std::rethrow_exception(progress.error);
       } catch (const MismatchError&) {
         throw;
+      } catch (const DamagedData&) {
+        throw;
       } catch (const std::exception& error) {
+        // Of a message that is too long for its receiver MPI says less than the header.
+        if (progress.header && operation.kind == OpKind::recv)
+          fabric::check_message(membership().name, membership().rank,
+                                fabric::signature_of(operation), progress.header->signature);
         watchdog_.explain(operation, sequence, error.what());
       }
     }
@@ -300,26 +305,34 @@ std::shared_ptr<detail::Pending> MpiGroup::announce(Operation operation) {
                                      watchdog_.announce(operation, sequence));
 }
 
-// A header travels with the data, under a tag of its own.
-std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
+// A header travels with the data, under a tag of its own. It follows the data of a send, whose
+// checksum is taken meanwhile.
+std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation, uint64_t sequence) {
   auto progress = std::make_shared<Progress>();
   auto& requests = progress->running.requests;
   const int peer = operation.root, tag = message_numbers_[{operation.kind, peer}]++ % kTags;
-  if (membership().world->check)
-    progress->header = std::make_unique<fabric::Signature>(fabric::signature_of(operation));
+  if (membership().world->check) {
+    progress->header = std::make_unique<detail::MessageHeader>();
+    progress->header->signature = fabric::signature_of(operation);
+  }
   // Before anything is done with the data. The header lives as long as what looks at it.
   if (progress->header && operation.kind == OpKind::recv) {
-    progress->finish = [name = membership().name, rank = membership().rank,
-                        asked = *progress->header, sent = progress->header.get()] {
-      fabric::check_message(name, rank, asked, *sent);
+    progress->finish = [name = membership().name, rank = membership().rank, operation, sequence,
+                        arrivals = consistency_.exchanges() ? watchdog_.arrivals() : nullptr,
+                        sent = progress->header.get()] {
+      if (arrivals) sent->check(*arrivals, operation, sequence);
+      fabric::check_message(name, rank, fabric::signature_of(operation), sent->signature);
+      if (arrivals)
+        arrivals->check(operation, sequence, operation.root, operation.output, sent->data_sum);
     };
   }
   const auto header = progress->header
                           ? std::as_writable_bytes(std::span(progress->header.get(), 1))
                           : std::span<std::byte>();
   if (operation.kind == OpKind::send) {
-    if (progress->header) messages_->begin_send(header, peer, kTags + tag, requests);
     messages_->begin_send(operation.input, peer, tag, requests);
+    if (consistency_.exchanges()) progress->header->fill(operation);
+    if (progress->header) messages_->begin_send(header, peer, kTags + tag, requests);
   } else {
     if (progress->header) messages_->begin_recv(header, peer, kTags + tag, requests);
     messages_->begin_recv(operation.output, peer, tag, requests);
@@ -327,7 +340,9 @@ std::shared_ptr<Progress> MpiGroup::begin_message(const Operation& operation) {
   return progress;
 }
 
-void MpiGroup::begin(Operation adapted, bool small, const std::shared_ptr<Progress>& progress) {
+void MpiGroup::begin(const Operation& adapted, bool small,
+                     std::function<void(const Communicator&)> run,
+                     const std::shared_ptr<Progress>& progress) {
   bool dropped = false;
   {
     const std::lock_guard lock(progress->mutex);
@@ -351,7 +366,7 @@ void MpiGroup::begin(Operation adapted, bool small, const std::shared_ptr<Progre
     if (worker_->asleep) start_thread();
     return;
   }
-  worker_->queue.push_back({std::move(adapted), progress});
+  worker_->queue.push_back({std::move(run), progress});
   start_thread();
 }
 
@@ -363,7 +378,7 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
   std::shared_ptr<Progress> progress;
   std::shared_ptr<detail::Pending> agreed;
   if (fabric::is_message(operation.kind)) {
-    progress = begin_message(operation);
+    progress = begin_message(operation, sequence);
     progress->memory = memory;
     progress->finish =
         detail::chain(std::move(progress->finish), std::exchange(operation.finish, nullptr));
@@ -373,8 +388,18 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
   } else {
     Operation adapted = operation;
     operation.finish = nullptr;
-    if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
-        operation.kind == OpKind::reduce_scatter) {
+    std::function<void()> finish = std::exchange(adapted.finish, nullptr);
+    std::shared_ptr<detail::VerifiedOperation> verified;
+    if (consistency_.exchanges()) {
+      verified = std::make_shared<detail::VerifiedOperation>(watchdog_.arrivals(), operation,
+                                                             sequence, std::move(memory));
+      memory = verified;
+      adapted = verified->step(0)[0];
+      finish =
+          detail::chain([verified, last = verified->num_steps() - 1] { verified->finish(last); },
+                        std::move(finish));
+    } else if (operation.kind == OpKind::all_reduce || operation.kind == OpKind::reduce ||
+               operation.kind == OpKind::reduce_scatter) {
       detail::Adapted form = detail::adapt_reduction(std::move(adapted), std::move(memory),
                                                      membership().rank, membership().size());
       adapted = std::move(form.operation);
@@ -382,17 +407,25 @@ std::shared_ptr<detail::Pending> MpiGroup::submit(Operation operation,
     }
     // Every rank must take the same of the two ways: the choice looks only at what all ranks agree
     // on.
+    const Operation& sized = verified ? operation : adapted;
     const bool small = operation.kind != OpKind::all_to_all &&
-                       static_cast<size_t>(adapted.count) * size_of(adapted.dtype) <= kSmallBytes;
+                       static_cast<size_t>(sized.count) * size_of(sized.dtype) <= kSmallBytes &&
+                       (!verified || verified->num_steps() == 1);
     progress = std::make_shared<Progress>();
     progress->memory = memory;
-    progress->finish = std::exchange(adapted.finish, nullptr);
+    progress->finish = detail::chain(std::exchange(adapted.finish, nullptr), std::move(finish));
     agreed = consistency_.post(
         operation, sequence,
-        [self = shared_from_this(), adapted = std::move(adapted), small, progress] {
-          self->begin(adapted, small, progress);
+        [self = shared_from_this(), adapted = std::move(adapted), verified, small, progress] {
+          self->begin(
+              adapted, small,
+              [adapted, verified](const Communicator& large) {
+                const auto run = [&](const Operation& step) { large.run(step); };
+                verified ? verified->run_steps(run) : run(adapted);
+              },
+              progress);
         },
-        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr);
+        consistency_.exchanges() ? exchange_for(operation, sequence) : nullptr, verified);
   }
   return std::make_shared<MpiPending>(shared_from_this(), std::move(operation), sequence, started,
                                       std::move(progress), std::move(memory), std::move(agreed));

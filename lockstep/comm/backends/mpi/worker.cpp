@@ -46,7 +46,7 @@ void Worker::work() {
       lock.unlock();
       std::exception_ptr error;
       try {
-        large->run(next.operation);
+        next.run(*large);
         if (const auto last = std::exchange(next.progress->finish, nullptr)) last();
       } catch (...) {
         error = std::current_exception();

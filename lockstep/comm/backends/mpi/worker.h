@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/backends/mpi/communicator.h"
 #include "lockstep/comm/backends/mpi/runtime.h"
+#include "lockstep/comm/control/verified_operation.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/fabric/operation.h"
 
@@ -21,12 +22,12 @@ namespace lockstep::comm::mpi {
 struct Progress {
   std::mutex mutex;
   std::condition_variable changed;
-  Communicator::Running running;              // empty for a large collective
-  std::unique_ptr<fabric::Signature> header;  // of a message, where messages are checked
-  std::shared_ptr<const void> memory;         // what MPI reads and writes
-  std::function<void()> finish;               // what is left to do when MPI is done
-  bool begun = false;                         // MPI has it, or the thread
-  bool dropped = false;                       // no thread will wait for it
+  Communicator::Running running;                  // empty for a large collective
+  std::unique_ptr<detail::MessageHeader> header;  // of a message, where messages are checked
+  std::shared_ptr<const void> memory;             // what MPI reads and writes
+  std::function<void()> finish;                   // what is left to do when MPI is done
+  bool begun = false;                             // MPI has it, or the thread
+  bool dropped = false;                           // no thread will wait for it
   bool done = false;
   std::exception_ptr error;
   Clock::time_point finished;
@@ -43,7 +44,7 @@ struct Worker {
   void work();
 
   struct Large {
-    fabric::Operation operation;
+    std::function<void(const Communicator&)> run;
     std::shared_ptr<Progress> progress;
   };
   const std::unique_ptr<Communicator> large;
