@@ -54,7 +54,7 @@ struct RunConfig {
   int64_t eval_tokens = 1 << 18;                  // of the validation data; 0: all
   std::string freeze = {};                        // patterns for names, separated by commas
   DeviceKind device = DeviceKind::automatic;
-  int64_t verify_every = 100;  // steps between votes on replicated state; 0: never
+  int64_t verify_every = 4;  // steps between votes on replicated state; 0: never
   OnCorruption on_corruption = OnCorruption::stop;
   OnSpike on_spike = OnSpike::warn;
   double spike_factor = 10;  // times the median of the last losses

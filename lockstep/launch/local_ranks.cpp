@@ -402,7 +402,7 @@ bool LocalRanks::over() const {
   return around_.link.alone() || global_end_ || stop_count_ > 1;
 }
 
-// What SIGKILL has not ended by now will end when the kernel lets it; it is not waited for.
+// What SIGKILL has not ended by now ends when the kernel allows that; it is not waited for.
 bool LocalRanks::leave_behind() {
   bool any = false;
   for (Worker& worker : workers_) {

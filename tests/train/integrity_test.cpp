@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/core/error.h"
+#include "lockstep/train/integrity/checksum.h"
 #include "lockstep/train/integrity/fault_injection.h"
 #include "lockstep/train/integrity/state_vote.h"
 #include "tests/support/refused.h"
@@ -36,7 +37,7 @@ class Faults {
   Faults& operator=(const Faults&) = delete;
 };
 
-int64_t number(const at::Tensor& tensor) { return train::checksum(tensor).item<int64_t>(); }
+int64_t number(const at::Tensor& tensor) { return train::checksums({tensor}).item<int64_t>(); }
 
 TEST(Checksum, ChangesWithEveryBit) {
   const at::Tensor memory = at::arange(0, 4800).to(at::kByte);

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep train` on a GPU: ranks that share it follow one process, over NCCL itself; running out
 // of its memory is reported.
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 
+#include "lockstep/train/integrity/checksum.h"
 #include "tests/train/train_command.h"
 
 namespace lockstep::test {
@@ -38,6 +40,24 @@ TEST_F(TrainNccl, EveryLayoutFollowsOneProcess) {
   check("tp", {"-n", "2", "--parallel.tp", "2"});
   check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
   check("tp and shard", {"-n", "4", "--parallel.tp", "2", "--parallel.shard", "full"});
+}
+
+// Ranks may keep the same state in different places.
+TEST(ChecksumCuda, IsThatOfTheCpu) {
+  at::manual_seed(3);
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble, at::kByte}) {
+    for (const int64_t count : {0, 1, 33, 5'000'001}) {
+      const at::Tensor memory = at::randint(0, 256, {count * 8}, at::kByte);
+      const at::Tensor values = memory.view(dtype).narrow(0, 0, count);
+      EXPECT_TRUE(at::equal(train::checksums({values.cuda(), values}),
+                            train::checksums({values, values.cuda()})));
+      EXPECT_EQ(train::checksums({values.cuda()}).item<int64_t>(),
+                train::checksums({values}).item<int64_t>())
+          << dtype << " " << count;
+    }
+  }
+  const at::Tensor columns = at::rand({5000, 4000}).narrow(1, 7, 3000);
+  EXPECT_TRUE(at::equal(train::checksums({columns}), train::checksums({columns.cuda()})));
 }
 
 class TrainCuda : public Train {};

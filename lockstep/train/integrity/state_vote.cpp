@@ -15,21 +15,12 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/train/integrity/checksum.h"
 
 namespace lockstep::train {
 namespace {
 
 using checkpoint::NamedSlice;
-
-constexpr int64_t kRow = 256;                              // words that have one weight
-constexpr int64_t kCopied = int64_t{16} << 20;             // bytes that are copied at a time
-constexpr int64_t kMix = int64_t{0x1e3779b97f4a7c15} | 1;  // odd, so that no product loses a bit
-
-at::ScalarType integer_of_width(int64_t bytes) {
-  if (bytes == 1) return at::kByte;
-  if (bytes == 2) return at::kShort;
-  return bytes == 4 ? at::kInt : at::kLong;
-}
 
 // The same text on every rank that holds the slice.
 std::string what_of(const NamedSlice& slice) {
@@ -42,38 +33,6 @@ std::string ranks_text(const std::vector<int>& ranks) {
 }
 
 }  // namespace
-
-// Sums modulo 2^64 of the words in rows of 256, each times an odd number of its own.
-at::Tensor checksum(const at::Tensor& given) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor tensor = given.detach();
-  const auto width = static_cast<int64_t>(tensor.element_size());
-  if (!tensor.is_contiguous() && tensor.numel() * width > kCopied) {
-    int64_t dim = 0;
-    while (tensor.size(dim) == 1) ++dim;
-    const int64_t size = tensor.size(dim), half = size / 2;
-    return checksum(tensor.narrow(dim, 0, half)) * kMix +
-           checksum(tensor.narrow(dim, half, size - half));
-  }
-  const at::Tensor flat = tensor.contiguous().view({-1}).view(integer_of_width(width));
-  const int64_t count = flat.numel(), per_word = 8 / width;
-  // Words must begin at a multiple of their size. What is before the first and after the last is
-  // less than one.
-  const int64_t before = std::min(count, (per_word - flat.storage_offset() % per_word) % per_word);
-  const int64_t num_words = (count - before) / per_word,
-                after = count - before - num_words * per_word;
-  const auto sum_of = [](const at::Tensor& few) { return few.to(at::kLong).sum(); };
-  at::Tensor sum =
-      sum_of(flat.narrow(0, 0, before)) * kMix + sum_of(flat.narrow(0, count - after, after));
-  if (num_words == 0) return sum;
-  const at::Tensor words = flat.narrow(0, before, num_words * per_word).view(at::kLong);
-  const int64_t rows = num_words / kRow;
-  sum = sum * kMix + words.narrow(0, rows * kRow, num_words - rows * kRow).sum();
-  if (rows == 0) return sum;
-  const at::Tensor weights = at::arange(1, rows + 1, words.options()).mul_(kMix).bitwise_or_(1);
-  const at::Tensor row_sums = words.narrow(0, 0, rows * kRow).view({rows, kRow}).sum(1);
-  return sum * kMix + weights.mul_(row_sums).sum();
-}
 
 void StateVote::find_holders(const std::vector<NamedSlice>& slices) {
   std::string mine;
@@ -101,17 +60,16 @@ void StateVote::find_holders(const std::vector<NamedSlice>& slices) {
 }
 
 std::vector<StateVote::Split> StateVote::compare(const std::vector<NamedSlice>& slices) const {
-  std::vector<at::Tensor> sums;
+  std::vector<at::Tensor> tensors;
   std::vector<int64_t> counts(static_cast<size_t>(world_.size()));
   for (const Item& item : items_) {
     for (const int rank : item.holders) ++counts[static_cast<size_t>(rank)];
     if (item.mine < 0) continue;
     const NamedSlice& slice = slices[static_cast<size_t>(item.mine)];
     if (slice.saving) slice.saving();
-    sums.push_back(checksum(slice.tensor));
-    if (sums.size() > 1) sums.back() = sums.back().to(sums[0].device());
+    tensors.push_back(slice.tensor);
   }
-  const at::Tensor mine = sums.empty() ? at::empty({0}, at::kLong) : at::stack(sums).to(at::kCPU);
+  const at::Tensor mine = checksums(tensors);
   int64_t total = 0;
   std::vector<int64_t> next;  // of each rank, the place of its next checksum
   for (const int64_t count : counts) {

@@ -15,11 +15,6 @@
 
 namespace lockstep::train {
 
-// A number of 64 bits, on the tensor's device, that depends on all bits and on their places: every
-// change of one bit changes it. One pass, without temporaries that grow with the tensor by more
-// than a hundredth of it.
-at::Tensor checksum(const at::Tensor& tensor);
-
 // All functions are collective, and what they throw all ranks throw.
 class StateVote {
  public:
