@@ -33,7 +33,7 @@ def run(lockstep, data, fault):
         words = [
             lockstep, "run", "-n", 1, "--nnodes", 2, "--node-rank", node, "--rendezvous", rendezvous, "--grace", 5000, lockstep, "train",
             "--data.path", data, "--model.layers", 1, "--model.hidden", 32, "--model.heads", 2, "--train.seq_len", 16, "--train.micro_batch", 1,
-            "--train.steps", 40, "--train.threads", 1, "--comm.backend", "gloo", "--checkpoint.dir", "", "--run.dir", "", "--comm.timeout", 20
+            "--train.steps", 40, "--train.threads", 1, "--train.device", "cpu", "--comm.backend", "gloo", "--checkpoint.dir", "", "--run.dir", "", "--comm.timeout", 20
         ]
         variables = os.environ | {"LOCKSTEP_HOST": f"h{node}", "LOCKSTEP_TOKEN": "a" * 64, "LOCKSTEP_FAULT": fault}
         jobs.append(subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables))

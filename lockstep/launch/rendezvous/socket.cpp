@@ -100,10 +100,10 @@ Fd try_connect(const std::vector<HostPort>& places, const Deadline& deadline, st
       if (begun) {
         sockets.push_back(std::move(socket));
       } else if (errno == ENETUNREACH && is_loopback(place.host)) {
-        throw SystemError(format("cannot connect to {}: the loopback interface of this host is "
-                                 "down (`ip link set lo up`)",
-                                 place.text()),
-                          ENETUNREACH);
+        throw ConfigError(
+            format("cannot connect to {}: the loopback interface of this host is down (`ip link "
+                   "set lo up`)",
+                   place.text()));
       } else {
         reason = std::strerror(errno);
       }

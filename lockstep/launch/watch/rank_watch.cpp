@@ -16,7 +16,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr milliseconds kStopNamed{1'500};
+constexpr milliseconds kStopNamed{1'300};
 constexpr milliseconds kStopReplaced{3'500};
 constexpr milliseconds kSilence{2'000};
 constexpr milliseconds kStackTime{1'000};  // that a rank has to say where its threads are

@@ -255,7 +255,9 @@ class Trial:
 
         def look():
             found.clear()
-            for pid, (_, parent, _) in processes().items():
+            for pid, (state, parent, _) in processes().items():
+                if state == "Z":  # of a job that has ended
+                    continue
                 # A copy of the fork server has the server's environment in /proc, and a name of its own.
                 copy = re.fullmatch(r"lockstep-r(\d+)", name_of(pid))
                 rank = variables_of(pid).get("RANK")
