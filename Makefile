@@ -151,10 +151,10 @@ check-asan check-tsan: check-%: setup
 	@cmake --build build/check-$* -j $(JOBS)
 	$(call ctest,build/check-$*)
 
-# Precompiled headers, and sources compiled together, hide a forgotten include.
+# Precompiled headers, and sources compiled together, hide a forgotten include. Only what has changed since the last time is compiled.
 check-no-pch: setup
-	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF)
-	@python3 tests/package/single_sources.py build/check-no-pch $(JOBS)
+	$(call configure,release,build/check-no-pch,-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF -DCMAKE_CXX_COMPILER_LAUNCHER=$(CURDIR)/tests/package/syntax_only.sh)
+	@ninja -C build/check-no-pch -j $(JOBS) -k 0 $$(ninja -C build/check-no-pch -t targets all | sed -n 's/\.o: CXX_COMPILER.*/.o/p')
 
 # The catalogue of faults: what was injected, what was seen, pass or fail. FAULTS=A1,A4 or letters; the table is in build/faults.md.
 FAULTS ?=
