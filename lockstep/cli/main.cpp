@@ -15,7 +15,7 @@
 #include "lockstep/cli/data.h"
 #include "lockstep/cli/doctor/doctor.h"
 #include "lockstep/cli/infer/infer.h"
-#include "lockstep/cli/plan.h"
+#include "lockstep/cli/plan/plan.h"
 #include "lockstep/cli/report.h"
 #include "lockstep/cli/run.h"
 #include "lockstep/cli/schedule.h"
@@ -43,7 +43,7 @@ const std::vector<Subcommand>& subcommands() {
       {"checkpoint", "inspect, verify, compare and convert checkpoints", lockstep::cli::checkpoint},
       {"data", "convert text to files of token ids", lockstep::cli::data},
       {"schedule", "show a pipeline schedule with its time and memory", lockstep::cli::schedule},
-      {"plan", "predict the memory of a training run", lockstep::cli::plan},
+      {"plan", "predict time and memory of a training run, and find its layout", lockstep::cli::plan},
       {"run", "start the ranks of a program and stop them together", lockstep::cli::run},
       {"report", "say what the ranks of a job that failed or hangs were doing",
        lockstep::cli::report},

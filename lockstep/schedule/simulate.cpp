@@ -14,7 +14,7 @@ namespace {
 using detail::Position;
 
 std::vector<std::vector<Interval>> run_times(const Schedule& schedule, const Cost& cost,
-                                             double hop) {
+                                             const Hop& hop) {
   std::vector<std::vector<Interval>> times;
   for (const auto& actions : schedule.actions) times.emplace_back(actions.size());
   const detail::Links links(schedule);
@@ -23,7 +23,7 @@ std::vector<std::vector<Interval>> run_times(const Schedule& schedule, const Cos
     double start = free[at.rank];
     if (input) {
       const double ready = times[input->rank][input->index].end;
-      start = std::max(start, ready + (input->rank == at.rank ? 0 : hop));
+      start = std::max(start, ready + (input->rank == at.rank ? 0 : hop(input->rank, at.rank)));
     }
     free[at.rank] = start + cost(at.rank, schedule.actions[at.rank][at.index]);
     times[at.rank][at.index] = {start, free[at.rank]};
@@ -83,6 +83,10 @@ Simulation summarize(const Schedule& schedule, std::vector<std::vector<Interval>
 }
 
 Simulation simulate(const Schedule& schedule, const Cost& cost, double hop) {
+  return simulate(schedule, cost, [hop](int, int) { return hop; });
+}
+
+Simulation simulate(const Schedule& schedule, const Cost& cost, const Hop& hop) {
   return summarize(schedule, run_times(schedule, cost, hop));
 }
 

@@ -43,8 +43,12 @@ struct Simulation {
 // The numbers of actions that ran at these times, simulated or measured; the first starts at 0.
 Simulation summarize(const Schedule& schedule, std::vector<std::vector<Interval>> times);
 
+// Time from one rank to another.
+using Hop = std::function<double(int from, int to)>;
+
 // Every action starts as soon as its rank is free and its input is there; `hop` is the time from
-// one rank to another. The schedule must be valid.
+// one rank to another, the same for all pairs in the first form. The schedule must be valid.
 Simulation simulate(const Schedule& schedule, const Cost& cost, double hop = 0);
+Simulation simulate(const Schedule& schedule, const Cost& cost, const Hop& hop);
 
 }  // namespace lockstep::schedule

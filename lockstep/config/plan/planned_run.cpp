@@ -165,14 +165,6 @@ plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
   return planned;
 }
 
-// Those of a host, where no number is given: all.
-int shards_of(const TrainConfig& config, int world) {
-  const layout::ShardingStrategy shard = config.parallel.shard;
-  const int size = config.parallel.shard_size;
-  if (shard == layout::ShardingStrategy::no_shard) return 1;
-  return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dp(world);
-}
-
 // Moments in float32; 16-bit parameters have a master.
 int64_t state_bytes_of(const TrainConfig& config) {
   const bool adamw = config.optim.name == OptimizerKind::adamw;
@@ -181,6 +173,13 @@ int64_t state_bytes_of(const TrainConfig& config) {
 }
 
 }  // namespace
+
+int shards_of(const TrainConfig& config, int world) {
+  const layout::ShardingStrategy shard = config.parallel.shard;
+  const int size = config.parallel.shard_size;
+  if (shard == layout::ShardingStrategy::no_shard) return 1;
+  return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dp(world);
+}
 
 int64_t element_bytes_of(const TrainConfig& config) {
   return config.train.dtype == Precision::bfloat16 ? 2 : 4;

@@ -11,6 +11,8 @@
 namespace lockstep::config {
 
 int64_t element_bytes_of(const TrainConfig& config);  // of a parameter
+// Data-parallel ranks that share state. A hybrid without a number: all, as if on one host.
+int shards_of(const TrainConfig& config, int world);
 
 // The configuration must be valid for `world` ranks, the model without zeros (resolve_model).
 // Layers are "embed" and "positions", "blocks.0" ..., "norm" and "head". For the device of

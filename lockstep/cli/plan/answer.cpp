@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/cli/plan/answer.h"
+
+#include <cmath>
+
+#include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/plan/planned_run.h"
+#include "lockstep/config/plan/timed_run.h"
+#include "lockstep/core/format.h"
+#include "lockstep/plan/report.h"
+
+namespace lockstep::cli {
+namespace {
+
+double rounded(double value) { return std::round(value * 1e4) / 1e4; }
+double in_ms(double seconds) { return rounded(seconds * 1e3); }
+
+std::string schedule_name(const plan::Layout& layout) {
+  return layout.dims.pp > 1 ? std::string(layout::name_of(layout.schedule)) : "none";
+}
+
+}  // namespace
+
+Answer answer(const config::TrainConfig& config, const config::ModelSpec& model, int world,
+              const plan::Cluster& cluster) {
+  Answer found{.config = config,
+               .world = world,
+               .layout = config::timed_layout(config, model, world)};
+  const plan::ModelShape shape = config::shape_of(model);
+  found.time = plan::step_time(shape, found.layout, cluster);
+  const auto ranks = plan::memory_per_rank(config::planned_run(config, model, world));
+  found.memory = ranks[plan::largest_total(ranks)].total();
+  found.mfu = plan::mfu(shape, found.layout, cluster, found.time.total());
+  found.hfu = plan::hfu(shape, found.layout, cluster, found.time.total());
+  return found;
+}
+
+Json to_json(const Answer& found, const plan::Cluster& cluster) {
+  const plan::Layout& layout = found.layout;
+  const plan::StepTime& time = found.time;
+  const double total = time.total();
+  Json json;
+  json["layout"] = {{"dp", layout.dims.dp},
+                    {"tp", layout.dims.tp},
+                    {"pp", layout.dims.pp},
+                    {"order", layout::name_of(layout.order)},
+                    {"shard", layout::name_of(layout.shard)},
+                    {"shard_size", layout.shards},
+                    {"schedule", schedule_name(layout)},
+                    {"chunks", layout.chunks},
+                    {"split", layout.layers_per_stage},
+                    {"micro_batch", layout.micro_batch},
+                    {"recompute", layout::name_of(layout.recompute)},
+                    {"sequence_parallel", layout.sequence_parallel},
+                    {"offload", layout.offload_params || layout.offload_grads ||
+                                    layout.offload_optimizer}};
+  json["ranks"] = found.world;
+  json["step_ms"] = in_ms(total);
+  json["tokens_per_s"] = rounded(found.tokens_per_second());
+  json["memory_bytes"] = found.memory;
+  json["split"] = {{"compute_ms", in_ms(time.compute + time.host)},
+                   {"communication_ms", in_ms(time.communication())},
+                   {"bubble_ms", in_ms(time.bubble)},
+                   {"optimizer_ms", in_ms(time.optimizer)},
+                   {"data_ms", 0.0},
+                   {"checkpoint_ms", 0.0},
+                   {"stall_ms", in_ms(time.fixed)}};
+  json["communication"] = {{"tensor_ms", in_ms(time.tensor)},
+                           {"data_parallel_ms", in_ms(time.data)},
+                           {"pipeline_ms", in_ms(time.pipeline)},
+                           {"gather_ms", in_ms(time.gather)}};
+  json["host_bound_ms"] = in_ms(time.host);
+  json["mfu"] = rounded(found.mfu);
+  json["hfu"] = rounded(found.hfu);
+  json["interval_ms"] = {in_ms(total * (1 - cluster.error)), in_ms(total * (1 + cluster.error))};
+  json["cluster"] = {{"name", cluster.name}, {"note", cluster.note}};
+  return json;
+}
+
+std::string short_text(const Answer& found) {
+  const plan::Layout& layout = found.layout;
+  std::string text = layout.dims.describe();
+  if (layout.order != layout::Order::pp_fastest)
+    text += format(", {}", layout::name_of(layout.order));
+  if (layout.shard != layout::ShardingStrategy::no_shard)
+    text += format(", shard {}", layout::name_of(layout.shard));
+  if (layout.shard == layout::ShardingStrategy::hybrid_shard) text += format(" {}", layout.shards);
+  if (layout.dims.pp > 1) text += format(", {}", schedule_name(layout));
+  if (layout.chunks > 1) text += format(" x {}", layout.chunks);
+  if (!found.config.parallel.split.empty())
+    text += format(", split {}", join(layout.layers_per_stage, " "));
+  text += format(", micro-batch {}", layout.micro_batch);
+  if (layout.recompute != layout::Recompute::none)
+    text += format(", recompute {}", layout::name_of(layout.recompute));
+  if (layout.sequence_parallel) text += ", sequence parallel";
+  if (found.config.offload.any()) text += ", offload";
+  return text;
+}
+
+std::string milliseconds_text(double seconds) {
+  return seconds < 0.01  ? format("{:.2f} ms", seconds * 1e3)
+         : seconds < 1   ? format("{:.1f} ms", seconds * 1e3)
+         : seconds < 100 ? format("{:.2f} s", seconds)
+                         : format("{:.0f} s", seconds);
+}
+
+std::vector<Sensitivity> sensitivity(const Answer& found, const config::ModelSpec& model,
+                                     const plan::Cluster& cluster) {
+  const plan::ModelShape shape = config::shape_of(model);
+  std::vector<Sensitivity> list;
+  const auto add = [&](const char* change, const auto& edit) {
+    plan::Cluster other = cluster;
+    edit(other);
+    const double seconds = plan::step_time(shape, found.layout, other).total();
+    list.push_back({change, seconds / found.time.total() - 1});
+  };
+  add("twice the peak of the device", [](plan::Cluster& c) { c.device.flops *= 2; });
+  add("twice the bandwidth of memory", [](plan::Cluster& c) { c.device.bandwidth *= 2; });
+  const auto faster = [](plan::Cluster& c, bool network) {
+    (network ? c.links.network_bandwidth : c.links.host_bandwidth) *= 2;
+    if (network) c.links.network_latency /= 2;
+    for (plan::MeasuredCollective& each : c.links.measured) {
+      if ((each.group.hosts > 1) == network) each.seconds /= 2;
+    }
+  };
+  add("twice the network", [&](plan::Cluster& c) { faster(c, true); });
+  add("twice the links inside a host", [&](plan::Cluster& c) { faster(c, false); });
+  add("no launch times", [](plan::Cluster& c) { c.efficiency.launch = 0; });
+  return list;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/plan/step_time.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::plan {
+namespace {
+
+using layout::Axis;
+using layout::PipelineSchedule;
+using layout::ShardingStrategy;
+using schedule::Action;
+using schedule::Op;
+
+// Layers of one stage.
+struct StageTime {
+  PassTime forward = {}, input = {}, weight = {};
+  double parameters = 0;
+
+  PassTime backward() const {
+    PassTime sum = input;
+    sum += weight;
+    return sum;
+  }
+};
+
+std::vector<StageTime> stage_times(const ModelShape& model, const Layout& layout,
+                                   const LayerTimes& layers) {
+  std::vector<int> counts = layout.layers_per_stage;
+  if (layout.dims.pp == 1 || counts.empty()) counts = {static_cast<int>(model.layers) + 2};
+  std::vector<StageTime> stages(counts.size());
+  for (size_t i = 0; i < stages.size(); ++i) {
+    const auto add = [&](const LayerTime& layer, double times) {
+      stages[i].forward += layer.forward * times;
+      stages[i].input += layer.input * times;
+      stages[i].weight += layer.weight * times;
+      stages[i].parameters += layer.parameters * times;
+    };
+    int blocks = counts[i];
+    if (i == 0) add(layers.embedding, 1), --blocks;
+    if (i + 1 == stages.size()) add(layers.head, 1), --blocks;
+    add(layers.block, blocks);
+  }
+  return stages;
+}
+
+// How the stages of a pipeline lie on its ranks, without the order of their actions.
+schedule::Pipeline placement_of(const Layout& layout) {
+  const bool v = layout.schedule == PipelineSchedule::zb_v ||
+                 layout.schedule == PipelineSchedule::dualpipe_v;
+  return {layout.schedule, layout.dims.pp, static_cast<int>(layout.micro_batches), layout.chunks,
+          v ? schedule::StageOrder::v : schedule::StageOrder::loop};
+}
+
+class StepClock {
+ public:
+  StepClock(const ModelShape& model, const Layout& layout, const Cluster& cluster,
+            const LayerTimes& layers)
+      : model_(model),
+        layout_(layout),
+        cluster_(cluster),
+        stages_(stage_times(model, layout, layers)),
+        pipeline_(placement_of(layout)) {
+    for (int rank = 0; rank < layout.dims.pp; ++rank) {
+      StageTime all;
+      for (int chunk = 0; chunk < layout.chunks; ++chunk) {
+        const StageTime& stage = stage_at(rank, chunk);
+        all.forward += stage.forward;
+        all.input += stage.input;
+        all.weight += stage.weight;
+        all.parameters += stage.parameters;
+      }
+      ranks_.push_back(all);
+    }
+  }
+
+  StepTime time(Pipelined how) const {
+    StepTime step;
+    const auto busy = [](const StageTime& rank) {
+      return rank.forward.total() + rank.backward().total();
+    };
+    const StageTime& most = *std::ranges::max_element(ranks_, {}, busy);
+    const auto times = static_cast<double>(layout_.micro_batches);
+    PassTime passes = most.forward;
+    passes += most.backward();
+    passes = passes * times;
+    step.compute = passes.compute;
+    step.tensor = passes.tensor;
+    step.gather = passes.gather;
+    step.host = passes.host;
+    const double whole = how == Pipelined::simulated ? simulated() : estimated();
+    const double without_hops = how == Pipelined::simulated && hop() > 0 ? simulated(0) : whole;
+    step.pipeline = whole - without_hops;
+    step.bubble = std::max(0.0, without_hops - passes.total());
+    for (const StageTime& rank : ranks_) {
+      step.data = std::max(step.data, exposed_reduction(rank));
+      step.optimizer = std::max(step.optimizer, update(rank.parameters));
+    }
+    step.fixed = cluster_.efficiency.step;
+    return step;
+  }
+
+  Timeline timeline() const {
+    const schedule::Schedule schedule = generated();
+    return {schedule, schedule::simulate(schedule, cost(), hops(1))};
+  }
+
+ private:
+  const StageTime& stage_at(int rank, int chunk) const {
+    return stages_[static_cast<size_t>(pipeline_.stage(rank, chunk))];
+  }
+
+  schedule::Schedule generated() const {
+    return schedule::generate({.kind = layout_.schedule,
+                               .ranks = layout_.dims.pp,
+                               .microbatches = static_cast<int>(layout_.micro_batches),
+                               .chunks = layout_.chunks,
+                               .group = layout_.group,
+                               .file = layout_.schedule_file});
+  }
+
+  schedule::Cost cost() const {
+    return [this](int rank, const Action& action) {
+      const StageTime& stage = stage_at(rank, action.chunk);
+      switch (action.op) {
+        case Op::forward:
+          return stage.forward.total();
+        case Op::backward:
+          return stage.backward().total();
+        case Op::backward_input:
+          return stage.input.total();
+        case Op::backward_weight:
+          return stage.weight.total();
+        default:
+          return 0.0;
+      }
+    };
+  }
+
+  double message_bytes() const {
+    const bool parts = layout_.sequence_parallel || cluster_.software.scatter_messages;
+    return static_cast<double>(layout_.sequence * layout_.micro_batch * model_.hidden) *
+           layout_.element / (parts ? layout_.dims.tp : 1);
+  }
+  bool same_host(int from, int to) const {
+    const layout::RankMap map(layout_.dims, layout_.order);
+    return map.rank_at({.pp = from}) / cluster_.devices_per_node ==
+           map.rank_at({.pp = to}) / cluster_.devices_per_node;
+  }
+  double hop() const { return message_time(cluster_, false, message_bytes()); }
+  schedule::Hop hops(double times) const {
+    const double near = times * message_time(cluster_, true, message_bytes());
+    const double far = times * message_time(cluster_, false, message_bytes());
+    std::vector<bool> same(static_cast<size_t>(layout_.dims.pp * layout_.dims.pp));
+    for (int from = 0; from < layout_.dims.pp; ++from) {
+      for (int to = 0; to < layout_.dims.pp; ++to)
+        same[static_cast<size_t>(from * layout_.dims.pp + to)] = same_host(from, to);
+    }
+    return [near, far, same, ranks = layout_.dims.pp](int from, int to) {
+      return same[static_cast<size_t>(from * ranks + to)] ? near : far;
+    };
+  }
+
+  double simulated(double hop_times = 1) const {
+    if (layout_.dims.pp == 1) return one_rank();
+    return schedule::simulate(generated(), cost(), hops(hop_times)).makespan;
+  }
+  double one_rank() const {
+    return static_cast<double>(layout_.micro_batches) *
+           (ranks_[0].forward.total() + ranks_[0].backward().total());
+  }
+
+  // The slowest rank works all the time but for filling and draining, which later schedules make
+  // shorter.
+  double estimated() const {
+    if (layout_.dims.pp == 1) return one_rank();
+    double slowest = 0, forward = 0, input = 0, weight = 0;
+    for (const StageTime& rank : ranks_) {
+      slowest = std::max(slowest, rank.forward.total() + rank.backward().total());
+      forward += rank.forward.total();
+      input += rank.input.total();
+      weight += rank.weight.total();
+    }
+    const double others = static_cast<double>(layout_.dims.pp - 1) / layout_.dims.pp;
+    const auto batches = static_cast<double>(layout_.micro_batches);
+    double bubble = 0;
+    switch (layout_.schedule) {
+      case PipelineSchedule::zb_h1:
+      case PipelineSchedule::zb_h2:
+        bubble = others * std::max(0.0, forward + input - weight);
+        break;
+      case PipelineSchedule::zb_v:
+      case PipelineSchedule::dualpipe_v:
+        bubble = others * std::max(0.0, (forward + input - weight) / 2);
+        break;
+      case PipelineSchedule::zb_1p:
+        bubble = others * std::max(0.0, forward + input - weight) / layout_.chunks;
+        break;
+      case PipelineSchedule::sequential:
+      case PipelineSchedule::round_robin:
+        return batches * (forward + input + weight);
+      default:
+        bubble = others * (forward + input + weight) / layout_.chunks;
+    }
+    const double between = 2.0 * (layout_.dims.pp - 1) * hop();
+    return batches * slowest + bubble + between;
+  }
+
+  // Whole gradients are summed, or brought to the ranks that update them, while the last backward
+  // runs. Parameters come back after an update of shards.
+  double exposed_reduction(const StageTime& rank) const {
+    const Software& software = cluster_.software;
+    const GroupShape all = shape_of(layout_, Axis::dp, cluster_.devices_per_node);
+    if (all.ranks == 1) return 0;
+    const double bytes = software.gradient_bytes > 0 ? software.gradient_bytes : layout_.element;
+    const double window = software.overlap * rank.backward().total();
+    switch (layout_.shard) {
+      case ShardingStrategy::no_shard:
+        return std::max(
+            0.0, collective_time(cluster_, Collective::all_reduce, all, rank.parameters * bytes) -
+                     window);
+      case ShardingStrategy::optimizer: {
+        const double scatter =
+            collective_time(cluster_, Collective::reduce_scatter, all, rank.parameters * bytes);
+        return std::max(0.0, scatter - (software.overlap_scatter ? window : 0)) +
+               collective_time(cluster_, Collective::all_gather, all,
+                               rank.parameters * layout_.element);
+      }
+      case ShardingStrategy::hybrid_shard: {
+        const int copies = std::max(1, all.ranks / layout_.shards);
+        const GroupShape across{copies, std::min(copies, all.hosts)};
+        return std::max(0.0, collective_time(cluster_, Collective::all_reduce, across,
+                                             rank.parameters * bytes / layout_.shards) -
+                                 window);
+      }
+      default:
+        return 0;
+    }
+  }
+
+  double update(double parameters) const {
+    const double own =
+        parameters / (layout_.shard == ShardingStrategy::no_shard ? 1 : layout_.shards);
+    const double bytes = cluster_.software.optimizer_bytes * own;
+    if (!layout_.offload_optimizer)
+      return bytes / (cluster_.device.bandwidth * cluster_.efficiency.memory);
+    const double moved = own * 2 * layout_.element / cluster_.links.device_link;
+    return bytes / cluster_.links.host_memory + moved;
+  }
+
+  const ModelShape& model_;
+  const Layout& layout_;
+  const Cluster& cluster_;
+  std::vector<StageTime> stages_;
+  schedule::Pipeline pipeline_;
+  std::vector<StageTime> ranks_;
+};
+
+}  // namespace
+
+StepTime step_time(const ModelShape& model, const Layout& layout, const Cluster& cluster,
+                   Pipelined how) {
+  return step_time(model, layout, cluster, layer_times(model, layout, cluster), how);
+}
+
+StepTime step_time(const ModelShape& model, const Layout& layout, const Cluster& cluster,
+                   const LayerTimes& layers, Pipelined how) {
+  return StepClock(model, layout, cluster, layers).time(how);
+}
+
+Timeline timeline_of(const ModelShape& model, const Layout& layout, const Cluster& cluster) {
+  check(layout.dims.pp > 1, "only a pipeline has a timeline");
+  return StepClock(model, layout, cluster, layer_times(model, layout, cluster)).timeline();
+}
+
+GroupShape shape_of(const Layout& layout, layout::Axis axis, int devices_per_node) {
+  int stride = 1, size = 1;
+  // Slowest first: what stands behind the axis is between two of its neighbours.
+  bool behind = false;
+  for (const layout::Axis each : layout::axes_of(layout.order)) {
+    const int length = each == Axis::dp   ? layout.dims.dp
+                       : each == Axis::tp ? layout.dims.tp
+                                          : layout.dims.pp;
+    if (behind) stride *= length;
+    if (each == axis) behind = true, size = length;
+  }
+  const int per_host = std::clamp(devices_per_node / stride, 1, size);
+  return {size, (size + per_host - 1) / per_host};
+}
+
+double mfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds) {
+  const double flop = model.flops_per_token(layout.sequence) * static_cast<double>(layout.tokens());
+  return flop / seconds /
+         (cluster.device.flops * static_cast<double>(layout.dims.world_size()));
+}
+
+double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds) {
+  const auto width = static_cast<double>(model.layers * model.heads * model.head_size);
+  const double attention = 4 * width * static_cast<double>(layout.sequence);
+  double again = 0;
+  if (layout.recompute == layout::Recompute::selective) again = attention;
+  if (layout.recompute == layout::Recompute::full)
+    again = 2 * static_cast<double>(model.layers) * model.block_parameters() + attention;
+  return mfu(model, layout, cluster, seconds) * (1 + again / model.flops_per_token(layout.sequence));
+}
+
+}  // namespace lockstep::plan

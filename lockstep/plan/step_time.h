@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long a training step takes, and which parts it consists of. Private: not installed.
+//
+// The unit is one layer on one rank with one micro-batch. Stages are sums of layers, a schedule is
+// a simulation of stages, and a step is the schedule with what is exposed around it: reductions of
+// gradients, the update, gathers of parameters.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/layout/parallel_config.h"
+#include "lockstep/layout/rank_map.h"
+#include "lockstep/plan/cluster.h"
+#include "lockstep/schedule/schedule.h"
+#include "lockstep/schedule/simulate.h"
+
+namespace lockstep::plan {
+
+// A transformer.
+struct ModelShape {
+  int64_t layers = 1, hidden = 1, heads = 1, kv_heads = 1, head_size = 1, ffn = 1, vocab = 1;
+  bool gated = false;  // the first product of the MLP has two halves
+  bool tied = false;   // head and embedding share a table
+  int64_t window = 0;  // of attention; 0: all
+
+  double block_parameters() const;
+  double table_parameters() const { return static_cast<double>(vocab * hidden); }
+  double parameters() const;
+  // FLOP of a token in forward and backward: 6 for each element of a matrix, and 12 x layers x
+  // width of all heads x sequence for attention, causal or not.
+  double flops_per_token(int64_t sequence) const;
+};
+
+// All that decides how long a step of the model takes on a cluster.
+struct Layout {
+  layout::ParallelDims dims = {};
+  layout::Order order = layout::Order::pp_fastest;
+  layout::ShardingStrategy shard = layout::ShardingStrategy::no_shard;
+  int shards = 1;  // data-parallel ranks that share state
+  layout::PipelineSchedule schedule = layout::PipelineSchedule::one_f_one_b;
+  int chunks = 1, group = 0;
+  std::string schedule_file = {};
+  std::vector<int> layers_per_stage = {};  // with a pipeline; embedding and head count as layers
+  int64_t sequence = 1, micro_batch = 1, micro_batches = 1;
+  layout::Recompute recompute = layout::Recompute::none;
+  bool sequence_parallel = false;
+  bool offload_params = false, offload_grads = false, offload_optimizer = false;
+  double element = 2;  // bytes of a parameter
+
+  int64_t tokens() const { return sequence * micro_batch * micro_batches * dims.dp; }
+  bool operator==(const Layout&) const = default;
+};
+
+// Seconds of a pass over one layer. `host`: what the launches take beyond the device's work.
+struct PassTime {
+  double compute = 0, tensor = 0, gather = 0, host = 0;
+
+  double total() const { return compute + tensor + gather + host; }
+  PassTime& operator+=(const PassTime& other);
+  PassTime operator*(double times) const;
+};
+
+struct LayerTime {
+  PassTime forward = {}, input = {}, weight = {};
+  double parameters = 0;  // elements on a tensor-parallel rank
+
+  PassTime backward() const;
+};
+
+struct LayerTimes {
+  LayerTime embedding = {}, block = {}, head = {};
+};
+
+LayerTimes layer_times(const ModelShape& model, const Layout& layout, const Cluster& cluster);
+
+// Parts of a step in seconds; they add up to it.
+struct StepTime {
+  double compute = 0;
+  double tensor = 0, data = 0, pipeline = 0, gather = 0;  // exposed communication, by kind
+  double bubble = 0, optimizer = 0, host = 0, fixed = 0;
+
+  double communication() const { return tensor + data + pipeline + gather; }
+  double total() const { return compute + communication() + bubble + optimizer + host + fixed; }
+};
+
+enum class Pipelined {
+  simulated,  // the schedule that the engine runs
+  estimated   // closed forms, for a search
+};
+
+StepTime step_time(const ModelShape& model, const Layout& layout, const Cluster& cluster,
+                   Pipelined how = Pipelined::simulated);
+// The same from layers that were timed before, or measured.
+StepTime step_time(const ModelShape& model, const Layout& layout, const Cluster& cluster,
+                   const LayerTimes& layers, Pipelined how);
+
+// The schedule of one pipeline of a layout that has one.
+struct Timeline {
+  schedule::Schedule schedule = {};
+  schedule::Simulation simulation = {};
+};
+Timeline timeline_of(const ModelShape& model, const Layout& layout, const Cluster& cluster);
+
+// Of the ranks of a group on this axis. Every group of an axis has the same shape where hosts have
+// equal numbers of ranks.
+GroupShape shape_of(const Layout& layout, layout::Axis axis, int devices_per_node);
+
+// Model FLOP, and FLOP with recomputation, in parts of the peak of all devices.
+double mfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds);
+double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds);
+
+}  // namespace lockstep::plan
