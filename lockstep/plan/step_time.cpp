@@ -93,9 +93,11 @@ class StepClock {
     step.gather = passes.gather;
     step.host = passes.host;
     const double whole = how == Pipelined::simulated ? simulated() : estimated();
-    const double without_hops = how == Pipelined::simulated && hop() > 0 ? simulated(0) : whole;
-    step.pipeline = whole - without_hops;
-    step.bubble = std::max(0.0, without_hops - passes.total());
+    // Ranks wait for messages and for each other; the first is at most the hops that follow each
+    // other in every micro-batch.
+    const double waits = std::max(0.0, whole - passes.total());
+    step.pipeline = layout_.dims.pp > 1 ? std::min(waits, hops_in_a_row() * hop()) : 0;
+    step.bubble = waits - step.pipeline;
     for (const StageTime& rank : ranks_) {
       step.data = std::max(step.data, exposed_reduction(rank));
       step.optimizer = std::max(step.optimizer, update(rank.parameters));
@@ -106,7 +108,7 @@ class StepClock {
 
   Timeline timeline() const {
     const schedule::Schedule schedule = generated();
-    return {schedule, schedule::simulate(schedule, cost(), hops(1))};
+    return {schedule, schedule::simulate(schedule, cost(), hops())};
   }
 
  private:
@@ -151,10 +153,19 @@ class StepClock {
     return map.rank_at({.pp = from}) / cluster_.devices_per_node ==
            map.rank_at({.pp = to}) / cluster_.devices_per_node;
   }
-  double hop() const { return message_time(cluster_, false, message_bytes()); }
-  schedule::Hop hops(double times) const {
-    const double near = times * message_time(cluster_, true, message_bytes());
-    const double far = times * message_time(cluster_, false, message_bytes());
+  // The longest of the pipeline.
+  double hop() const { return message_time(cluster_, same_host(0, 1), message_bytes()); }
+  // Of 1F1B: a micro-batch waits for two of its hops once in every round of the ranks. Filling and
+  // draining the pipeline takes the others, and all of a schedule that hides them.
+  double hops_in_a_row() const {
+    const double ranks = layout_.dims.pp;
+    const bool waits = layout_.schedule == PipelineSchedule::one_f_one_b;
+    const double rounds = static_cast<double>(layout_.micro_batches) / ranks;
+    return (waits ? 2 * (ranks - 1) * rounds : 0) + 2 * (ranks * layout_.chunks - 1);
+  }
+  schedule::Hop hops() const {
+    const double near = message_time(cluster_, true, message_bytes());
+    const double far = message_time(cluster_, false, message_bytes());
     std::vector<bool> same(static_cast<size_t>(layout_.dims.pp * layout_.dims.pp));
     for (int from = 0; from < layout_.dims.pp; ++from) {
       for (int to = 0; to < layout_.dims.pp; ++to)
@@ -165,9 +176,9 @@ class StepClock {
     };
   }
 
-  double simulated(double hop_times = 1) const {
+  double simulated() const {
     if (layout_.dims.pp == 1) return one_rank();
-    return schedule::simulate(generated(), cost(), hops(hop_times)).makespan;
+    return schedule::simulate(generated(), cost(), hops()).makespan;
   }
   double one_rank() const {
     return static_cast<double>(layout_.micro_batches) *
@@ -203,39 +214,43 @@ class StepClock {
       case PipelineSchedule::sequential:
       case PipelineSchedule::round_robin:
         return batches * (forward + input + weight);
-      default:
+      case PipelineSchedule::interleaved:
+      case PipelineSchedule::looped_bfs:
         bubble = others * (forward + input + weight) / layout_.chunks;
+        break;
+      default:
+        bubble = forward + input + weight - slowest;
     }
-    const double between = 2.0 * (layout_.dims.pp - 1) * hop();
-    return batches * slowest + bubble + between;
+    return batches * slowest + bubble + hops_in_a_row() * hop();
   }
 
   // Whole gradients are summed, or brought to the ranks that update them, while the last backward
-  // runs. Parameters come back after an update of shards.
+  // runs, which slows down by a part of what it hides. Parameters come back after an update of
+  // shards.
   double exposed_reduction(const StageTime& rank) const {
     const Software& software = cluster_.software;
     const GroupShape all = shape_of(layout_, Axis::dp, cluster_.devices_per_node);
     if (all.ranks == 1) return 0;
-    const double bytes = software.gradient_bytes > 0 ? software.gradient_bytes : layout_.element;
+    const double bytes =
+        rank.parameters * (software.gradient_bytes > 0 ? software.gradient_bytes : layout_.element);
     const double window = software.overlap * rank.backward().total();
+    const auto hidden_under = [&](double room, double seconds) {
+      return std::max(0.0, seconds - room) + software.slowdown * std::min(seconds, room);
+    };
     switch (layout_.shard) {
       case ShardingStrategy::no_shard:
-        return std::max(
-            0.0, collective_time(cluster_, Collective::all_reduce, all, rank.parameters * bytes) -
-                     window);
-      case ShardingStrategy::optimizer: {
-        const double scatter =
-            collective_time(cluster_, Collective::reduce_scatter, all, rank.parameters * bytes);
-        return std::max(0.0, scatter - (software.overlap_scatter ? window : 0)) +
+        return hidden_under(window,
+                            collective_time(cluster_, Collective::all_reduce, all, bytes));
+      case ShardingStrategy::optimizer:
+        return hidden_under(software.overlap_scatter ? window : 0,
+                            collective_time(cluster_, Collective::reduce_scatter, all, bytes)) +
                collective_time(cluster_, Collective::all_gather, all,
                                rank.parameters * layout_.element);
-      }
       case ShardingStrategy::hybrid_shard: {
         const int copies = std::max(1, all.ranks / layout_.shards);
         const GroupShape across{copies, std::min(copies, all.hosts)};
-        return std::max(0.0, collective_time(cluster_, Collective::all_reduce, across,
-                                             rank.parameters * bytes / layout_.shards) -
-                                 window);
+        return hidden_under(window, collective_time(cluster_, Collective::all_reduce, across,
+                                                    bytes / layout_.shards));
       }
       default:
         return 0;

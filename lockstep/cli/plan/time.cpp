@@ -61,7 +61,7 @@ std::string memory_cells(const Request& row) {
 }
 
 // CSV: for each row what is wrong with it, or the milliseconds on each cluster.
-int time_rows(const std::string& path, const Request& base, bool memory,
+int time_rows(const std::string& path, const Request& base, bool memory, plan::Pipelined how,
               const std::vector<plan::Cluster>& clusters) {
   std::istringstream file(read_text(path, kMostRowBytes));
   std::string line;
@@ -77,7 +77,7 @@ int time_rows(const std::string& path, const Request& base, bool memory,
       const plan::ModelShape shape = config::shape_of(row.model);
       const plan::Layout layout = config::timed_layout(row.config, row.model, row.world);
       for (const plan::Cluster& cluster : clusters)
-        cells += format(",{:.6g}", 1e3 * plan::step_time(shape, layout, cluster).total());
+        cells += format(",{:.6g}", 1e3 * plan::step_time(shape, layout, cluster, how).total());
       out += cells + '\n';
     } catch (const ConfigError& error) {
       std::string what = error.what();
@@ -123,6 +123,8 @@ std::string table_of(const Answer& found, const plan::Cluster& cluster) {
 
 int plan_time(Words arguments) {
   const bool json = take_switch(arguments, "--json"), memory = take_switch(arguments, "--memory");
+  const auto how = take_switch(arguments, "--estimate") ? plan::Pipelined::estimated
+                                                        : plan::Pipelined::simulated;
   const Words rows = take_values(arguments, "--rows");
   std::vector<plan::Cluster> clusters;
   for (const std::string& name : take_values(arguments, "--cluster"))
@@ -130,7 +132,7 @@ int plan_time(Words arguments) {
   if (clusters.empty()) clusters.push_back(config::cluster_for("").cluster);
   if (!rows.empty()) {
     const auto base = read_open_request(arguments);
-    return base ? time_rows(rows.back(), *base, memory, clusters) : 0;
+    return base ? time_rows(rows.back(), *base, memory, how, clusters) : 0;
   }
   const auto request = read_request(arguments);
   if (!request) return 0;

@@ -218,11 +218,15 @@ void Schema::suggest(const std::string& name, std::string elsewhere) {
 Option& Schema::find(const std::string& name, const std::string& where) {
   // A name without its section is as good a guess as one with a slip.
   const bool bare = name.find('.') == std::string::npos;
+  for (Section& section : sections_) {
+    for (Option& option : section.options) {
+      if (option.name == name || (where == kFlag && bare && option.alias == name)) return option;
+    }
+  }
   std::string nearest;
   size_t least = std::max<size_t>(2, name.size() / 3) + 1;
   for (Section& section : sections_) {
     for (Option& option : section.options) {
-      if (option.name == name || (where == kFlag && bare && option.alias == name)) return option;
       const std::string key = bare ? option.name.substr(section.name.size() + 1) : option.name;
       const bool known =
           std::ranges::find(option.elsewhere, with_hyphens(name)) != option.elsewhere.end();
