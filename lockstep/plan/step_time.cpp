@@ -2,8 +2,8 @@
 #include "lockstep/plan/step_time.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <set>
 
 #include "lockstep/core/error.h"
 
@@ -28,24 +28,19 @@ struct StageTime {
   }
 };
 
-std::vector<StageTime> stage_times(const ModelShape& model, const Layout& layout,
-                                   const LayerTimes& layers) {
-  std::vector<int> counts = layout.layers_per_stage;
-  if (layout.dims.pp == 1 || counts.empty()) counts = {static_cast<int>(model.layers) + 2};
-  std::vector<StageTime> stages(counts.size());
-  for (size_t i = 0; i < stages.size(); ++i) {
-    const auto add = [&](const LayerTime& layer, double times) {
-      stages[i].forward += layer.forward * times;
-      stages[i].input += layer.input * times;
-      stages[i].weight += layer.weight * times;
-      stages[i].parameters += layer.parameters * times;
-    };
-    int blocks = counts[i];
-    if (i == 0) add(layers.embedding, 1), --blocks;
-    if (i + 1 == stages.size()) add(layers.head, 1), --blocks;
-    add(layers.block, blocks);
-  }
-  return stages;
+// Of so many layers, with the embedding or the head or both among them.
+StageTime stage_of(const LayerTimes& layers, int count, bool first, bool last) {
+  StageTime stage;
+  const auto add = [&](const LayerTime& layer, double times) {
+    stage.forward += layer.forward * times;
+    stage.input += layer.input * times;
+    stage.weight += layer.weight * times;
+    stage.parameters += layer.parameters * times;
+  };
+  if (first) add(layers.embedding, 1);
+  if (last) add(layers.head, 1);
+  add(layers.block, count - (first ? 1 : 0) - (last ? 1 : 0));
+  return stage;
 }
 
 // How the stages of a pipeline lie on its ranks, without the order of their actions.
@@ -63,27 +58,30 @@ class StepClock {
       : model_(model),
         layout_(layout),
         cluster_(cluster),
-        stages_(stage_times(model, layout, layers)),
+        layers_(layers),
         pipeline_(placement_of(layout)) {
+    // Ranks with as many layers and the same ends are alike.
+    const int stages = layout.dims.pp * layout.chunks;
     for (int rank = 0; rank < layout.dims.pp; ++rank) {
-      StageTime all;
+      RankLayers mine;
       for (int chunk = 0; chunk < layout.chunks; ++chunk) {
-        const StageTime& stage = stage_at(rank, chunk);
-        all.forward += stage.forward;
-        all.input += stage.input;
-        all.weight += stage.weight;
-        all.parameters += stage.parameters;
+        const int stage = pipeline_.stage(rank, chunk);
+        mine.count += layers_of(stage);
+        mine.first |= stage == 0;
+        mine.last |= stage + 1 == stages;
       }
-      ranks_.push_back(all);
+      const auto alike = std::ranges::find(kinds_, mine, &RankKind::layers);
+      if (alike != kinds_.end()) {
+        ++alike->ranks;
+        continue;
+      }
+      kinds_.push_back({mine, 1, stage_of(layers, mine.count, mine.first, mine.last)});
     }
   }
 
   StepTime time(Pipelined how) const {
     StepTime step;
-    const auto busy = [](const StageTime& rank) {
-      return rank.forward.total() + rank.backward().total();
-    };
-    const StageTime& most = *std::ranges::max_element(ranks_, {}, busy);
+    const StageTime& most = std::ranges::max_element(kinds_, {}, &RankKind::busy)->time;
     const auto times = static_cast<double>(layout_.micro_batches);
     PassTime passes = most.forward;
     passes += most.backward();
@@ -98,9 +96,9 @@ class StepClock {
     const double waits = std::max(0.0, whole - passes.total());
     step.pipeline = layout_.dims.pp > 1 ? std::min(waits, hops_in_a_row() * hop()) : 0;
     step.bubble = waits - step.pipeline;
-    for (const StageTime& rank : ranks_) {
-      step.data = std::max(step.data, exposed_reduction(rank));
-      step.optimizer = std::max(step.optimizer, update(rank.parameters));
+    for (const RankKind& rank : kinds_) {
+      step.data = std::max(step.data, exposed_reduction(rank.time));
+      step.optimizer = std::max(step.optimizer, update(rank.time.parameters));
     }
     step.fixed = cluster_.efficiency.step;
     return step;
@@ -112,8 +110,23 @@ class StepClock {
   }
 
  private:
-  const StageTime& stage_at(int rank, int chunk) const {
-    return stages_[static_cast<size_t>(pipeline_.stage(rank, chunk))];
+  struct RankLayers {
+    int count = 0;
+    bool first = false, last = false;
+
+    bool operator==(const RankLayers&) const = default;
+  };
+  struct RankKind {
+    RankLayers layers = {};
+    int ranks = 0;
+    StageTime time = {};
+
+    double busy() const { return time.forward.total() + time.backward().total(); }
+  };
+
+  int layers_of(int stage) const {
+    return layout_.dims.pp == 1 ? static_cast<int>(model_.layers) + 2
+                                : layout_.layers_per_stage[static_cast<size_t>(stage)];
   }
 
   schedule::Schedule generated() const {
@@ -126,17 +139,24 @@ class StepClock {
   }
 
   schedule::Cost cost() const {
-    return [this](int rank, const Action& action) {
-      const StageTime& stage = stage_at(rank, action.chunk);
+    std::vector<std::array<double, 3>> seconds;  // of each stage
+    const int stages = pipeline_.stages();
+    for (int i = 0; i < stages; ++i) {
+      const StageTime stage = stage_of(layers_, layers_of(i), i == 0, i + 1 == stages);
+      seconds.push_back({stage.forward.total(), stage.input.total(), stage.weight.total()});
+    }
+    return [seconds, pipeline = pipeline_](int rank, const Action& action) {
+      const auto& [forward, input, weight] =
+          seconds[static_cast<size_t>(pipeline.stage(rank, action.chunk))];
       switch (action.op) {
         case Op::forward:
-          return stage.forward.total();
+          return forward;
         case Op::backward:
-          return stage.backward().total();
+          return input + weight;
         case Op::backward_input:
-          return stage.input.total();
+          return input;
         case Op::backward_weight:
-          return stage.weight.total();
+          return weight;
         default:
           return 0.0;
       }
@@ -180,21 +200,18 @@ class StepClock {
     if (layout_.dims.pp == 1) return one_rank();
     return schedule::simulate(generated(), cost(), hops()).makespan;
   }
-  double one_rank() const {
-    return static_cast<double>(layout_.micro_batches) *
-           (ranks_[0].forward.total() + ranks_[0].backward().total());
-  }
+  double one_rank() const { return static_cast<double>(layout_.micro_batches) * kinds_[0].busy(); }
 
   // The slowest rank works all the time but for filling and draining, which later schedules make
   // shorter.
   double estimated() const {
     if (layout_.dims.pp == 1) return one_rank();
     double slowest = 0, forward = 0, input = 0, weight = 0;
-    for (const StageTime& rank : ranks_) {
-      slowest = std::max(slowest, rank.forward.total() + rank.backward().total());
-      forward += rank.forward.total();
-      input += rank.input.total();
-      weight += rank.weight.total();
+    for (const RankKind& rank : kinds_) {
+      slowest = std::max(slowest, rank.busy());
+      forward += rank.ranks * rank.time.forward.total();
+      input += rank.ranks * rank.time.input.total();
+      weight += rank.ranks * rank.time.weight.total();
     }
     const double others = static_cast<double>(layout_.dims.pp - 1) / layout_.dims.pp;
     const auto batches = static_cast<double>(layout_.micro_batches);
@@ -270,9 +287,9 @@ class StepClock {
   const ModelShape& model_;
   const Layout& layout_;
   const Cluster& cluster_;
-  std::vector<StageTime> stages_;
+  const LayerTimes& layers_;
   schedule::Pipeline pipeline_;
-  std::vector<StageTime> ranks_;
+  std::vector<RankKind> kinds_;
 };
 
 }  // namespace
@@ -289,7 +306,8 @@ StepTime step_time(const ModelShape& model, const Layout& layout, const Cluster&
 
 Timeline timeline_of(const ModelShape& model, const Layout& layout, const Cluster& cluster) {
   check(layout.dims.pp > 1, "only a pipeline has a timeline");
-  return StepClock(model, layout, cluster, layer_times(model, layout, cluster)).timeline();
+  const LayerTimes layers = layer_times(model, layout, cluster);
+  return StepClock(model, layout, cluster, layers).timeline();
 }
 
 GroupShape shape_of(const Layout& layout, layout::Axis axis, int devices_per_node) {

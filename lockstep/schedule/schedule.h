@@ -51,6 +51,8 @@ struct ScheduleOptions {
 
 // What it returns is valid. Throws ConfigError where the kind does not allow the numbers.
 Schedule generate(const ScheduleOptions& options);
+// Throws as generate() does, at once. A file is not read.
+void require_valid(const ScheduleOptions& options);
 
 // Every micro-batch has a forward and a backward (or its two halves) on every stage, once and in
 // this order, and some order of all ranks' actions gives each its input. Throws ConfigError with

@@ -3,11 +3,7 @@
 
 #include <cmath>
 
-#include "lockstep/config/pipeline_choice.h"
-#include "lockstep/config/plan/planned_run.h"
-#include "lockstep/config/plan/timed_run.h"
 #include "lockstep/core/format.h"
-#include "lockstep/plan/report.h"
 
 namespace lockstep::cli {
 namespace {
@@ -19,23 +15,23 @@ std::string schedule_name(const plan::Layout& layout) {
   return layout.dims.pp > 1 ? std::string(layout::name_of(layout.schedule)) : "none";
 }
 
-}  // namespace
-
-Answer answer(const config::TrainConfig& config, const config::ModelSpec& model, int world,
-              const plan::Cluster& cluster) {
-  Answer found{.config = config,
-               .world = world,
-               .layout = config::timed_layout(config, model, world)};
-  const plan::ModelShape shape = config::shape_of(model);
-  found.time = plan::step_time(shape, found.layout, cluster);
-  const auto ranks = plan::memory_per_rank(config::planned_run(config, model, world));
-  found.memory = ranks[plan::largest_total(ranks)].total();
-  found.mfu = plan::mfu(shape, found.layout, cluster, found.time.total());
-  found.hfu = plan::hfu(shape, found.layout, cluster, found.time.total());
-  return found;
+// "17x3 14x2 3": stages that follow each other with as many layers.
+std::string split_text(const std::vector<int>& layers) {
+  std::string text;
+  for (size_t i = 0; i < layers.size();) {
+    size_t same = i;
+    while (same < layers.size() && layers[same] == layers[i]) ++same;
+    text += format("{}{}{}", text.empty() ? "" : " ",
+                   same - i > 1 ? format("{}x", same - i) : std::string(), layers[i]);
+    i = same;
+  }
+  return text;
 }
 
-Json to_json(const Answer& found, const plan::Cluster& cluster) {
+}  // namespace
+
+Json to_json(const config::Prediction& found, const config::ModelSpec& model,
+             const plan::Cluster& cluster) {
   const plan::Layout& layout = found.layout;
   const plan::StepTime& time = found.time;
   const double total = time.total();
@@ -70,14 +66,15 @@ Json to_json(const Answer& found, const plan::Cluster& cluster) {
                            {"pipeline_ms", in_ms(time.pipeline)},
                            {"gather_ms", in_ms(time.gather)}};
   json["host_bound_ms"] = in_ms(time.host);
-  json["mfu"] = rounded(found.mfu);
-  json["hfu"] = rounded(found.hfu);
+  const plan::ModelShape shape = config::shape_of(model);
+  json["mfu"] = rounded(plan::mfu(shape, layout, cluster, total));
+  json["hfu"] = rounded(plan::hfu(shape, layout, cluster, total));
   json["interval_ms"] = {in_ms(total * (1 - cluster.error)), in_ms(total * (1 + cluster.error))};
   json["cluster"] = {{"name", cluster.name}, {"note", cluster.note}};
   return json;
 }
 
-std::string short_text(const Answer& found) {
+std::string short_text(const config::Prediction& found) {
   const plan::Layout& layout = found.layout;
   std::string text = layout.dims.describe();
   if (layout.order != layout::Order::pp_fastest)
@@ -88,7 +85,7 @@ std::string short_text(const Answer& found) {
   if (layout.dims.pp > 1) text += format(", {}", schedule_name(layout));
   if (layout.chunks > 1) text += format(" x {}", layout.chunks);
   if (!found.config.parallel.split.empty())
-    text += format(", split {}", join(layout.layers_per_stage, " "));
+    text += format(", split {}", split_text(layout.layers_per_stage));
   text += format(", micro-batch {}", layout.micro_batch);
   if (layout.recompute != layout::Recompute::none)
     text += format(", recompute {}", layout::name_of(layout.recompute));
@@ -97,14 +94,26 @@ std::string short_text(const Answer& found) {
   return text;
 }
 
-std::string milliseconds_text(double seconds) {
+std::string seconds_text(double seconds) {
   return seconds < 0.01  ? format("{:.2f} ms", seconds * 1e3)
          : seconds < 1   ? format("{:.1f} ms", seconds * 1e3)
          : seconds < 100 ? format("{:.2f} s", seconds)
                          : format("{:.0f} s", seconds);
 }
 
-std::vector<Sensitivity> sensitivity(const Answer& found, const config::ModelSpec& model,
+std::vector<Part> parts_of(const plan::StepTime& time) {
+  return {{"compute", time.compute},
+          {"tensor-parallel", time.tensor},
+          {"gathers of parameters", time.gather},
+          {"reduction of gradients", time.data},
+          {"messages between stages", time.pipeline},
+          {"bubble", time.bubble},
+          {"optimizer", time.optimizer},
+          {"host-bound", time.host},
+          {"fixed", time.fixed}};
+}
+
+std::vector<Sensitivity> sensitivity(const config::Prediction& found, const config::ModelSpec& model,
                                      const plan::Cluster& cluster) {
   const plan::ModelShape shape = config::shape_of(model);
   std::vector<Sensitivity> list;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep plan time`: of one layout, or of many that a file lists.
 #include <algorithm>
-#include <fstream>
 #include <iostream>
 #include <sstream>
 
 #include "lockstep/cli/plan/answer.h"
 #include "lockstep/cli/plan/verbs.h"
+#include "lockstep/config/plan/cluster_file.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/plan/timed_run.h"
 #include "lockstep/config/tensor_parallel.h"
@@ -15,6 +15,7 @@
 #include "lockstep/core/input_file.h"
 #include "lockstep/core/require.h"
 #include "lockstep/core/size_text.h"
+#include "lockstep/plan/memory.h"
 
 namespace lockstep::cli {
 namespace {
@@ -89,33 +90,23 @@ int time_rows(const std::string& path, const Request& base, bool memory, plan::P
   return 0;
 }
 
-std::string part_line(const char* name, double seconds, double total) {
-  return format("  {:<28}{:>12}  {:>5.1f} %\n", name, milliseconds_text(seconds),
-                100 * seconds / total);
-}
-
-std::string table_of(const Answer& found, const plan::Cluster& cluster) {
-  const plan::StepTime& time = found.time;
-  const double total = time.total();
+std::string table_of(const config::Prediction& found, const config::ModelSpec& model,
+                     const plan::Cluster& cluster) {
+  const double total = found.time.total();
   std::string text = format(
-      "step {} ({} to {}: {} %), {:.4g} tokens/s, {:.4g} per device\n", milliseconds_text(total),
-      milliseconds_text(total * (1 - cluster.error)),
-      milliseconds_text(total * (1 + cluster.error)), 100 * cluster.error,
-      found.tokens_per_second(), found.tokens_per_second() / found.world);
-  text += part_line("compute", time.compute, total);
-  text += part_line("tensor-parallel", time.tensor, total);
-  text += part_line("gathers of parameters", time.gather, total);
-  text += part_line("reduction of gradients", time.data, total);
-  text += part_line("messages between stages", time.pipeline, total);
-  text += part_line("bubble", time.bubble, total);
-  text += part_line("optimizer", time.optimizer, total);
-  text += part_line("host-bound", time.host, total);
-  text += part_line("fixed", time.fixed, total);
+      "step {} ({} to {}: {} %), {:.4g} tokens/s, {:.4g} per device\n", seconds_text(total),
+      seconds_text(total * (1 - cluster.error)), seconds_text(total * (1 + cluster.error)),
+      100 * cluster.error, found.tokens_per_second(), found.tokens_per_second() / found.world);
+  for (const auto& [name, seconds] : parts_of(found.time))
+    text += format("  {:<28}{:>12}  {:>5.1f} %\n", name, seconds_text(seconds),
+                   100 * seconds / total);
+  const plan::ModelShape shape = config::shape_of(model);
   text += format("MFU {:.1f} %, HFU {:.1f} % (6 FLOP a matrix element, 12 x layers x width x "
                  "sequence for attention)\n",
-                 100 * found.mfu, 100 * found.hfu);
-  text += format("memory {} of {} on the largest rank\n", size_text(found.memory),
-                 size_text(static_cast<int64_t>(cluster.device.memory)));
+                 100 * plan::mfu(shape, found.layout, cluster, total),
+                 100 * plan::hfu(shape, found.layout, cluster, total));
+  text += format("memory {} of {} on rank {}, the largest\n", size_text(found.memory),
+                 size_text(static_cast<int64_t>(cluster.device.memory)), found.largest_rank);
   return text;
 }
 
@@ -137,10 +128,11 @@ int plan_time(Words arguments) {
   const auto request = read_request(arguments);
   if (!request) return 0;
   const plan::Cluster& cluster = clusters.back();
-  const Answer found = answer(request->config, request->model, request->world, cluster);
+  const config::Prediction found =
+      config::predict(request->config, request->model, request->world, cluster);
   const auto changes = sensitivity(found, request->model, cluster);
   if (json) {
-    Json object = to_json(found, cluster);
+    Json object = to_json(found, request->model, cluster);
     for (const Sensitivity& each : changes)
       object["sensitivity"].push_back(
           {{"change", each.change}, {"step_percent", 100 * each.part}});
@@ -149,7 +141,7 @@ int plan_time(Words arguments) {
   }
   std::cout << layout_text(request->config, request->model, request->world) << "\n"
             << format("cluster: {}, {}\n", cluster.name, cluster.note)
-            << table_of(found, cluster);
+            << table_of(found, request->model, cluster);
   for (const Sensitivity& each : changes)
     std::cout << format("with {}: {:+.1f} %\n", each.change, 100 * each.part);
   return 0;

@@ -165,13 +165,6 @@ plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
   return planned;
 }
 
-// Moments in float32; 16-bit parameters have a master.
-int64_t state_bytes_of(const TrainConfig& config) {
-  const bool adamw = config.optim.name == OptimizerKind::adamw;
-  const int64_t moments = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
-  return 4 * moments + (element_bytes_of(config) == 2 ? 4 : 0);
-}
-
 }  // namespace
 
 int shards_of(const TrainConfig& config, int world) {
@@ -179,6 +172,16 @@ int shards_of(const TrainConfig& config, int world) {
   const int size = config.parallel.shard_size;
   if (shard == layout::ShardingStrategy::no_shard) return 1;
   return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dp(world);
+}
+
+int64_t state_bytes_of(const TrainConfig& config) {
+  const bool adamw = config.optim.name == OptimizerKind::adamw;
+  const int64_t moments = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
+  return 4 * moments + (element_bytes_of(config) == 2 ? 4 : 0);
+}
+
+plan::LayerCost cost_of(LayerType type, const TrainConfig& config, const ModelSpec& model) {
+  return layer_cost(type, sizes_of(config, model));
 }
 
 int64_t element_bytes_of(const TrainConfig& config) {

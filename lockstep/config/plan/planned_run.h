@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "lockstep/config/model/layer_cost.h"
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/plan/run_description.h"
@@ -11,6 +12,10 @@
 namespace lockstep::config {
 
 int64_t element_bytes_of(const TrainConfig& config);  // of a parameter
+// Of the optimizer for each parameter: moments in float32, and a master of 16-bit parameters.
+int64_t state_bytes_of(const TrainConfig& config);
+// Of one layer. The configuration need not be valid but for what that layer needs.
+plan::LayerCost cost_of(LayerType type, const TrainConfig& config, const ModelSpec& model);
 // Data-parallel ranks that share state. A hybrid without a number: all, as if on one host.
 int shards_of(const TrainConfig& config, int world);
 

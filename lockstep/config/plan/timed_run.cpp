@@ -3,6 +3,8 @@
 
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/config/plan/planned_run.h"
+#include "lockstep/plan/memory.h"
+#include "lockstep/plan/report.h"
 
 namespace lockstep::config {
 
@@ -43,6 +45,16 @@ plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int
     layout.layers_per_stage = layers_per_stage(parallel, model.layers);
   }
   return layout;
+}
+
+Prediction predict(const TrainConfig& config, const ModelSpec& model, int world,
+                   const plan::Cluster& cluster) {
+  Prediction found{.config = config, .world = world, .layout = timed_layout(config, model, world)};
+  found.time = plan::step_time(shape_of(model), found.layout, cluster);
+  const auto ranks = plan::memory_per_rank(planned_run(config, model, world));
+  found.largest_rank = plan::largest_total(ranks);
+  found.memory = ranks[found.largest_rank].total();
+  return found;
 }
 
 }  // namespace lockstep::config

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What plan/ is to time, for a configuration and a built-in model. Private: not installed.
+// Time and memory of a step, for a configuration and a built-in model. Private: not installed.
 #pragma once
 
 #include "lockstep/config/model/model_spec.h"
@@ -11,5 +11,20 @@ namespace lockstep::config {
 plan::ModelShape shape_of(const ModelSpec& model);
 // The configuration must be valid for `world` ranks, the model without zeros (resolve_model).
 plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int world);
+
+// What is predicted of one layout.
+struct Prediction {
+  TrainConfig config = {};
+  int world = 1;
+  plan::Layout layout = {};
+  plan::StepTime time = {};
+  int64_t memory = 0;  // bytes of the rank that takes most
+  size_t largest_rank = 0;
+
+  double tokens_per_second() const { return static_cast<double>(layout.tokens()) / time.total(); }
+};
+
+Prediction predict(const TrainConfig& config, const ModelSpec& model, int world,
+                   const plan::Cluster& cluster);
 
 }  // namespace lockstep::config

@@ -69,13 +69,17 @@ Schedule from_file(const ScheduleOptions& options) {
   return schedule;
 }
 
+int group_of(const ScheduleOptions& options) {
+  return options.group == 0 ? options.ranks : options.group;
+}
+
 }  // namespace
 
-Schedule generate(const ScheduleOptions& options) {
+void require_valid(const ScheduleOptions& options) {
   const Kind kind = options.kind;
   require(options.group == 0 || takes_group(kind), kind,
           format("group is {}, but only interleaved and zb-1p have groups", options.group));
-  if (kind == Kind::file) return from_file(options);
+  if (kind == Kind::file) return;
   require(options.file.empty(), kind,
           format("the file is {}, but only the kind file reads one", options.file));
   require(options.ranks >= 1, kind, format("ranks is {}, must be at least 1", options.ranks));
@@ -83,13 +87,24 @@ Schedule generate(const ScheduleOptions& options) {
           format("microbatches is {}, must be at least 1", options.microbatches));
   check_chunks(kind, options.chunks);
 
-  Schedule schedule{{kind, options.ranks, options.microbatches, options.chunks, StageOrder::loop}};
+  const Pipeline schedule{kind, options.ranks, options.microbatches, options.chunks,
+                          StageOrder::loop};
   require(detail::places(schedule) <= detail::kMostPlaces, kind,
           format("{} ranks x {} micro-batches x {} chunks must be at most {}", options.ranks,
                  options.microbatches, options.chunks, detail::kMostPlaces));
+  if (takes_group(kind) && options.chunks > 1) check_group(schedule, group_of(options));
+  require(kind != Kind::dualpipe_v || options.microbatches >= 2 * options.ranks, kind,
+          format("microbatches is {}, must be at least twice the number of ranks, {}",
+                 options.microbatches, 2 * options.ranks));
+}
+
+Schedule generate(const ScheduleOptions& options) {
+  require_valid(options);
+  const Kind kind = options.kind;
+  if (kind == Kind::file) return from_file(options);
+  Schedule schedule{{kind, options.ranks, options.microbatches, options.chunks, StageOrder::loop}};
   schedule.actions.resize(options.ranks);
-  const int group = options.group == 0 ? options.ranks : options.group;
-  if (takes_group(kind) && options.chunks > 1) check_group(schedule, group);
+  const int group = group_of(options);
   switch (kind) {
     case Kind::round_robin:
       detail::round_robin(schedule);
@@ -123,9 +138,6 @@ Schedule generate(const ScheduleOptions& options) {
       detail::zb_v(schedule);
       break;
     case Kind::dualpipe_v:
-      require(options.microbatches >= 2 * options.ranks, kind,
-              format("microbatches is {}, must be at least twice the number of ranks, {}",
-                     options.microbatches, 2 * options.ranks));
       schedule.order = StageOrder::v;
       detail::dualpipe_v(schedule);
       break;
