@@ -127,6 +127,18 @@ function(lockstep_layer name)
           FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 endfunction()
 
+# lockstep_text_of(variable files...): their texts, one after the other; CMake runs again when one of them changes.
+function(lockstep_text_of variable)
+  set(text "")
+  foreach(file IN LISTS ARGN)
+    file(READ ${file} part)
+    string(REGEX REPLACE "\n//# sourceMappingURL=[^\n]*" "" part "${part}")
+    string(APPEND text "${part}\n")
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
+  endforeach()
+  set(${variable} "${text}" PARENT_SCOPE)
+endfunction()
+
 # lockstep_vector_kernels(layer source flags...): loops that become vector instructions. On x86 they are built once more for
 # processors with AVX2, in a namespace of their own; the layer chooses when it runs.
 function(lockstep_vector_kernels layer source)

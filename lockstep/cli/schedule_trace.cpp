@@ -14,6 +14,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/input_file.h"
 #include "lockstep/io/json.h"
+#include "lockstep/report/trace.h"
 #include "lockstep/schedule/render/render.h"
 
 namespace lockstep::cli {
@@ -64,28 +65,6 @@ void read_trace(const fs::path& path, Steps& steps, int& replicas) {
       throw ConfigError(format("schedule: {}: {}: {}", path.string(), line, error.what()));
     }
   }
-}
-
-struct Run {
-  std::vector<fs::path> files;
-  fs::file_time_type newest = fs::file_time_type::min();
-};
-
-// The runs in the folder, the newest first. Files whose names do not say their run are one.
-std::vector<Run> runs_in(const std::string& folder) {
-  std::map<std::string, Run> runs;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    if (entry.path().extension() != ".json") continue;
-    const std::string name = entry.path().filename().string();
-    Run& run = runs[name.starts_with("run") ? name.substr(0, name.find('-')) : ""];
-    run.files.push_back(entry.path());
-    run.newest = std::max(run.newest, entry.last_write_time());
-  }
-  std::vector<Run> sorted;
-  for (auto& [name, run] : runs) sorted.push_back(std::move(run));
-  std::sort(sorted.begin(), sorted.end(),
-            [](const Run& a, const Run& b) { return a.newest > b.newest; });
-  return sorted;
 }
 
 // The first process of each place.
@@ -140,9 +119,9 @@ MeasuredStep read_step(const std::string& named, std::optional<int64_t> step) {
   const std::string folder = fs::is_directory(of_run) ? of_run.string() : named;
   Steps steps;
   int replicas = 1;
-  const auto runs = runs_in(folder);
-  for (const Run& run : runs) {  // the newest of a pipeline
-    for (const fs::path& path : run.files) read_trace(path, steps, replicas);
+  const auto runs = report::trace_files(folder);
+  for (const auto& files : runs) {  // the newest of a pipeline
+    for (const std::string& path : files) read_trace(path, steps, replicas);
     if (!steps.empty()) break;
   }
   if (steps.empty()) {

@@ -19,6 +19,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/fabric/reduce.h"
+#include "lockstep/flight/recorder.h"
 #include "lockstep/memory/tensor_bytes.h"
 
 namespace lockstep::comm {
@@ -165,10 +166,11 @@ class Call {
     const uint64_t record = detail::impl_of(group_).record(operation_);
     const bool on_device = operation_.device >= 0;
     operation_.record = record;
-    return Work(detail::impl_of(group_).submit(std::move(operation_),
-                                               std::make_shared<std::array<at::Tensor, 3>>(
-                                                   std::array{memory_[0], memory_[1], target_})),
-                blocked, on_device ? 0 : record);
+    auto pending = detail::impl_of(group_).submit(
+        std::move(operation_),
+        std::make_shared<std::array<at::Tensor, 3>>(std::array{memory_[0], memory_[1], target_}));
+    if (!on_device && pending && pending->done()) flight::ended_in_call(record);
+    return Work(std::move(pending), blocked, on_device ? 0 : record);
   }
 
  private:

@@ -11,6 +11,7 @@ OperationTrace::OperationTrace(const Membership& membership, std::string engine,
     : group_(membership.name),
       engine_(std::move(engine)),
       strategy_(std::move(strategy)),
+      members_(membership.members.begin(), membership.members.end()),
       world_rank_(membership.members[static_cast<size_t>(membership.rank)]),
       size_(membership.size()) {}
 
@@ -32,10 +33,12 @@ void OperationTrace::add(const fabric::Operation& operation, uint64_t sequence,
   row->second.add(
       "comm", name_of(operation.kind), start, end,
       format("\"group\":\"{}\",\"sequence\":{},\"dtype\":\"{}\",\"elements\":{},\"bytes\":{},"
-             "\"ranks\":{},\"tag\":\"{}\",\"strategy\":\"{}\"",
+             "\"ranks\":{},\"tag\":\"{}\",\"strategy\":\"{}\"{}{}",
              group_, sequence, name_of(operation.dtype), operation.count,
              std::max(operation.input.size(), operation.output.size()), size_, operation.tag,
-             strategy_.empty() ? "all-reduce" : strategy_));
+             strategy_.empty() ? "all-reduce" : strategy_,
+             message ? format(",\"peer\":{}", members_[static_cast<size_t>(operation.root)]) : "",
+             operation.record != 0 ? format(",\"ticket\":{}", operation.record) : ""));
 }
 
 }  // namespace lockstep::comm::detail

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/core/trace.h"
@@ -22,6 +23,7 @@ class OperationTrace {
 
  private:
   std::string group_, engine_, strategy_;
+  std::vector<int> members_;
   int world_rank_, size_;
   std::mutex mutex_;
   std::map<std::pair<fabric::OpKind, int>, trace::Row> rows_;

@@ -2,6 +2,7 @@
 #include "lockstep/comm/work.h"
 
 #include "lockstep/comm/backend.h"
+#include "lockstep/core/format.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/flight/recorder.h"
 
@@ -34,7 +35,8 @@ BlockedTime::~BlockedTime() {
 
 void Work::wait() {
   if (!pending_) return;
-  const trace::Span span("wait", "wait");
+  const trace::Span span("wait", "wait",
+                         trace::enabled() && record_ != 0 ? format("\"ticket\":{}", record_) : "");
   const BlockedTime time(blocked_.get());
   flight::wait(record_);
   try {

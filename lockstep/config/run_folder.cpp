@@ -37,8 +37,8 @@ constexpr const char* kJob = ".job";
 constexpr const char* kCheckpoints = "checkpoints";
 constexpr const char* kBest = "best";
 // A folder with one of these has a run already.
-constexpr const char* kOwn[] = {kConfig, "environment.jsonl", "metrics.jsonl", "log.txt",
-                                kCheckpoints};
+constexpr const char* kOwn[] = {kConfig,        "environment.jsonl", "metrics.jsonl",
+                                "events.jsonl", "log.txt",           kCheckpoints};
 
 bool is_word(const std::string& path) {
   return path.empty() || path == "auto" || path == "none" || path == "bytes";
@@ -351,6 +351,7 @@ void RunFolder::place() {
   in_folder(config_.checkpoint.dir, kCheckpoints);
   in_folder(config_.metrics.file, "metrics.jsonl");
   in_folder(config_.metrics.trace, "traces");
+  in_folder(config_.metrics.tensorboard, "tensorboard");
 }
 
 TrainConfig RunFolder::stored(const ModelSpec& model) const {
@@ -366,7 +367,7 @@ TrainConfig RunFolder::stored(const ModelSpec& model) const {
   for (std::string* path :
        {&config.model_path, &config.data.path, &config.memory.disk, &config.offload.disk,
         &config.parallel.schedule_file, &config.checkpoint.dir, &config.checkpoint.resume,
-        &config.metrics.file, &config.metrics.trace}) {
+        &config.metrics.file, &config.metrics.trace, &config.metrics.tensorboard}) {
     *path = absolute(*path);
   }
   if (!config.data.validation_fraction()) config.data.validation = absolute(config.data.validation);

@@ -3,8 +3,9 @@
 //
 //   config.toml         every key, with the sizes of the model and absolute paths
 //   environment.jsonl   one line for each start: versions, hosts, devices, commit
-//   metrics.jsonl, log.txt, traces/, checkpoints/
-//   tokenizer.json      a copy of the file that the run uses, with others of its model
+//   events.jsonl        starts, saves, skipped steps, warnings, memory of each rank
+//   (run_observer.h) metrics.jsonl, log.txt, traces/, checkpoints/ tokenizer.json      a copy of
+//   the file that the run uses, with others of its model
 //                       (run_tokenizer.h)
 //
 // Private: not installed.

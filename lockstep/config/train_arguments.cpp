@@ -155,11 +155,23 @@ std::string print_config(const TrainArguments& arguments) {
 }
 
 std::string common_lines(const TrainConfig& config) {
-  constexpr std::string_view own[] = {
-      "model.path",     "data.path",         "data.tokenizer",   "data.validation",
-      "train.threads",  "memory.disk",       "offload.disk",     "parallel.schedule_file",
-      "checkpoint.dir", "checkpoint.resume", "metrics.file",     "metrics.trace",
-      "run.dir",        "run.ranks",         "run.max_restarts", "run.grace"};
+  constexpr std::string_view own[] = {"model.path",
+                                      "data.path",
+                                      "data.tokenizer",
+                                      "data.validation",
+                                      "train.threads",
+                                      "memory.disk",
+                                      "offload.disk",
+                                      "parallel.schedule_file",
+                                      "checkpoint.dir",
+                                      "checkpoint.resume",
+                                      "metrics.file",
+                                      "metrics.trace",
+                                      "metrics.tensorboard",
+                                      "run.dir",
+                                      "run.ranks",
+                                      "run.max_restarts",
+                                      "run.grace"};
   TrainConfig copy = config;
   const Schema schema = train_schema(copy);
   std::string lines;

@@ -146,6 +146,19 @@ void validate_bad_steps(const TrainConfig& config) {
 void validate_output(const TrainConfig& config) {
   require(config.metrics.trace != "auto" || !config.run.dir.empty(),
           "metrics.trace is auto, but run.dir is empty: name a folder for traces");
+  require(config.metrics.tensorboard != "auto" || !config.run.dir.empty(),
+          "metrics.tensorboard is auto, but run.dir is empty: name a folder for event files");
+  require(config.metrics.health_every == 0 || !config.offload.any(),
+          format("metrics.health_every is {}, but offload is on: gradients and weights are not in "
+                 "memory together; set metrics.health_every 0",
+                 config.metrics.health_every));
+  for (const auto& [name, value] : {std::pair("health_every", config.metrics.health_every),
+                                    {"sample_tokens", config.metrics.sample_tokens}}) {
+    require(value == 0 || !config.run.dir.empty(),
+            format("metrics.{} is {}, but run.dir is empty: events.jsonl, which it is written to, "
+                   "is in the run folder",
+                   name, value));
+  }
   const CheckpointConfig& checkpoint = config.checkpoint;
   const bool saves = checkpoint.dir == "auto" ? !config.run.dir.empty() : !checkpoint.dir.empty();
   require(!checkpoint.best || saves,

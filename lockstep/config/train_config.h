@@ -130,8 +130,12 @@ struct CheckpointConfig {
 };
 
 struct MetricsConfig {
-  std::string file = "auto";  // auto: metrics.jsonl in run.dir; empty: none
-  std::string trace = {};     // a folder; auto: traces in run.dir; empty: none
+  std::string file = "auto";     // auto: metrics.jsonl in run.dir; empty: none
+  std::string trace = {};        // a folder; auto: traces in run.dir; empty: none
+  std::string tensorboard = {};  // a folder; auto: tensorboard in run.dir; empty: none
+  int64_t health_every = 0;      // steps; 0: never
+  int64_t sample_tokens = 0;     // of the text after each validation; 0: none
+  std::string sample_prompt = "The";
 
   bool operator==(const MetricsConfig&) const = default;
 };

@@ -43,6 +43,7 @@ struct Copy {
   Fd file;
   bool holds = false;
   std::string held;
+  std::function<void(const std::string&)> observer;
 
   // With the mutex. A full disk does not end a run: what cannot be written is lost.
   void write_held() {
@@ -67,9 +68,17 @@ void write(spdlog::level::level_enum level, std::string_view message) {
   const auto name = spdlog::level::to_string_view(level);
   copy_line("lockstep " + std::string(name.data(), name.size()) + ": " + prefix +
             std::string(message));
+  if (level < spdlog::level::warn) return;
+  const std::lock_guard lock(copy().mutex);
+  if (copy().observer) copy().observer(prefix + std::string(message));
 }
 
 }  // namespace
+
+void observe_warnings(std::function<void(const std::string&)> observer) {
+  const std::lock_guard lock(copy().mutex);
+  copy().observer = std::move(observer);
+}
 
 void set_rank(int rank) { process_rank.store(rank, std::memory_order_relaxed); }
 

@@ -3,6 +3,7 @@
 // error off; default info).
 #pragma once
 
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -18,6 +19,10 @@ void hold_lines();
 void copy_to(const std::string& path);
 // A line for that file alone, of what the program shows elsewhere.
 void copy_line(std::string_view line);
+
+// Also called with each warning and error, on the thread that logs it; it must not log itself.
+// Null: none.
+void observe_warnings(std::function<void(const std::string& message)> observer);
 
 void debug(std::string_view message);
 void info(std::string_view message);

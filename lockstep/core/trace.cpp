@@ -115,6 +115,14 @@ std::optional<Row>& thread_row() {
   return row;
 }
 
+// What turns times of this host's monotonic clock into those of the wall clock, in microseconds.
+int64_t wall_offset() {
+  using std::chrono::duration_cast, std::chrono::microseconds;
+  const auto wall = std::chrono::system_clock::now().time_since_epoch();
+  return duration_cast<microseconds>(wall).count() -
+         duration_cast<microseconds>(Clock::now().time_since_epoch()).count();
+}
+
 double microseconds(Clock::duration duration) {
   return std::chrono::duration<double, std::micro>(duration).count();
 }
@@ -138,12 +146,13 @@ Row::Row(int rank, std::string_view name) : rank_(rank) {
   id_ = next_id++;
   if (!enabled()) return;
   file()->add(format(
-      "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"rank {0}\"}}}},\n"
+      "{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{0},\"args\":{{\"name\":\"rank "
+      "{0}\",\"wall_offset_us\":{3}}}}},\n"
       "{{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":{0},\"args\":{{\"sort_index\":{0}}}}}"
       ",\n"
       "{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{0},\"tid\":{1},\"args\":{{\"name\":\"{2}\"}"
       "}}},\n",
-      rank_, id_, name));
+      rank_, id_, name, wall_offset()));
 }
 
 void Row::add(std::string_view category, std::string_view name, Clock::time_point start,

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/flight/flight.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <filesystem>
 
 #include "lockstep/core/clock.h"
 #include "lockstep/core/dtype.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/format.h"
 
 namespace lockstep::flight {
@@ -139,6 +144,34 @@ Flight read_page(const Page& page) {
   flight.taken_at =
       std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
   return flight;
+}
+
+// Ranks and their launcher hold pages as files without a name; a launcher holds those of all its
+// ranks.
+std::optional<Flight> read_process(int pid) {
+  std::error_code unreadable;
+  for (std::filesystem::directory_iterator file(format("/proc/{}/fd", pid), unreadable), end;
+       !unreadable && file != end; file.increment(unreadable)) {
+    std::error_code gone;
+    if (std::filesystem::read_symlink(file->path(), gone).string().find(kPageName) ==
+            std::string::npos ||
+        gone)
+      continue;
+    const Fd fd(open(file->path().c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status {};
+    if (!fd.valid() || fstat(fd.get(), &status) != 0 ||
+        status.st_size != static_cast<off_t>(sizeof(Page)))
+      continue;
+    void* const memory = mmap(nullptr, sizeof(Page), PROT_READ, MAP_SHARED, fd.get(), 0);
+    if (memory == MAP_FAILED) continue;
+    const auto* const page = static_cast<const Page*>(memory);
+    std::optional<Flight> flight;
+    if (page->magic.load(std::memory_order_acquire) == kMagic && page->pid == pid)
+      flight = read_page(*page);
+    munmap(memory, sizeof(Page));
+    if (flight) return flight;
+  }
+  return std::nullopt;
 }
 
 }  // namespace lockstep::flight

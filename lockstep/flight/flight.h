@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,10 @@ struct Flight {
 
 // The page may be written meanwhile: entries that change while they are read are left out.
 Flight read_page(const Page& page);
+
+// The page of a running rank of this host, from another process of the same user; none where it
+// has no page, or where it may not be read.
+std::optional<Flight> read_process(int pid);
 
 std::string name_of(Phase phase);
 

@@ -15,6 +15,7 @@ constexpr size_t kEntries = 1024;
 constexpr size_t kGroups = 128;
 constexpr size_t kSteps = 16;
 constexpr size_t kStackBytes = 48 << 10;
+constexpr const char* kPageName = "lockstep-flight";  // of the file that holds it
 constexpr uint32_t kMagic = 0x4c6b5332;
 
 // Times are nanoseconds of the monotonic clock, which all processes of a host share; 0: not yet.

@@ -49,9 +49,13 @@ Page* inherited() {
   return memory == MAP_FAILED ? nullptr : static_cast<Page*>(memory);
 }
 
+// A file without a name, which stays open, so that read_process() finds it; plain memory where
+// there can be none.
 Page* own() {
-  void* const memory =
-      mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const int fd = memfd_create(kPageName, MFD_CLOEXEC);
+  const bool shared = fd >= 0 && ftruncate(fd, sizeof(Page)) == 0;
+  void* const memory = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE,
+                            shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? fd : -1, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<Page*>(memory);
 }
 
@@ -147,6 +151,12 @@ void wait(uint64_t ticket) {
   Entry* const entry = page == nullptr ? nullptr : entry_of(*page, ticket);
   if (entry == nullptr || entry->ended.load(std::memory_order_relaxed) != 0) return;
   entry->waited.store(now_ns(), std::memory_order_relaxed);
+}
+
+void ended_in_call(uint64_t ticket) {
+  Page* const page = current.load(std::memory_order_relaxed);
+  Entry* const entry = page == nullptr ? nullptr : entry_of(*page, ticket);
+  if (entry != nullptr) entry->waited.store(entry->began, std::memory_order_relaxed);
 }
 
 void end(uint64_t ticket, Clock::time_point at) {

@@ -43,6 +43,8 @@ uint16_t add_group(const std::string& name, int size);
 // Returns the entry's ticket, 0 where nothing is recorded.
 uint64_t begin(const Call& call);
 void wait(uint64_t ticket);
+// The call that began it has also waited for its end.
+void ended_in_call(uint64_t ticket);
 void end(uint64_t ticket, Clock::time_point at);
 // What broke the group, for a reader of the page; the first is kept.
 void fail(std::string_view what);

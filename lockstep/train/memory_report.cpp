@@ -14,7 +14,7 @@
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/device/device.h"
-#include "lockstep/train/metrics.h"
+#include "lockstep/train/observe/metrics.h"
 
 namespace lockstep::train {
 

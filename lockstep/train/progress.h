@@ -6,7 +6,7 @@
 #include <string>
 
 #include "lockstep/core/clock.h"
-#include "lockstep/train/metrics.h"
+#include "lockstep/train/observe/metrics.h"
 
 namespace lockstep::train {
 

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/run_record.h"
 
+#include <ATen/ATen.h>
 #include <torch/version.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
@@ -16,6 +20,7 @@
 #include "lockstep/comm/control/rank_texts.h"
 #include "lockstep/config/run_folder.h"
 #include "lockstep/config/run_tokenizer.h"
+#include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
@@ -57,6 +62,22 @@ std::string cpu_name() {
   return "cpu";
 }
 
+// What this rank's threads reach in a product of matrices in float32, while the other ranks of the
+// host do the same: what a model's speed is compared with.
+double cpu_gflops() {
+  constexpr int64_t kSize = 384;
+  constexpr int kTries = 6;
+  const at::Tensor a = at::ones({kSize, kSize}), b = at::ones({kSize, kSize});
+  at::Tensor c = at::mm(a, b);
+  double best = 0;
+  for (int i = 0; i < kTries; ++i) {
+    const auto start = Clock::now();
+    at::mm_out(c, a, b);
+    best = std::max(best, 2e-9 * kSize * kSize * kSize / seconds_since(start));
+  }
+  return std::round(best * 10) / 10;
+}
+
 std::string now_text() {
   const std::time_t now = std::time(nullptr);
   std::tm utc{};
@@ -93,8 +114,10 @@ void write_environment(const std::string& folder, const comm::Group& world,
 RunRecord record_start(const config::TrainConfig& config, const comm::Group& world,
                        c10::Device device) {
   const RecordJson mine{{"host", host_name()},
+                        {"pid", getpid()},
                         {"device", device.str()},
-                        {"name", device.is_cuda() ? cuda_name(device) : cpu_name()}};
+                        {"name", device.is_cuda() ? cuda_name(device) : cpu_name()},
+                        {"gflops", device.is_cuda() ? RecordJson() : RecordJson(cpu_gflops())}};
   const auto ranks =
       comm::gather_texts(mine.dump(-1, ' ', false, RecordJson::error_handler_t::replace), world);
   const auto from_rank_0 = [&](const std::function<std::string()>& function) {

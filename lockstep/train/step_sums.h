@@ -4,17 +4,29 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <vector>
+
 #include "lockstep/mesh/mesh.h"
 
 namespace lockstep::train {
 
+// What a rank adds to the exchange: measured, of this step.
+struct RankFigures {
+  bool stop = false;   // it was asked to
+  double busy_ms = 0;  // without waiting for others
+  int64_t peak_bytes = 0;
+};
+
 struct StepSums {
   double loss = 0;
   bool stop = false;
+  std::vector<double> busy_ms = {};  // of each rank
+  std::vector<int64_t> peak_bytes = {};
 };
 
 // One exchange for the losses of all micro-batches, which are summed in the order of the batch, and
-// for whether any rank was asked to stop. `losses` are doubles on the CPU. Collective.
-StepSums combine(const at::Tensor& losses, bool stop, const mesh::Mesh& mesh);
+// for what ranks have measured. `losses` are doubles on the CPU. Collective.
+StepSums combine(const at::Tensor& losses, const RankFigures& mine, const mesh::Mesh& mesh);
 
 }  // namespace lockstep::train

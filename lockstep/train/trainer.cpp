@@ -23,9 +23,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
-#include "lockstep/core/version.h"
 #include "lockstep/data/batch_reader.h"
-#include "lockstep/data/entropy.h"
 #include "lockstep/flight/recorder.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/optim/lr_schedule.h"
@@ -40,9 +38,10 @@
 #include "lockstep/train/integrity/fault_injection.h"
 #include "lockstep/train/integrity/state_vote.h"
 #include "lockstep/train/memory_report.h"
-#include "lockstep/train/metrics.h"
+#include "lockstep/train/observe/run_observer.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/run_record.h"
+#include "lockstep/train/start_lines.h"
 #include "lockstep/train/step_sums.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/threads.h"
@@ -100,7 +99,6 @@ struct Trainer::State {
   TrainingResult run();
   StepMetrics step();
   void verify();
-  void say_what_is_trained();
   bool evaluate();
   void save(checkpoint::WhenBusy when_busy);
   void say_what_was_saved();
@@ -133,7 +131,10 @@ struct Trainer::State {
   bool stopping = false;
   std::string resumed_from;
   std::optional<data::BatchReader> reader;
-  std::optional<MetricsFile> metrics;
+  std::optional<RunObserver> observer;
+  double saving_ms = 0;  // since the last step
+  int64_t measures_at;   // the step whose memory and pipeline the run folder gets
+  std::optional<plan::Memory> measured;
   std::optional<Progress> progress;
 };
 
@@ -182,9 +183,9 @@ Trainer::State::State(TrainConfig given, comm::Group group)
                                              .first_sample = samples});
   if (saver) saver->reserve(model.slices(*optimizer));
   commit_start(config, world);
-  const bool speaks = world.rank() == 0;
-  metrics.emplace(speaks ? config.metrics.file : "", done);
-  progress.emplace(speaks, done, config.train.steps, config.train.log_every);
+  observer.emplace(config, world, done);
+  measures_at = std::min(done + 3, config.train.steps);
+  progress.emplace(world.rank() == 0, done, config.train.steps, config.train.log_every);
 }
 
 checkpoint::LoadOptions Trainer::State::load_options() const {
@@ -245,8 +246,7 @@ void Trainer::State::roll_back() {
   const int64_t skipped = samples - std::stoll(loaded->state.at("samples"));
   tokens = std::stoll(loaded->state.at("tokens"));
   done = saved_at = loaded->step;
-  metrics.reset();
-  metrics.emplace(world.rank() == 0 ? config.metrics.file : "", done);
+  observer->rewind(done);
   progress->line(
       format("step {}: rolled back to {} at step {}; its {} samples and those since "
              "then, {} in all, are skipped",
@@ -254,51 +254,12 @@ void Trainer::State::roll_back() {
   progress->resume();
 }
 
-void Trainer::State::say_what_is_trained() {
-  if (world.rank() != 0) return;
-  const auto dims = config.dims(world.size());
-  progress->line(format(
-      "lockstep {}: {} rank{} ({}), {}, {} on {}", LOCKSTEP_VERSION, world.size(),
-      world.size() > 1 ? "s" : "", world.size() > 1 ? world.backend() : "alone", threads,
-      config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
-  progress->line(format("model  {}; {} parameters", config.model.describe(),
-                        short_number(static_cast<double>(config.model.parameters()))));
-  for (const std::string& line : model.describe()) progress->line(line);
-  progress->line(format("data   {}", describe(data)));
-  warn_of_data(data, config);
-  if (config.model.vocab <= 256 && !data.train.has_examples()) {
-    if (const auto entropy = data::entropy(data.train)) {
-      progress->line(
-          format("       for comparison: a unigram model of these data has loss {:.3f}, a bigram "
-                 "model {:.3f}",
-                 entropy->unigram, entropy->bigram));
-    }
-  }
-  progress->line(
-      format("batch  {} rows of {} tokens: {} dp x {} rows x {} accumulated; {} steps, "
-             "{} epochs",
-             global_batch, config.train.seq_len, dims.dp, config.train.micro_batch, accumulation,
-             config.train.steps,
-             format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
-                                  static_cast<double>(reader->samples()))));
-  if (!config.run.dir.empty())
-    progress->line(format("run    {}", config::shown_path(config.run.dir)));
-  if (!config.checkpoint.dir.empty() && config.checkpoint.every == 0)
-    progress->line("save   at the end; --checkpoint.every N limits what a crash loses");
-  if (!resumed_from.empty()) {
-    const std::string from = config::shown_path(resumed_from);
-    progress->line(config.checkpoint.load == config::LoadWhat::all
-                       ? format("resume {} at step {}", from, done)
-                       : format("weights of {}", from));
-  }
-}
-
 StepMetrics Trainer::State::step() {
   const trace::Span span("train", "step");
-  const auto start = Clock::now();
-  const auto blocked = world.blocked_time();
+  StepClock clock(world);
   std::vector<data::Batch> batches;
   for (int64_t i = 0; i < accumulation; ++i) batches.push_back(reader->next());
+  clock.lap(&StepSplit::data_ms);
   const int64_t step_tokens = batches[0].step_inputs;
   const auto targets = static_cast<double>(batches[0].step_targets);
   auto batch = batches.begin();
@@ -313,8 +274,18 @@ StepMetrics Trainer::State::step() {
   const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
-  StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
-  const auto exchange = [&] { return combine(on_host, stop.signal() != 0, mesh); };
+  clock.lap(&StepSplit::compute_ms, model.pipeline().stats().waited);
+  StepMetrics result{.step = done + 1,
+                     .grad_norm = norm,
+                     .lr = schedule.lr(done),
+                     .peak_bytes = peak_bytes(device)};
+  const auto exchange = [&] {
+    return combine(on_host,
+                   {.stop = stop.signal() != 0,
+                    .busy_ms = clock.split().busy_ms(),
+                    .peak_bytes = result.peak_bytes},
+                   mesh);
+  };
   // The loss must be known before the update only where it decides about it.
   std::optional<StepSums> sums;
   if (config.train.on_spike == config::OnSpike::skip) sums = exchange();
@@ -329,21 +300,29 @@ StepMetrics Trainer::State::step() {
                "updated with them, because of {}; resume from a checkpoint with a lower optim.lr",
                done + 1, last_step.cause));
   }
+  if (done + 1 == measures_at && !config.run.dir.empty())
+    measured = measure(device, model, *optimizer, /*has_stepped=*/true);
   optimizer->zero_grad();
+  clock.lap(&StepSplit::optimizer_ms);
   if (!sums) sums = exchange();
+  clock.lap(&StepSplit::communication_ms);
   ++done;
   faults.end_step(done, [&] { return model.slices(*optimizer); });
   samples += global_batch;
   tokens += step_tokens;
   stopping = sums->stop;
   result.loss = last_step.loss = sums->loss;
-  const double seconds = seconds_since(start);
-  result.step_ms = 1e3 * seconds;
-  result.tokens_per_s = static_cast<double>(step_tokens) / seconds;
-  result.comm_ms =
-      std::chrono::duration<double, std::milli>(world.blocked_time() - blocked).count();
-  result.peak_bytes = peak_bytes(device);
-  flight::set_step(done, static_cast<int64_t>(1e9 * seconds),
+  result.busy_ms = std::move(sums->busy_ms);
+  result.rank_peak_bytes = std::move(sums->peak_bytes);
+  clock.find_stall(*std::ranges::max_element(result.busy_ms));
+  result.split = clock.split();
+  result.split.checkpoint_ms = std::exchange(saving_ms, 0);
+  result.time = seconds_since_1970();
+  result.tokens = tokens;
+  result.step_ms = clock.step_ms();
+  result.tokens_per_s = 1e3 * static_cast<double>(step_tokens) / result.step_ms;
+  result.comm_ms = clock.blocked_ms();
+  flight::set_step(done, static_cast<int64_t>(1e6 * result.step_ms),
                    static_cast<int64_t>(1e6 * result.comm_ms));
   return result;
 }
@@ -359,7 +338,7 @@ bool Trainer::State::evaluate() {
   progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
                         loss, std::exp(loss),
                         short_number(static_cast<double>(evaluator.tokens()))));
-  metrics->write_evaluation(done, loss);
+  observer->evaluation(done, loss);
   const bool is_best = done > 0 && best.offer(done, loss);
   progress->resume();
   return is_best;
@@ -377,6 +356,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   if (!saver) return;
   verify();
   progress->pause();
+  const auto start = Clock::now();
   flight::set_phase(flight::Phase::saving);
   auto state = config::state_of(identities);
   state["samples"] = std::to_string(samples);
@@ -401,6 +381,7 @@ void Trainer::State::save(checkpoint::WhenBusy when_busy) {
   }
   say_what_was_saved();
   flight::set_phase(flight::Phase::training);
+  saving_ms += 1e3 * seconds_since(start);
   progress->resume();
 }
 
@@ -410,6 +391,10 @@ void Trainer::State::say_what_was_saved() {
     if (saved.path.empty()) best.not_saved(saved.step);
     if (saved.path.empty()) continue;  // of a failure there was a warning
     flight::set_saved(saved.step);
+    observer->event("saved", saved.step,
+                    {{"path", config::shown_path(saved.path)},
+                     {"seconds", saved.seconds},
+                     {"waited", saved.waited}});
     const std::string waited =
         config.checkpoint.async ? format(", training waited {:.2f} s", saved.waited) : "";
     progress->line(format("step {}: saved {} ({:.1f} s{})", saved.step,
@@ -418,15 +403,27 @@ void Trainer::State::say_what_was_saved() {
 }
 
 TrainingResult Trainer::State::run() {
-  say_what_is_trained();
+  if (world.rank() == 0) {
+    for (const std::string& line :
+         start_lines({config, world, model, data, threads, device, global_batch, accumulation,
+                      reader->samples(), resumed_from, done}))
+      progress->line(line);
+    warn_of_data(data, config);
+  }
   flight::set_phase(flight::Phase::training);
   // A signal may have come to one rank before the first step.
-  stopping = combine(at::empty({0}, at::kDouble), stop.signal() != 0, mesh).stop;
+  stopping = combine(at::empty({0}, at::kDouble), {.stop = stop.signal() != 0}, mesh).stop;
+  observer->event("started", done,
+                  {{"ranks", world.size()}, {"resumed_from", config::shown_path(resumed_from)}});
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
   if (done == 0 && config.evaluates_first() && !stopping) evaluate();
   while (done < config.train.steps && !stopping) {
     const StepMetrics result = step();
-    metrics->write(result);
+    observer->step(result);
+    if (measured) {
+      observer->ranks(done, *measured, predicted(config, world), model.pipeline());
+      measured.reset();
+    }
     progress->step(result);
     // A corrupt weight may be the cause of a bad step, and ten of these end the run.
     if (due(config.train.verify_every) || bad_steps.is_bad(last_step)) verify();
@@ -452,9 +449,11 @@ TrainingResult Trainer::State::run() {
   if (const std::string line = best.describe(); !line.empty()) progress->line(line);
   if (!finished) {
     progress->line(format("stopped at step {} of {}", done, config.train.steps));
+    observer->event("stopped", done);
     return TrainingResult::stopped;
   }
   if (evaluated_at != done) evaluate();
+  observer->event("finished", done);
   return TrainingResult::finished;
 }
 
@@ -476,6 +475,7 @@ TrainingResult Trainer::run() {
   try {
     return state_->run();
   } catch (const std::exception& error) {
+    state_->observer->event("failed", state_->done, {{"text", error.what()}});
     if (!is_out_of_memory(error)) throw;
     const plan::Memory measured =
         measure(state_->device, state_->model, *state_->optimizer, state_->done > 0);

@@ -15,6 +15,7 @@
 #include "lockstep/core/trace.h"
 #include "lockstep/flight/recorder.h"
 #include "lockstep/flight/stacks.h"
+#include "lockstep/memory/meter.h"
 #include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer.h"
 
@@ -69,6 +70,7 @@ int train_rank(const std::vector<std::string>& arguments) {
   flight::dump_on_signal(SIGUSR2);
   config.validate(group.size());
   if (!config.metrics.trace.empty()) trace::write_to(config.metrics.trace);
+  memory::Meter::install();  // the report compares the memory of tensors with the plan
   try {
     train::Trainer trainer(config, group);
     return trainer.run() == train::TrainingResult::stopped ? kStopped : 0;

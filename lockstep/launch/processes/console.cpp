@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <climits>
 
+#include "lockstep/core/log.h"
+
 namespace lockstep::launch {
 namespace {
 
@@ -42,7 +44,9 @@ void Console::write(Stream stream, std::string_view lines) {
 }
 
 void Console::message(std::string_view text) {
-  write(Stream::err, std::string("lockstep: ").append(text) + "\n");
+  const std::string line = std::string("lockstep: ").append(text);
+  write(Stream::err, line + "\n");
+  log::copy_line(line);  // of a training run, for its log.txt
 }
 
 bool Console::full(Stream stream) const {

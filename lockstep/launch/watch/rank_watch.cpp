@@ -21,23 +21,12 @@ constexpr milliseconds kStopReplaced{3'500};
 constexpr milliseconds kSilence{2'000};
 constexpr milliseconds kStackTime{1'000};  // that a rank has to say where its threads are
 constexpr milliseconds kSaySlowEvery{60'000};
-// A rank is slow if it computes this many times as long as the others do, in so many steps in a
-// row.
-constexpr double kSlow = 1.8, kVerySlow = 3;
-constexpr int kSlowSteps = 6, kVerySlowSteps = 3;
-constexpr int64_t kSlowNs = 20'000'000;  // and at least so much longer
 
 double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
       .count();
-}
-
-int64_t median(std::vector<int64_t> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 }  // namespace
@@ -50,7 +39,7 @@ RankWatch::RankWatch(int first_rank, int ranks, std::string folder, bool replace
       ranks_(static_cast<size_t>(ranks)),
       last_look_(Clock::now()) {
   for (Rank& rank : ranks_) {
-    rank.memory = Fd(memfd_create("lockstep-flight", MFD_CLOEXEC));
+    rank.memory = Fd(memfd_create(flight::kPageName, MFD_CLOEXEC));
     // A limit of file sizes holds for such memory too. Then the rank keeps its own.
     if (rank.memory.valid() && ftruncate(rank.memory.get(), sizeof(flight::Page)) != 0)
       rank.memory.reset();
@@ -285,29 +274,17 @@ void RankWatch::look_for_slow() {
     busy.push_back(last.nanoseconds - last.blocked);
   }
   judged_step_ = step;
-  for (size_t i = 0; i < busy.size(); ++i) {
-    std::vector<int64_t> others = busy;
-    others.erase(others.begin() + static_cast<std::ptrdiff_t>(i));
-    const int64_t usual = median(others);
-    const auto ratio =
-        static_cast<double>(busy[i]) / static_cast<double>(std::max<int64_t>(1, usual));
-    int& count = slow_steps_[static_cast<int>(i)];
-    if (ratio < kSlow || busy[i] - usual < kSlowNs) {
-      count = 0;
-      continue;
-    }
-    count += ratio >= kVerySlow ? kSlowSteps / kVerySlowSteps : 1;
-    if (count < kSlowSteps) continue;
-    const auto now = Clock::now();
-    if (const auto said = said_slow_.find(static_cast<int>(i));
+  const auto now = Clock::now();
+  for (const flight::SlowRank& slow : slow_ranks_.judge(busy)) {
+    if (const auto said = said_slow_.find(slow.rank);
         said != said_slow_.end() && now - said->second < kSaySlowEvery)
       continue;
-    said_slow_[static_cast<int>(i)] = now;
+    said_slow_[slow.rank] = now;
     console_.message(
         format("{} is slow: in step {} it computed for {:.2f} s, the other ranks for "
                "{:.2f} s (median), and they wait for it",
-               name(ranks_[i]), step, static_cast<double>(busy[i]) / 1e9,
-               static_cast<double>(usual) / 1e9));
+               name(ranks_[static_cast<size_t>(slow.rank)]), step,
+               static_cast<double>(slow.busy_ns) / 1e9, static_cast<double>(slow.usual_ns) / 1e9));
   }
 }
 

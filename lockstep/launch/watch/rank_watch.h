@@ -17,6 +17,7 @@
 #include "lockstep/core/fd.h"
 #include "lockstep/flight/culprit.h"
 #include "lockstep/flight/flight.h"
+#include "lockstep/flight/slow_ranks.h"
 #include "lockstep/launch/processes/console.h"
 #include "lockstep/launch/watch/process_state.h"
 
@@ -107,7 +108,7 @@ class RankWatch {
   std::set<std::pair<int, uint64_t>> said_late_;  // rank, and the number of the operation
   bool said_silence_ = false;
   int64_t judged_step_ = -1;
-  std::map<int, int> slow_steps_;
+  flight::SlowRanks slow_ranks_;
   std::map<int, Clock::time_point> said_slow_;
 };
 

@@ -230,8 +230,11 @@ void PipelineEngine::note_memory() {
 Tensors PipelineEngine::take(const Action& action, int step) {
   const int from = layout().place(layout().stage(rank(), action.chunk) + step).rank;
   const Progress::Waiting waiting(progress_, from == rank() ? Standing::kNone : from);
-  return mailbox_.take(
-      {.gradient = step > 0, .microbatch = action.microbatch, .chunk = action.chunk});
+  const auto start = Clock::now();
+  Tensors tensors =
+      mailbox_.take({.gradient = step > 0, .microbatch = action.microbatch, .chunk = action.chunk});
+  stats.waited += Clock::now() - start;
+  return tensors;
 }
 
 Tensors PipelineEngine::inputs_of(const Action& action, const ProgramRun& run) {

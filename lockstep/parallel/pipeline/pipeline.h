@@ -99,6 +99,7 @@ struct PipelineStats {
   int peak_live = 0;  // micro-batches of all stages between forward and the end of backward
   // Gradients kept from the first half of a backward to the second.
   int64_t peak_kept_bytes = 0;
+  std::chrono::nanoseconds waited{0};  // for tensors of other stages
 };
 
 struct TimedAction;

@@ -2,11 +2,14 @@
 // One JSON object for each step.
 #pragma once
 
-#include <cstdint>
-#include <fstream>
-#include <string>
-
 #include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/io/line_file.h"
+#include "lockstep/train/observe/step_clock.h"
 
 namespace lockstep::train {
 
@@ -19,10 +22,15 @@ struct StepMetrics {
   double step_ms = 0;
   double comm_ms = 0;  // that this rank waited for communication
   int64_t peak_bytes = 0;
-  bool skipped = false;  // gradients not finite, or a loss spike: no rank stepped
+  bool skipped = false;              // gradients not finite, or a loss spike: no rank stepped
+  double time = 0;                   // when it ended, in seconds since 1970
+  int64_t tokens = 0;                // that the run has seen
+  StepSplit split = {};              // of rank 0
+  std::vector<double> busy_ms = {};  // of each rank: its time without waiting for others
+  std::vector<int64_t> rank_peak_bytes = {};  // of each rank
 };
 
-// Appends lines to a file, each flushed. Numbers that JSON does not have become null. Without a
+// Appends lines to a file (io::LineFile). Numbers that JSON does not have become null. Without a
 // path it does nothing.
 class MetricsFile {
  public:
@@ -31,12 +39,13 @@ class MetricsFile {
   MetricsFile(const std::string& path, int64_t last_step);
 
   void write(const StepMetrics& metrics);
-  void write_evaluation(int64_t step, double loss);
+  void write_evaluation(int64_t step, double loss, double time);
 
  private:
-  void line(const std::string& text);
-  std::ofstream file_;
+  io::LineFile file_;
 };
+
+double seconds_since_1970();
 
 // The most memory that this process has had: the device's allocator's where there is one, else the
 // system's count of resident bytes.

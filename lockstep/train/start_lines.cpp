@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/start_lines.h"
+
+#include "lockstep/config/run_folder.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/version.h"
+#include "lockstep/data/entropy.h"
+#include "lockstep/train/data_report.h"
+#include "lockstep/train/progress.h"
+
+namespace lockstep::train {
+
+std::vector<std::string> start_lines(const StartFacts& facts) {
+  const auto& [config, world, model, data, threads, device, global_batch, accumulation, samples,
+               resumed_from, done] = facts;
+  std::vector<std::string> lines;
+  const auto dims = config.dims(world.size());
+  lines.push_back(format(
+      "lockstep {}: {} rank{} ({}), {}, {} on {}", LOCKSTEP_VERSION, world.size(),
+      world.size() > 1 ? "s" : "", world.size() > 1 ? world.backend() : "alone", threads,
+      config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
+  lines.push_back(format("model  {}; {} parameters", config.model.describe(),
+                         short_number(static_cast<double>(config.model.parameters()))));
+  for (const std::string& line : model.describe()) lines.push_back(line);
+  lines.push_back(format("data   {}", describe(data)));
+  if (config.model.vocab <= 256 && !data.train.has_examples()) {
+    if (const auto entropy = data::entropy(data.train)) {
+      lines.push_back(
+          format("       for comparison: a unigram model of these data has loss {:.3f}, a bigram "
+                 "model {:.3f}",
+                 entropy->unigram, entropy->bigram));
+    }
+  }
+  lines.push_back(
+      format("batch  {} rows of {} tokens: {} dp x {} rows x {} accumulated; {} steps, "
+             "{} epochs",
+             global_batch, config.train.seq_len, dims.dp, config.train.micro_batch, accumulation,
+             config.train.steps,
+             format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
+                                  static_cast<double>(samples))));
+  if (!config.run.dir.empty())
+    lines.push_back(format("run    {}", config::shown_path(config.run.dir)));
+  if (!config.checkpoint.dir.empty() && config.checkpoint.every == 0)
+    lines.push_back("save   at the end; --checkpoint.every N limits what a crash loses");
+  if (!resumed_from.empty()) {
+    const std::string from = config::shown_path(resumed_from);
+    lines.push_back(config.checkpoint.load == config::LoadWhat::all
+                        ? format("resume {} at step {}", from, done)
+                        : format("weights of {}", from));
+  }
+  return lines;
+}
+
+}  // namespace lockstep::train
