@@ -209,7 +209,7 @@ TEST(Plan, RefusesInOneLine) {
     EXPECT_THAT(result.err, HasSubstr(says));
     EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
-  EXPECT_THAT(lockstep_command({"plan", "time"}).err, HasSubstr("'time'"));
+  EXPECT_THAT(lockstep_command({"plan", "speed"}).err, HasSubstr("'speed'"));
   EXPECT_NE(lockstep_command({"plan"}).code, 0);
 }
 

@@ -52,6 +52,40 @@ TEST(Simulate, KnownResults) {
   }
 }
 
+// Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): bubble rates of four models, from
+// the times in milliseconds that were profiled of a forward, the two halves of a backward, and a
+// message. The rates count the longest span of a rank.
+TEST(Simulate, PublishedZeroBubbleRates) {
+  struct Profile {
+    int ranks, microbatches;
+    Costs costs;
+    double hop, one_f_one_b, zb_h1, zb_h2;
+  };
+  const std::vector<Profile> profiles = {
+      {8, 24, {18.522, 18.086, 9.337}, 0.601, 0.2431, 0.1585, 0.1083},
+      {8, 24, {29.718, 29.444, 19.927}, 0.527, 0.2347, 0.1323, 0.0698},
+      {16, 48, {11.347, 11.248, 8.132}, 0.377, 0.2552, 0.1397, 0.0672},
+      {32, 96, {10.419, 10.207, 7.715}, 0.408, 0.2646, 0.1421, 0.0641},
+  };
+  for (const Profile& profile : profiles) {
+    const auto rate = [&](Kind kind) {
+      return simulate(generate({kind, profile.ranks, profile.microbatches}), uniform(profile.costs),
+                      profile.hop)
+          .bubble_span;
+    };
+    EXPECT_NEAR(rate(Kind::one_f_one_b), profile.one_f_one_b, 1e-4) << profile.ranks;
+    EXPECT_NEAR(rate(Kind::zb_h1), profile.zb_h1, 1e-4) << profile.ranks;
+    EXPECT_NEAR(rate(Kind::zb_h2), profile.zb_h2, 1e-4) << profile.ranks;
+  }
+}
+
+// Ranks 0 and 1 are close, 1 and 2 are not.
+TEST(Simulate, HopsOfEachPair) {
+  const auto order = generate({.kind = Kind::gpipe, .ranks = 3, .microbatches = 1});
+  const auto hop = [](int from, int to) { return from + to == 1 ? 0.5 : 10.0; };
+  EXPECT_DOUBLE_EQ(simulate(order, uniform({}), hop).makespan, 9 + 2 * 0.5 + 2 * 10);
+}
+
 TEST(Simulate, ClosedFormsOfTime) {
   const Costs costs{.forward = 1, .input = 1.25, .weight = 0.75};
   const double f = costs.forward, i = costs.input, w = costs.weight, b = i + w;

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/plan/step_time.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "lockstep/core/error.h"
+
+namespace lockstep::plan {
+namespace {
+
+using layout::Order;
+using layout::PipelineSchedule;
+using layout::Recompute;
+using layout::ShardingStrategy;
+
+ModelShape gpt(int64_t layers, int64_t hidden, int64_t heads, int64_t vocab) {
+  return {.layers = layers,
+          .hidden = hidden,
+          .heads = heads,
+          .kv_heads = heads,
+          .head_size = hidden / heads,
+          .ffn = 4 * hidden,
+          .vocab = vocab,
+          .tied = true};
+}
+
+std::vector<int> equal_stages(int64_t layers, int stages) {
+  std::vector<int> counts(static_cast<size_t>(stages), static_cast<int>(layers / stages));
+  ++counts.front();
+  ++counts.back();
+  return counts;
+}
+
+// As Megatron-LM was in 2021: attention in several kernels, nothing overlapped, and messages that
+// the tensor-parallel ranks share. The constants are those that fit other runs on such devices
+// (bench/planner.py, vTrain); none is fitted on the rows below.
+Cluster megatron() {
+  Cluster cluster = typical_cluster("a100");
+  cluster.efficiency = {.product = 0.77, .product_half = 2e10, .memory = 0.8, .launch = 2.2e-3};
+  cluster.links.network_bandwidth = 180e9;
+  cluster.software.overlap = 0;
+  cluster.software.logit_bytes = 20;
+  cluster.software.score_bytes = 12;
+  cluster.software.scatter_messages = true;
+  return cluster;
+}
+
+// Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+// Megatron-LM" (SC21), table 1: achieved TFLOP/s a GPU. Micro-batches and chunks are those of
+// examples/sc21 in Megatron-LM.
+TEST(StepTime, TenPublishedRunsOfMegatron) {
+  struct Run {
+    int64_t heads, hidden, layers;
+    int tp, pp, gpus, batch;
+    double tflops;
+    int micro, chunks;
+  };
+  const std::vector<Run> runs = {
+      {24, 2304, 24, 1, 1, 32, 512, 137, 16, 1},    {32, 3072, 30, 2, 1, 64, 512, 138, 16, 1},
+      {32, 4096, 36, 4, 1, 128, 512, 142, 16, 1},   {48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1},
+      {64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1},   {80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3},
+      {96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2}, {128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2},
+      {128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3},
+      {160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1}};
+  double sum = 0;
+  for (const Run& run : runs) {
+    const double length = 2048, vocab = 51200, layers = static_cast<double>(run.layers);
+    const auto h = static_cast<double>(run.hidden);
+    const double flop = 96 * run.batch * length * layers * h * h *
+                        (1 + length / (6 * h) + vocab / (16 * layers * h));
+    const double measured = flop / run.gpus / run.tflops / 1e12;
+    const int dp = run.gpus / run.tp / run.pp;
+    Layout layout{.dims = {dp, run.tp, run.pp},
+                  .order = Order::tp_fastest,
+                  .schedule = run.chunks > 1 ? PipelineSchedule::interleaved
+                                             : PipelineSchedule::one_f_one_b,
+                  .chunks = run.chunks,
+                  .sequence = 2048,
+                  .micro_batch = run.micro,
+                  .micro_batches = run.batch / dp / run.micro,
+                  .recompute = Recompute::full};
+    if (run.pp > 1) layout.layers_per_stage = equal_stages(run.layers, run.pp * run.chunks);
+    const double predicted =
+        step_time(gpt(run.layers, run.hidden, run.heads, 51200), layout, megatron()).total();
+    sum += std::abs(predicted / measured - 1);
+    EXPECT_NEAR(predicted / measured, 1, 0.12) << run.gpus << " GPUs";
+  }
+  EXPECT_LE(sum / static_cast<double>(runs.size()), 0.07);
+}
+
+Layout pipeline(PipelineSchedule schedule, int chunks) {
+  return {.dims = {2, 2, 4},
+          .order = Order::tp_fastest,
+          .schedule = schedule,
+          .chunks = chunks,
+          .layers_per_stage = equal_stages(16, 4 * chunks),
+          .sequence = 1024,
+          .micro_batch = 1,
+          .micro_batches = 16};
+}
+
+TEST(StepTime, ClosedFormsAreCloseToTheSimulation) {
+  const ModelShape model = gpt(16, 2048, 16, 50304);
+  const Cluster cluster = typical_cluster("h100");
+  for (const auto& [schedule, chunks] :
+       {std::pair{PipelineSchedule::one_f_one_b, 1}, {PipelineSchedule::interleaved, 2},
+        {PipelineSchedule::interleaved, 4}, {PipelineSchedule::zb_h1, 1},
+        {PipelineSchedule::zb_v, 2}, {PipelineSchedule::gpipe, 1}}) {
+    const Layout layout = pipeline(schedule, chunks);
+    const double simulated = step_time(model, layout, cluster).total();
+    const double estimated = step_time(model, layout, cluster, Pipelined::estimated).total();
+    EXPECT_NEAR(estimated / simulated, 1, 0.06) << layout::name_of(schedule) << " x " << chunks;
+  }
+}
+
+TEST(StepTime, TheHeadMakesItsStageSlower) {
+  const ModelShape model = gpt(16, 2048, 16, 200000);
+  Layout layout = pipeline(PipelineSchedule::one_f_one_b, 1);
+  const Cluster cluster = typical_cluster("h100");
+  const double equal = step_time(model, layout, cluster).total();
+  layout.layers_per_stage = {6, 5, 5, 2};
+  EXPECT_LT(step_time(model, layout, cluster).total(), 0.95 * equal);
+}
+
+TEST(StepTime, WhatMoreHardwareChanges) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  const Layout layout{.dims = {8, 8, 1},
+                      .order = Order::tp_fastest,
+                      .sequence = 2048,
+                      .micro_batch = 1,
+                      .micro_batches = 1};
+  Cluster cluster = typical_cluster("h100");
+  const StepTime before = step_time(model, layout, cluster);
+  EXPECT_GT(before.tensor, 0);
+  EXPECT_GT(before.data, 0);
+  EXPECT_EQ(before.bubble, 0);
+  cluster.links.host_bandwidth *= 2;
+  EXPECT_LT(step_time(model, layout, cluster).tensor, before.tensor);
+  cluster.links.network_bandwidth *= 2;
+  EXPECT_LT(step_time(model, layout, cluster).data, before.data);
+  cluster.efficiency.launch = 1;
+  const StepTime bound = step_time(model, layout, cluster);
+  EXPECT_GT(bound.host, 16 * 2.9);
+  EXPECT_GT(bound.total(), 16 * 3);
+}
+
+TEST(StepTime, ShardingCostsGathersAndSavesUpdates) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  Layout layout{.dims = {64, 1, 1}, .sequence = 2048, .micro_batch = 1, .micro_batches = 2};
+  const Cluster cluster = typical_cluster("h100");
+  const StepTime whole = step_time(model, layout, cluster);
+  layout.shards = 64;
+  layout.shard = ShardingStrategy::optimizer;
+  EXPECT_LT(step_time(model, layout, cluster).optimizer, whole.optimizer / 60);
+  layout.shard = ShardingStrategy::full_shard;
+  const StepTime full = step_time(model, layout, cluster);
+  EXPECT_GT(full.gather, 0);
+  EXPECT_EQ(whole.gather, 0);
+  layout.shards = 8;
+  layout.shard = ShardingStrategy::hybrid_shard;
+  EXPECT_LT(step_time(model, layout, cluster).gather, full.gather);
+}
+
+// 8 ranks a host.
+TEST(StepTime, GroupsFollowTheOrderOfRanks) {
+  using layout::Axis;
+  Layout layout{.dims = {4, 8, 2}, .order = Order::tp_fastest};
+  EXPECT_EQ(shape_of(layout, Axis::tp, 8), (GroupShape{8, 1}));
+  EXPECT_EQ(shape_of(layout, Axis::dp, 8), (GroupShape{4, 4}));
+  layout.order = Order::pp_fastest;
+  EXPECT_EQ(shape_of(layout, Axis::pp, 8), (GroupShape{2, 1}));
+  EXPECT_EQ(shape_of(layout, Axis::tp, 8), (GroupShape{8, 2}));
+}
+
+TEST(Collectives, MeasuredTimesCount) {
+  Cluster cluster = typical_cluster("h100");
+  cluster.links.measured = {{Collective::all_reduce, {8, 1}, 1e6, 1e-4},
+                            {Collective::all_reduce, {8, 1}, 1e8, 1e-3}};
+  const auto time = [&](GroupShape group, double bytes) {
+    return collective_time(cluster, Collective::all_reduce, group, bytes);
+  };
+  EXPECT_DOUBLE_EQ(time({8, 1}, 1e6), 1e-4);
+  EXPECT_DOUBLE_EQ(time({8, 1}, 1e3), 1e-4);
+  EXPECT_NEAR(time({8, 1}, 5.05e7), 5.5e-4, 1e-9);
+  EXPECT_DOUBLE_EQ(time({8, 1}, 2e8), 2e-3);
+  // Another group has the same bus bandwidth: 2 (n - 1) / n of the bytes.
+  EXPECT_NEAR(time({4, 1}, 1e8), 1e-3 * 1.5 / 1.75, 1e-9);
+  EXPECT_EQ(time({1, 1}, 1e8), 0);
+}
+
+// Eight groups of one rank a host share what one group of eight has.
+TEST(Collectives, GroupsShareTheNetwork) {
+  Cluster cluster = typical_cluster("h100");
+  cluster.links.network_latency = cluster.links.host_latency = 0;
+  const double alone = collective_time(cluster, Collective::all_gather, {16, 2}, 1e9);
+  cluster.links.sharing = 1;
+  const double shared = collective_time(cluster, Collective::all_gather, {2, 2}, 1e9);
+  EXPECT_NEAR(shared / alone, 8 * 0.5 / (15.0 / 16), 1e-6);
+  cluster.links.sharing = 0;
+  EXPECT_NEAR(collective_time(cluster, Collective::all_gather, {2, 2}, 1e9) / alone,
+              0.5 / (15.0 / 16), 1e-6);
+}
+
+TEST(Cluster, UnknownNamesAreRefused) { EXPECT_THROW(typical_cluster("b200"), ConfigError); }
+
+}  // namespace
+}  // namespace lockstep::plan
