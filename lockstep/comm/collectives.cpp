@@ -169,7 +169,7 @@ class Call {
     auto pending = detail::impl_of(group_).submit(
         std::move(operation_),
         std::make_shared<std::array<at::Tensor, 3>>(std::array{memory_[0], memory_[1], target_}));
-    if (!on_device && pending && pending->done()) flight::ended_in_call(record);
+    if (!on_device && (!pending || pending->done())) flight::ended_in_call(record);
     return Work(std::move(pending), blocked, on_device ? 0 : record);
   }
 

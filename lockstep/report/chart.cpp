@@ -12,7 +12,7 @@
 namespace lockstep::report {
 namespace {
 
-constexpr double kWidth = 760, kHeight = 260, kLeft = 58, kRight = 12, kTop = 10, kBottom = 34;
+constexpr double kHeight = 250, kLeft = 58, kRight = 12, kTop = 10, kBottom = 34;
 constexpr size_t kMostPoints = 600;  // of a line
 
 struct Range {
@@ -93,6 +93,7 @@ std::string axis_number(double value) {
 
 std::string to_svg(const LineChart& chart) {
   Range x, y;
+  const double width = chart.width;
   const auto scaled = [&](double value) {
     if (!chart.log) return value;
     return value > 0 ? std::log10(value) : std::numeric_limits<double>::quiet_NaN();
@@ -105,22 +106,22 @@ std::string to_svg(const LineChart& chart) {
     }
   }
   if (x.empty()) return "";
-  const auto at_x = [&](double value) { return kLeft + x.at(value) * (kWidth - kLeft - kRight); };
+  const auto at_x = [&](double value) { return kLeft + x.at(value) * (width - kLeft - kRight); };
   const auto at_y = [&](double value) {
     return kHeight - kBottom - y.at(value) * (kHeight - kTop - kBottom);
   };
   std::string svg =
-      format("<svg class=\"plot\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n", kWidth,
+      format("<svg class=\"plot\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n", width,
              kHeight, escaped(chart.title));
   for (const double tick : ticks(y, chart.log)) {
     svg += format("<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, at_y(tick),
-                  kWidth - kRight);
+                  width - kRight);
     svg += text_at(kLeft - 6, at_y(tick) + 4, "end",
                    axis_number(chart.log ? std::pow(10, tick) : tick));
   }
   for (const double tick : ticks(x, false))
     svg += text_at(at_x(tick), kHeight - kBottom + 16, "middle", axis_number(tick));
-  svg += text_at(kWidth - kRight, kHeight - 4, "end", chart.x_title);
+  svg += text_at(width - kRight, kHeight - 4, "end", chart.x_title);
   for (const Mark& mark : chart.marks) {
     if (mark.x < x.low || mark.x > x.high) continue;
     svg += format("<path class=\"mark {}\" d=\"M{:.1f} {}V{}\"><title>{} at {}</title></path>\n",
@@ -153,7 +154,7 @@ std::string to_svg(const LineChart& chart) {
 }
 
 std::string to_svg(const Bars& bars) {
-  constexpr double kRow = 26, kHeightOfBar = 18, kName = 150, kNote = 150;
+  constexpr double kRow = 26, kHeightOfBar = 18, kName = 124, kNote = 116;
   double longest = 0;
   for (const Bars::Row& row : bars.rows) {
     double sum = 0;
@@ -161,11 +162,11 @@ std::string to_svg(const Bars& bars) {
     longest = std::max(longest, sum);
   }
   if (longest <= 0) return "";
-  const double width = kWidth - kName - kNote;
+  const double width = bars.width - kName - kNote;
   const double height = kRow * static_cast<double>(bars.rows.size()) + 4;
   std::string svg =
       format("<svg class=\"plot\" viewBox=\"0 0 {} {:.0f}\" role=\"img\" aria-label=\"{}\">\n",
-             kWidth, height, escaped(bars.title));
+             bars.width, height, escaped(bars.title));
   double y = 2;
   for (const Bars::Row& row : bars.rows) {
     svg += text_at(kName - 8, y + 14, "end", row.name);
@@ -197,13 +198,14 @@ std::string to_svg(const HeatMap& map) {
     for (const double value : row) range.add(scaled(value));
   }
   if (range.empty()) return "";
-  constexpr double kName = 120, kLegend = 30;
-  const double cell = (kWidth - kName - kRight) / static_cast<double>(map.columns.size());
-  const double row_height = std::clamp(240.0 / static_cast<double>(map.values.size()), 5.0, 22.0);
+  constexpr double kName = 120, kLegend = 30, kHeightOfMap = 240;
+  const double cell = (map.width - kName - kRight) / static_cast<double>(map.columns.size());
+  const double row_height =
+      std::clamp(kHeightOfMap / static_cast<double>(map.values.size()), 5.0, 22.0);
   const double height = row_height * static_cast<double>(map.values.size()) + 22 + kLegend;
   std::string svg =
       format("<svg class=\"plot\" viewBox=\"0 0 {} {:.0f}\" role=\"img\" aria-label=\"{}\">\n",
-             kWidth, height, escaped(map.title));
+             map.width, height, escaped(map.title));
   const auto step = static_cast<size_t>(std::ceil(11 / row_height));
   std::array<std::string, 10> paths;
   for (size_t row = 0; row < map.values.size(); ++row) {

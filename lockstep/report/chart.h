@@ -8,6 +8,9 @@
 
 namespace lockstep::report {
 
+// Pixels of a picture that fills the page, and of one of two side by side: text has one size.
+inline constexpr double kFullWidth = 1130, kHalfWidth = 540;
+
 struct Line {
   std::string name;
   int colour = 0;  // of the page, 0 to 7
@@ -25,6 +28,7 @@ struct LineChart {
   bool log = false;
   std::vector<Line> lines = {};
   std::vector<Mark> marks = {};
+  double width = kHalfWidth;
 };
 // Empty without a value.
 std::string to_svg(const LineChart& chart);
@@ -42,6 +46,7 @@ struct Bars {
   };
   std::string title;
   std::vector<Row> rows = {};
+  double width = kHalfWidth;
 };
 std::string to_svg(const Bars& bars);
 
@@ -53,6 +58,7 @@ struct HeatMap {
   std::vector<std::vector<double>> values = {};  // by row
   bool log = false;
   std::string unit = {};
+  double width = kHalfWidth;
 };
 std::string to_svg(const HeatMap& map);
 

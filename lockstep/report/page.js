@@ -162,6 +162,7 @@
       busy = true;
       other.graph.setSelection(low);
       busy = false;
+      showLegend(other, x, other.graph.selPoints_);
     });
   }
 
@@ -209,6 +210,9 @@
       const row = Math.min(rows - 1, Math.max(0, (chart.row === undefined ? 0 : chart.row) + moves[event.key]));
       chart.row = row;
       chart.graph.setSelection(row);
+      const x = chart.graph.getValue(row, 0);
+      showLegend(chart, x, chart.graph.selPoints_);
+      select(chart, x, chart);
     } else if (event.key === "+" || event.key === "-") {
       const x = chart.row === undefined ? (range[0] + range[1]) / 2 : chart.graph.getValue(chart.row, 0);
       const half = (range[1] - range[0]) / 2 * (event.key === "+" ? 0.6 : 1 / 0.6);
@@ -298,7 +302,7 @@
     const low = Math.min(...flat), high = Math.max(...flat), ns = "http://www.w3.org/2000/svg";
     const svg = div.querySelector("svg");
     all("path", svg).forEach((path) => path.remove());
-    const width = (760 - 120 - 12) / map.columns.length, height = Math.min(22, Math.max(5, 240 / map.rows.length));
+    const width = (svg.viewBox.baseVal.width - 120 - 12) / map.columns.length, height = Math.min(22, Math.max(5, 240 / map.rows.length));
     const paths = Array.from({length: 10}, () => "");
     map.values.forEach((row, r) => row.forEach((v, c) => {
       const scaled = value(v);
@@ -325,9 +329,9 @@
       const tip = make("div", {class: "tip", hidden: ""});
       div.append(tip);
       div.addEventListener("pointermove", (event) => {
-        const box = div.querySelector("svg").getBoundingClientRect(), scale = 760 / box.width;
+        const svg = div.querySelector("svg"), box = svg.getBoundingClientRect(), wide = svg.viewBox.baseVal.width, scale = wide / box.width;
         const height = Math.min(22, Math.max(5, 240 / map.rows.length));
-        const column = Math.floor(((event.clientX - box.left) * scale - 120) / (628 / map.columns.length));
+        const column = Math.floor(((event.clientX - box.left) * scale - 120) / ((wide - 132) / map.columns.length));
         const row = Math.floor(((event.clientY - box.top) * scale - 2) / height);
         const found = map.values[row] && map.values[row][column];
         tip.hidden = found === undefined || found === null;

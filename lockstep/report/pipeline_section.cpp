@@ -104,9 +104,8 @@ std::string pipeline_section(const Run& run) {
     const auto ideal = schedule::simulate(measured.schedule, mean_costs(measured));
     if (2 * bars <= kMostBars) {
       const auto step = run.pipeline.value("step", int64_t{0});
-      for (const auto& [name, simulation] :
-           {std::pair(format("step {} as measured", step), &real),
-            {std::string("simulated with the mean times of each rank"), &ideal}}) {
+      for (const auto& [name, simulation] : {std::pair(format("step {} as measured", step), &real),
+                                             {std::string("simulated"), &ideal}}) {
         body += "<figure class=\"card gantt\">" +
                 themed(to_svg(schedule::to_chart(measured.schedule, *simulation,
                                                  {.name = name, .unit = "ms"}))) +

@@ -26,7 +26,7 @@ namespace fs = std::filesystem;
 using io::Json;
 
 constexpr size_t kMostEvents = 400;  // of a kind
-constexpr size_t kMostSamples = 64, kMostHealth = 128, kMostStarts = 32, kMostRanks = 1024;
+constexpr size_t kMostSamples = 64, kMostHealth = 128, kMostStarts = 32, kRanksRead = 1024;
 constexpr size_t kRowsOfRanks = 256;
 constexpr size_t kLongestLine = size_t{64} << 20;
 
@@ -40,10 +40,11 @@ std::string text_in(const Json& object, const char* key) {
   return found != object.end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-int64_t step_in(const Json& object) {
-  const double step = number_in(object, "step");
+int64_t whole(double step) {
   return std::isfinite(step) && std::abs(step) < 9e15 ? static_cast<int64_t>(step) : 0;
 }
+
+int64_t step_in(const Json& object) { return whole(number_in(object, "step")); }
 
 // Calls `take` with each line that is a JSON object; the others are counted. A line that a running
 // job has not finished is not bad.
@@ -70,49 +71,40 @@ void thin(std::vector<T>& items, size_t most) {
   items.resize(kept);
 }
 
-void add_ranks(Run& run, const Json& line) {
-  const auto busy = line.find("busy_ms");
-  if (busy == line.end() || !busy->is_array() || busy->size() < 2 || busy->size() > kMostRanks)
-    return;
-  std::vector<double> values{static_cast<double>(step_in(line))};
-  for (const Json& each : *busy) values.push_back(each.is_number() ? each.get<double>() : kNone);
+void add_ranks(Run& run, const MetricsLine& line) {
+  if (line.busy_ms.size() < 2) return;
+  std::vector<double> values{line.values[kStep]};
+  values.insert(values.end(), line.busy_ms.begin(), line.busy_ms.end());
   // A run may be resumed with another number of ranks: the last counts.
-  if (run.peak_bytes.size() != busy->size() || run.busy.count() == 0)
+  if (run.peak_bytes.size() != line.busy_ms.size() || run.busy.count() == 0)
     run.busy = Series(values.size(), kRowsOfRanks);
   run.busy.add(values);
-  run.peak_bytes.assign(busy->size(), kNone);
-  if (const auto peaks = line.find("rank_peak_bytes"); peaks != line.end() && peaks->is_array()) {
-    for (size_t i = 0; i < std::min(peaks->size(), run.peak_bytes.size()); ++i)
-      run.peak_bytes[i] = (*peaks)[i].is_number() ? (*peaks)[i].get<double>() : kNone;
-  }
+  run.peak_bytes = line.peak_bytes;
+  run.peak_bytes.resize(line.busy_ms.size(), kNone);
 }
 
-void add_metrics(Run& run, const Json& line) {
-  if (line.contains("validation_loss")) {
+void add_metrics(Run& run, const MetricsLine& line) {
+  if (line.is_validation) {
     run.validations.push_back(
-        {step_in(line), number_in(line, "validation_loss"), number_in(line, "time")});
-    thin(run.validations, 4096);
-    return;
+        {whole(line.values[kStep]), line.validation_loss, line.values[kTime]});
+    return thin(run.validations, 4096);
   }
-  if (!line.contains("step") || !line.contains("loss")) return;
-  std::array<double, kColumns> values;
-  values.fill(kNone);
-  values[kStep] = static_cast<double>(step_in(line));
-  const std::array<std::pair<Column, const char*>, 8> columns{{{kTime, "time"},
-                                                               {kTokens, "tokens"},
-                                                               {kLoss, "loss"},
-                                                               {kGradNorm, "grad_norm"},
-                                                               {kLr, "lr"},
-                                                               {kTokensPerSecond, "tokens_per_s"},
-                                                               {kStepMs, "step_ms"},
-                                                               {kPeakBytes, "peak_bytes"}}};
-  for (const auto& [column, key] : columns) values[column] = number_in(line, key);
-  if (const auto split = line.find("split"); split != line.end() && split->is_object()) {
-    for (size_t i = 0; i < kSplits; ++i)
-      values[kCompute + i] = number_in(*split, (std::string(kSplitNames[i]) + "_ms").c_str());
-  }
-  run.steps.add(values);
+  if (!line.has_loss) return;
+  run.steps.add(line.values);
   add_ranks(run, line);
+}
+
+void read_metrics(Run& run, const std::string& path) {
+  std::ifstream file(path);
+  MetricsLine parsed;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty()) continue;
+    if (parsed.parse(line)) {
+      add_metrics(run, parsed);
+    } else if (!file.eof()) {  // the last may be in the making
+      ++run.bad_lines;
+    }
+  }
 }
 
 std::array<double, 5> memory_in(const Json& object, const char* key) {
@@ -187,7 +179,7 @@ void add_event(Run& run, const Json& line) {
   }
   if (kind == "ranks") {
     const auto ranks = line.find("ranks");
-    if (ranks == line.end() || !ranks->is_array() || ranks->size() > kMostRanks) return;
+    if (ranks == line.end() || !ranks->is_array() || ranks->size() > kRanksRead) return;
     run.memory.clear();
     for (const Json& rank : *ranks)
       run.memory.push_back({memory_in(rank, "memory"), memory_in(rank, "plan")});
@@ -344,7 +336,7 @@ Run read_run(const std::string& folder, size_t rows) {
     run.starts.push_back(line);
     if (run.starts.size() > kMostStarts) run.starts.erase(run.starts.begin());
   });
-  read_lines(metrics_file(run), run.bad_lines, [&](const Json& line) { add_metrics(run, line); });
+  read_metrics(run, metrics_file(run));
   read_lines(folder + "/events.jsonl", run.bad_lines,
              [&](const Json& line) { add_event(run, line); });
   if (run.state.empty()) run.state = "running";

@@ -13,33 +13,10 @@
 #include "lockstep/config/train_config.h"
 #include "lockstep/flight/flight.h"
 #include "lockstep/io/json.h"
+#include "lockstep/report/metrics_line.h"
 #include "lockstep/report/series.h"
 
 namespace lockstep::report {
-
-// Columns of Run::steps.
-enum Column : size_t {
-  kStep,
-  kTime,  // seconds since 1970
-  kTokens,
-  kLoss,
-  kGradNorm,
-  kLr,
-  kTokensPerSecond,
-  kStepMs,
-  kPeakBytes,
-  kCompute,  // from here on: milliseconds of a step, in the order of kSplitNames
-  kCommunication,
-  kBubble,
-  kStall,
-  kOptimizer,
-  kData,
-  kCheckpoint,
-  kColumns
-};
-inline constexpr size_t kSplits = kColumns - kCompute;
-inline constexpr std::array<std::string_view, kSplits> kSplitNames{
-    "compute", "communication", "bubble", "stall", "optimizer", "data", "checkpoint"};
 
 struct Validation {
   int64_t step = 0;

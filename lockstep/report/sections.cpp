@@ -138,6 +138,7 @@ std::string findings_section(const Run& run) {
 std::string curves_section(const std::vector<Run>& runs) {
   LineChart loss = picture(runs, kLoss, "Loss", true);
   loss.title = "Training loss, and validation loss as dots";
+  loss.width = kFullWidth;
   for (size_t i = 0; i < runs.size(); ++i) {
     Line line{.name = runs[i].name + ", validation", .colour = static_cast<int>(i), .dots = true};
     for (const Validation& each : runs[i].validations) {
@@ -269,7 +270,7 @@ std::string ranks_section(const Run& run, size_t index) {
       "ms</figcaption><div class=\"map\" data-map=\"ranks{}\">{}</div></figure>",
       index,
       to_svg(HeatMap{"Time that each rank computes in a step, ms", map.rows, map.columns,
-                     map.values, false, " ms"}));
+                     map.values, false, " ms", kFullWidth}));
   body += table("Ranks, mean of the last steps",
                 {"rank", "computes, ms", "of the median", "peak memory", ""}, rows);
   return section(format("ranks{}", index).c_str(), "Ranks", body);
@@ -313,7 +314,7 @@ std::string health_section(const Run& run, size_t index) {
 
 std::string memory_section(const Run& run) {
   if (run.memory.empty()) return "";
-  Bars bars{.title = "Memory of tensors by kind, measured and planned"};
+  Bars bars{.title = "Memory of tensors by kind, measured and planned", .width = kFullWidth};
   std::vector<std::vector<Cell>> rows;
   for (size_t rank = 0; rank < run.memory.size(); ++rank) {
     const RankMemory& memory = run.memory[rank];

@@ -12,6 +12,7 @@
 
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/flight/recorder.h"
 
 namespace lockstep::train {
 namespace {
@@ -82,8 +83,14 @@ void Progress::line(const std::string& text) {
   log::copy_line(text);
 }
 
-void Progress::step(const StepMetrics& metrics) {
+void Progress::step(const StepMetrics& metrics, const std::vector<flight::SlowRank>& slow) {
   if (!speaks_) return;
+  if (std::isfinite(metrics.loss)) {
+    const bool first = recent_loss_ == 0;
+    recent_loss_ = first ? metrics.loss : 0.9 * recent_loss_ + 0.1 * metrics.loss;
+    older_loss_ = first ? metrics.loss : 0.98 * older_loss_ + 0.02 * metrics.loss;
+  }
+  say_slow(metrics.step, slow);
   if (metrics.step % log_every_ == 0 || metrics.step == first_step_ + 1 ||
       metrics.step == total_steps_) {
     const auto width = std::to_string(total_steps_).size();
@@ -97,7 +104,7 @@ void Progress::step(const StepMetrics& metrics) {
                : std::isfinite(metrics.grad_norm) ? "  skipped: loss spike"
                                                   : "  skipped: not finite"));
   }
-  if (terminal_) draw_bar(metrics.step);
+  if (terminal_) draw_bar(metrics, slow);
 }
 
 void Progress::pause() { paused_at_ = Clock::now(); }
@@ -110,18 +117,49 @@ double Progress::seconds_left(int64_t step) const {
          static_cast<double>(total_steps_ - step);
 }
 
-void Progress::draw_bar(int64_t step) {
-  const double done = static_cast<double>(step) / static_cast<double>(total_steps_);
-  const std::string words = format(" {:3.0f}%  step {}/{}  left {}", 100 * done, step, total_steps_,
-                                   short_time(seconds_left(step)));
-  const int room = terminal_width() - 1 - static_cast<int>(words.size()) - 2;
-  std::string text = words.substr(1);
-  if (room >= kMinimalBar) {
-    const int width = std::min(room, kMaximalBar), filled = static_cast<int>(done * width);
-    text = "[" + std::string(static_cast<size_t>(filled), '#') +
-           std::string(static_cast<size_t>(width - filled), '.') + "]" + words;
+void Progress::say_slow(int64_t step, const std::vector<flight::SlowRank>& slow) {
+  std::set<int> now;
+  for (const flight::SlowRank& rank : slow) {
+    now.insert(rank.rank);
+    if (slow_.contains(rank.rank) || flight::is_watched()) continue;
+    line(
+        format("step {}: rank {} is slow: it computed for {:.2f} s, the other ranks for {:.2f} s "
+               "(median), and they wait for it",
+               step, rank.rank, static_cast<double>(rank.busy_ns) / 1e9,
+               static_cast<double>(rank.usual_ns) / 1e9));
   }
-  text.resize(std::min(text.size(), static_cast<size_t>(std::max(terminal_width() - 1, 0))));
+  slow_ = std::move(now);
+}
+
+// What does not fit into the line is left out, the least important first.
+void Progress::draw_bar(const StepMetrics& metrics, const std::vector<flight::SlowRank>& slow) {
+  const int64_t step = metrics.step;
+  const double done = static_cast<double>(step) / static_cast<double>(total_steps_);
+  const int width = terminal_width() - 1;
+  std::string words = format("{:3.0f}%  step {}/{}  left {}", 100 * done, step, total_steps_,
+                             short_time(seconds_left(step)));
+  std::vector<std::string> more;
+  for (const flight::SlowRank& rank : slow)
+    more.push_back(format("slow: rank {} ({:.1f}x)", rank.rank, rank.ratio()));
+  const double change = (recent_loss_ - older_loss_) / std::max(1e-12, std::abs(older_loss_));
+  more.push_back(format("loss {:.4f} {}", metrics.loss,
+                        change < -0.002  ? "falling"
+                        : change > 0.002 ? "rising"
+                                         : "steady"));
+  more.push_back(format("{} tok/s", short_number(metrics.tokens_per_s)));
+  more.push_back(short_bytes(metrics.peak_bytes));
+  for (const std::string& word : more) {
+    if (static_cast<int>(words.size() + 2 + word.size()) + kMinimalBar + 3 <= width)
+      words += "  " + word;
+  }
+  std::string text = words;
+  const int room = width - static_cast<int>(words.size()) - 3;
+  if (room >= kMinimalBar) {
+    const int length = std::min(room, kMaximalBar), filled = static_cast<int>(done * length);
+    text = "[" + std::string(static_cast<size_t>(filled), '#') +
+           std::string(static_cast<size_t>(length - filled), '.') + "] " + words;
+  }
+  text.resize(std::min(text.size(), static_cast<size_t>(std::max(width, 0))));
   write_out("\r\x1b[K" + text);
   bar_drawn_ = true;
 }

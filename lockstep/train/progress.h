@@ -3,9 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "lockstep/core/clock.h"
+#include "lockstep/flight/slow_ranks.h"
 #include "lockstep/train/observe/metrics.h"
 
 namespace lockstep::train {
@@ -22,14 +25,17 @@ class Progress {
 
   // A line of its own.
   void line(const std::string& text);
-  // A line every log_every steps, at the first and at the last; and the bar.
-  void step(const StepMetrics& metrics);
+  // A line every log_every steps, at the first and at the last; and the bar, with the loss, its
+  // trend, speed, memory and slow ranks. Of a rank that has become slow there is a line too, unless
+  // the launcher writes one.
+  void step(const StepMetrics& metrics, const std::vector<flight::SlowRank>& slow = {});
   // Time that does not belong to steps (evaluation, checkpoints) is not counted as theirs.
   void pause();
   void resume();
 
  private:
-  void draw_bar(int64_t step);
+  void draw_bar(const StepMetrics& metrics, const std::vector<flight::SlowRank>& slow);
+  void say_slow(int64_t step, const std::vector<flight::SlowRank>& slow);
   void clear_bar();
   double seconds_left(int64_t step) const;
 
@@ -38,6 +44,8 @@ class Progress {
   Clock::time_point start_, paused_at_ = {};
   double paused_seconds_ = 0;
   bool bar_drawn_ = false;
+  double recent_loss_ = 0, older_loss_ = 0;  // running means, over some 10 and 50 steps
+  std::set<int> slow_;                       // that there was a line of
 };
 
 // "431", "12.3k", "4.56M": a number that is read, not calculated with.

@@ -122,6 +122,13 @@ std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {
   return {losses.data_ptr<double>(), losses.data_ptr<double>() + losses.numel()};
 }
 
+at::Tensor TrainedModel::logits(const at::Tensor& sequence, int64_t position) {
+  const EvalMode eval(pipeline_);
+  const auto outputs = pipeline_.forward([&](int) { return parallel::Tensors{sequence}; });
+  if (outputs.empty()) return at::empty({0}, at::kFloat);
+  return outputs[0][0].flatten(0, 1)[position].to(at::kCPU, at::kFloat).contiguous();
+}
+
 // A pipeline is filled twice over.
 int64_t TrainedModel::batches_at_once() const {
   const schedule::Schedule& schedule = pipeline_.schedule();

@@ -49,6 +49,9 @@ class TrainedModel {
   at::Tensor step(const StepInput& input);
   // For each batch the sum of its tokens' losses, in eval mode.
   std::vector<double> evaluate(std::span<const Tensors> batches);
+  // Of a sequence (1, seq_len), in eval mode: this rank's columns of the logits at a position, as
+  // floats on the CPU. Nothing on ranks without the last stage.
+  at::Tensor logits(const at::Tensor& sequence, int64_t position);
   // How many batches evaluate() should be given at once.
   int64_t batches_at_once() const;
 

@@ -38,12 +38,14 @@
 #include "lockstep/train/integrity/fault_injection.h"
 #include "lockstep/train/integrity/state_vote.h"
 #include "lockstep/train/memory_report.h"
+#include "lockstep/train/observe/health.h"
 #include "lockstep/train/observe/run_observer.h"
 #include "lockstep/train/progress.h"
 #include "lockstep/train/run_record.h"
 #include "lockstep/train/start_lines.h"
 #include "lockstep/train/step_sums.h"
 #include "lockstep/train/stop_request.h"
+#include "lockstep/train/text_sample.h"
 #include "lockstep/train/threads.h"
 #include "lockstep/train/trained_model.h"
 
@@ -132,6 +134,7 @@ struct Trainer::State {
   std::string resumed_from;
   std::optional<data::BatchReader> reader;
   std::optional<RunObserver> observer;
+  std::optional<Health> health;
   double saving_ms = 0;  // since the last step
   int64_t measures_at;   // the step whose memory and pipeline the run folder gets
   std::optional<plan::Memory> measured;
@@ -184,6 +187,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
   if (saver) saver->reserve(model.slices(*optimizer));
   commit_start(config, world);
   observer.emplace(config, world, done);
+  if (config.metrics.health_every > 0) health.emplace(config.model);
   measures_at = std::min(done + 3, config.train.steps);
   progress.emplace(world.rank() == 0, done, config.train.steps, config.train.log_every);
 }
@@ -271,6 +275,8 @@ StepMetrics Trainer::State::step() {
                   .step = done,
                   .first_micro_batch = dp.rank() * accumulation,
                   .loss_scale = fault * dp.size() / targets});
+  const bool looks = health && (done + 1) % config.metrics.health_every == 0;
+  if (looks) health->before_update(model.pipeline());
   const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
@@ -300,6 +306,7 @@ StepMetrics Trainer::State::step() {
                "updated with them, because of {}; resume from a checkpoint with a lower optim.lr",
                done + 1, last_step.cause));
   }
+  if (looks) observer->event("health", done + 1, health->after_update(model.pipeline()));
   if (done + 1 == measures_at && !config.run.dir.empty())
     measured = measure(device, model, *optimizer, /*has_stepped=*/true);
   optimizer->zero_grad();
@@ -334,11 +341,15 @@ bool Trainer::State::evaluate() {
   progress->pause();
   flight::set_phase(flight::Phase::evaluating);
   const double loss = evaluator.loss(model);
-  flight::set_phase(flight::Phase::training);
   progress->line(format("step {}: validation loss {:.4f}, perplexity {:.3f} ({} tokens)", done,
                         loss, std::exp(loss),
                         short_number(static_cast<double>(evaluator.tokens()))));
   observer->evaluation(done, loss);
+  if (config.metrics.sample_tokens > 0) {
+    const std::string text = sample_text(model, config, data.tokenizer, device, world);
+    observer->event("sample", done, {{"prompt", config.metrics.sample_prompt}, {"text", text}});
+  }
+  flight::set_phase(flight::Phase::training);
   const bool is_best = done > 0 && best.offer(done, loss);
   progress->resume();
   return is_best;
@@ -424,7 +435,7 @@ TrainingResult Trainer::State::run() {
       observer->ranks(done, *measured, predicted(config, world), model.pipeline());
       measured.reset();
     }
-    progress->step(result);
+    progress->step(result, observer->slow());
     // A corrupt weight may be the cause of a bad step, and ten of these end the run.
     if (due(config.train.verify_every) || bad_steps.is_bad(last_step)) verify();
     if (bad_steps.must_roll_back(last_step)) {

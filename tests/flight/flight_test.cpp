@@ -5,12 +5,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
+#include <cstring>
 #include <memory>
 
 #include "lockstep/core/error.h"
 #include "lockstep/flight/culprit.h"
 #include "lockstep/flight/dump.h"
+#include "lockstep/flight/operation_totals.h"
 #include "lockstep/flight/recorder.h"
+#include "lockstep/flight/slow_ranks.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::flight {
@@ -216,6 +221,65 @@ TEST(Recorder, CountsMessagesOfEachDirectionAndPeer) {
     if (operation.group == "messages") numbers.push_back(operation.number);
   }
   EXPECT_THAT(numbers, ElementsAre(1, 2, 1, 1, 3));
+}
+
+TEST(SlowRanks, AreNamedAfterSixStepsOrThree) {
+  constexpr int64_t kMs = 1'000'000;
+  for (const auto& [factor, steps] : {std::pair(2, 6), {4, 3}}) {
+    SlowRanks judge;
+    for (int step = 1; step <= steps; ++step) {
+      const auto slow = judge.judge({100 * kMs, 100 * kMs, factor * 100 * kMs, 90 * kMs});
+      ASSERT_EQ(slow.size(), step == steps ? 1u : 0u) << factor << " " << step;
+    }
+    const auto slow = judge.judge({100 * kMs, 100 * kMs, factor * 100 * kMs, 90 * kMs});
+    EXPECT_EQ(slow[0].rank, 2);
+    EXPECT_EQ(slow[0].usual_ns, 100 * kMs);
+    EXPECT_EQ(slow[0].ratio(), factor);
+    EXPECT_TRUE(judge.judge({100 * kMs, 100 * kMs, 100 * kMs, 90 * kMs}).empty());
+  }
+  SlowRanks few;
+  for (int step = 0; step < 9; ++step)
+    EXPECT_TRUE(few.judge({2 * kMs, 20 * kMs}).empty());  // 18 ms
+  EXPECT_TRUE(few.judge({500 * kMs}).empty());
+}
+
+TEST(OperationTotals, CountWhatWasRecordedSinceTheLastReading) {
+  const auto page = std::make_unique<Page>();
+  const auto record = [&](uint64_t ticket, int64_t began, int64_t waited, int64_t ended) {
+    Entry& entry = page->entries[(ticket - 1) % kEntries];
+    std::strcpy(entry.operation, "all_reduce");
+    entry.dtype = static_cast<uint8_t>(DType::float32);
+    entry.count = 10;
+    entry.began = began;
+    entry.waited = waited;
+    entry.ended = ended;
+    entry.ticket = ticket;
+    page->next = ticket;
+  };
+  OperationTotals totals;
+  record(1, 100, 150, 200);
+  record(2, 200, 0, 260);
+  record(3, 300, 310, 0);  // in flight
+  totals.read(*page);
+  const auto first = totals.take();
+  ASSERT_EQ(first.size(), 1u);
+  const OperationTotal& total = first.at("all_reduce");
+  EXPECT_EQ(total.count, 2);
+  EXPECT_EQ(total.bytes, 80);
+  EXPECT_EQ(total.flight_ns, 160);
+  EXPECT_EQ(total.waited_ns, 50);
+  totals.read(*page);
+  EXPECT_TRUE(totals.take().empty());
+}
+
+TEST(FlightPage, OfThisProcessIsReadFromOutside) {
+  start(0, 1);
+  set_step(41, 1000, 10);
+  const auto flight = read_process(getpid());
+  ASSERT_TRUE(flight);
+  EXPECT_EQ(flight->pid, getpid());
+  EXPECT_EQ(flight->step, 41);
+  EXPECT_FALSE(read_process(-1));
 }
 
 }  // namespace

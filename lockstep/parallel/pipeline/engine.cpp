@@ -451,12 +451,16 @@ double PipelineEngine::grad_norm(optim::NormOptions how) const {
   how.group = norm_group_;
   how.exact =
       how.exact || std::visit([](const auto& data) { return data.reproducible; }, options.data);
+  return optim::grad_norm(optim::tensors_of(counted_parameters()), how);
+}
+
+std::vector<optim::NamedParameter> PipelineEngine::counted_parameters() const {
   std::vector<optim::NamedParameter> mine;
   // Copies have given their gradients away.
   for (const auto& stage : stages_) {
     for (auto& parameter : stage->norm_parameters()) mine.push_back(std::move(parameter));
   }
-  return optim::grad_norm(optim::tensors_of(tensor_.counted(std::move(mine))), how);
+  return tensor_.counted(std::move(mine));
 }
 
 }  // namespace detail

@@ -31,6 +31,8 @@ class PipelineEngine {
   bool hold(int64_t budget) const;
 
   double grad_norm(optim::NormOptions options) const;
+  std::vector<optim::NamedParameter> counted_parameters() const;
+  const comm::Group& counted_group() const { return norm_group_; }
   std::vector<optim::NamedParameter> named_parameters() const;
 
   const std::vector<std::unique_ptr<Stage>>& stages() const { return stages_; }

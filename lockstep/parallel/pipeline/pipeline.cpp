@@ -64,6 +64,10 @@ std::vector<at::Tensor> Pipeline::parameters() const {
 double Pipeline::grad_norm(optim::NormOptions options) const {
   return engine_->grad_norm(std::move(options));
 }
+std::vector<optim::NamedParameter> Pipeline::counted_parameters() const {
+  return engine_->counted_parameters();
+}
+comm::Group Pipeline::counted_group() const { return engine_->counted_group(); }
 double Pipeline::clip_grad_norm_(double max_norm, optim::NormOptions options) const {
   for (const ShardedModel& model : sharded()) detail::require_clipping(model);
   const double norm = grad_norm(std::move(options));

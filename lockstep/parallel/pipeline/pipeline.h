@@ -140,6 +140,10 @@ class Pipeline {
   // Of the whole model, every parameter once, the same on all ranks. Collective.
   double grad_norm(optim::NormOptions options = {}) const;
   double clip_grad_norm_(double max_norm, optim::NormOptions options = {}) const;
+  // What grad_norm() reads: the ranks of counted_group() together have every element of the model
+  // once. Shards are flat.
+  std::vector<optim::NamedParameter> counted_parameters() const;
+  comm::Group counted_group() const;
 
   void train(bool on = true);
   void eval() { train(false); }
