@@ -48,7 +48,7 @@ const std::vector<Subcommand>& subcommands() {
       {"report", "say what the ranks of a job that failed or hangs were doing",
        lockstep::cli::report},
       {"selftest", "verify the communication layer on this machine", lockstep::cli::selftest},
-      {"bench", "measure collectives and codecs on this machine", lockstep::cli::bench},
+      {"bench", "measure collectives, codecs and the whole machine", lockstep::cli::bench},
       {"doctor", "check this machine for training", lockstep::cli::doctor},
       {lockstep::launch::Guard::kCommand, nullptr,
        [](const Arguments&) -> int { lockstep::launch::guard_main(); }},

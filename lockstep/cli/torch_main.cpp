@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/cli/bench/collectives_rank.h"
+#include "lockstep/cli/bench/machine_rank.h"
 #include "lockstep/cli/doctor/doctor_torch.h"
 #include "lockstep/cli/infer/infer_rank.h"
 #include "lockstep/cli/selftest_rank.h"
@@ -20,6 +21,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::map<std::string, int (*)(const std::vector<std::string>&)> commands{
       {"bench-collectives", cli::bench_collectives_rank},
+      {"bench-machine", cli::bench_machine_rank},
       {"doctor", cli::doctor_torch},
       {"eval", cli::eval_rank},
       {"sample", cli::sample_rank},

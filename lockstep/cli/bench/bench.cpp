@@ -5,6 +5,7 @@
 
 #include "lockstep/cli/bench/codecs.h"
 #include "lockstep/cli/bench/collectives.h"
+#include "lockstep/cli/bench/machine.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -17,14 +18,16 @@ int bench(const std::vector<std::string>& arguments) {
   if (what == "--help" || what == "-h") {
     std::cout << "Measures the performance of this machine.\n"
                  "Usage: lockstep bench collectives [OPTIONS]    collectives between ranks\n"
-                 "       lockstep bench codecs [OPTIONS]         encodings of offloaded state\n";
+                 "       lockstep bench codecs [OPTIONS]         encodings of offloaded state\n"
+                 "       lockstep bench machine [OPTIONS]        all that lockstep plan needs\n";
     return 0;
   }
   if (what == "collectives") return bench_collectives(rest);
   if (what == "codecs") return bench_codecs(rest);
-  throw ConfigError(format(
-      "bench: unknown subcommand '{}'; use lockstep bench collectives or lockstep bench codecs",
-      what));
+  if (what == "machine") return bench_machine(rest);
+  throw ConfigError(
+      format("bench: unknown subcommand '{}'; use lockstep bench collectives, codecs or machine",
+             what));
 }
 
 }  // namespace lockstep::cli

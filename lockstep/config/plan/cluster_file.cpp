@@ -207,9 +207,9 @@ ClusterFile read_cluster(const std::string& path) {
   return file;
 }
 
-std::string to_toml(const ClusterFile& file) {
+std::string to_toml(const ClusterFile& file, const std::string& collectives) {
   ClusterFile copy = file;
-  Texts texts;
+  Texts texts{.collectives = collectives};
   const Schema schema = cluster_schema(copy, texts);
   std::string text;
   for (const Section& section : schema.sections()) {

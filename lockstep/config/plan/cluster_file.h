@@ -20,7 +20,8 @@ struct ClusterFile {
 // Numbers that only the file can know must be there, unless cluster.base names a shipped
 // description. Throws ConfigError with the file, the key and the rule.
 ClusterFile read_cluster(const std::string& path);
-std::string to_toml(const ClusterFile& file);
+// `collectives` names the files of measured collectives, which are not in the text.
+std::string to_toml(const ClusterFile& file, const std::string& collectives = "");
 
 // Measured collectives: CSV with the columns op, hosts, ranks, bytes and seconds, or what a program
 // of nccl-tests printed, whose name is in its text or in the path. Throws ConfigError.

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+// All ranks measure at the same time, as they compute in a step, and the slowest counts. Constants
+// are found one after the other: products and memory alone first, then what of a whole block they
+// do not explain.
+#include "lockstep/cli/bench/machine_rank.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+
+#include "lockstep/cli/common/options.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/control/host_layout.h"
+#include "lockstep/config/plan/cluster_file.h"
+#include "lockstep/core/clock.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/system_memory.h"
+#include "lockstep/memory/device_size.h"
+#include "lockstep/model/language_model.h"
+#include "lockstep/nn/loss.h"
+#include "lockstep/optim/adamw.h"
+#include "lockstep/plan/step_time.h"
+#include "lockstep/train/device/device.h"
+#include "lockstep/train/threads.h"
+
+namespace lockstep::cli {
+namespace {
+
+using comm::Group;
+using plan::Collective;
+
+constexpr int kSamples = 5;  // at least
+
+class MachineBench {
+ public:
+  MachineBench(const Group& world, const config::TrainConfig& config, double seconds)
+      : world_(world),
+        device_(train::choose_device(config, world)),
+        dtype_(config.train.dtype == config::Precision::bfloat16 ? at::kBFloat16 : at::kFloat),
+        seconds_(seconds) {
+    if (device_.is_cuda()) train::make_current(device_);
+  }
+
+  config::ClusterFile measure() {
+    const auto hosts = comm::host_layout(world_).hosts;
+    cluster_.name = config::this_host();
+    cluster_.devices_per_node = static_cast<int>(hosts[0].size());
+    cluster_.device.name = device_.is_cuda() ? train::cuda_name(device_) : "CPU";
+    cluster_.device.memory = static_cast<double>(
+        device_.is_cuda() ? memory::device_bytes(device_)
+                          : static_cast<int64_t>(available_memory() / hosts[0].size()));
+    cluster_.efficiency = {.product = 1, .attention = 1, .memory = 1};
+    // What hosts have between them where there is one; such groups are not planned then.
+    cluster_.links.host_bandwidth = cluster_.links.network_bandwidth = 1e10;
+    stage("products", [&] { products(); });
+    stage("memory", [&] { memory_bandwidth(); });
+    stage("optimizer", [&] { optimizer(); });
+    stage("blocks and head", [&] { blocks(); });
+    stage("collectives", [&] { collectives(); });
+    stage("messages", [&] { messages(); });
+    stage("overlap", [&] { overlap(); });
+    if (world_.rank() == 0) std::cerr << "\n";
+    cluster_.error = std::clamp(2 * worst_spread_, 0.08, 0.5);
+    cluster_.note = format("measured with {} ranks, spread at most {:.0f} %", world_.size(),
+                           100 * worst_spread_);
+    return {cluster_, config::this_host(), config::this_build(), today()};
+  }
+
+ private:
+  static constexpr int kStages = 7;
+
+  static std::string today() {
+    const std::time_t now = std::time(nullptr);
+    std::tm parts{};
+    gmtime_r(&now, &parts);
+    return format("{:04}-{:02}-{:02}", parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday);
+  }
+
+  void stage(const char* name, const std::function<void()>& work) {
+    if (world_.rank() == 0)
+      std::cerr << format("\r[{}{}] {:<16}", std::string(static_cast<size_t>(done_), '#'),
+                          std::string(static_cast<size_t>(kStages - done_), '.'), name)
+                << std::flush;
+    work();
+    ++done_;
+  }
+
+  void finish() const {
+    if (device_.is_cpu()) return;
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    guard.synchronizeStream(guard.getStream(device_));
+  }
+  double slowest(double value) const {
+    at::Tensor all = at::full({1}, value, at::kDouble);
+    if (device_.is_cuda() && world_.backend() == "nccl") all = all.to(device_);
+    comm::all_reduce(all, world_, {.op = comm::ReduceOp::max}).wait();
+    return all.item<double>();
+  }
+
+  // Median seconds of the slowest rank. All ranks repeat it as often.
+  double time_of(const std::function<void()>& work) {
+    const auto once = [&] {
+      comm::barrier(world_).wait();
+      const auto start = Clock::now();
+      work();
+      finish();
+      return seconds_since(start);
+    };
+    once();
+    const double estimate = slowest(once());
+    const int count =
+        static_cast<int>(std::clamp(seconds_ / std::max(estimate, 1e-7), 1.0 * kSamples, 500.0));
+    std::vector<double> samples;
+    for (int i = 0; i < count; ++i) samples.push_back(once());
+    std::ranges::sort(samples);
+    const double median = samples[samples.size() / 2];
+    const double spread =
+        (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
+    if (estimate > 1e-3) worst_spread_ = std::max(worst_spread_, slowest(spread));
+    return slowest(median);
+  }
+
+  at::Tensor random(std::vector<int64_t> shape) const {
+    return at::randn(shape, at::TensorOptions().dtype(dtype_).device(device_));
+  }
+
+  // Time is linear in FLOP above a floor: a large product and a small one.
+  void products() {
+    const auto product = [&](int64_t rows, int64_t size) {
+      const at::Tensor a = random({rows, size}), b = random({size, size});
+      return std::pair(2.0 * static_cast<double>(rows * size * size),
+                       time_of([&] { at::mm(a, b); }));
+    };
+    const bool cuda = device_.is_cuda();
+    const auto [flop, seconds] = cuda ? product(4096, 8192) : product(512, 1024);
+    const auto [few, floor] = cuda ? product(256, 1024) : product(64, 128);
+    const double per_flop = (seconds - floor) / (flop - few);
+    cluster_.device.flops = 1 / std::max(per_flop, 1e-18);
+    cluster_.efficiency.product_half =
+        std::max(0.0, (floor - few * per_flop) * cluster_.device.flops);
+  }
+
+  void memory_bandwidth() {
+    const int64_t count = (device_.is_cuda() ? 256 << 20 : 64 << 20) / 4;
+    const at::Tensor a = at::zeros({count}, at::TensorOptions().device(device_));
+    const at::Tensor b = at::zeros_like(a);
+    const double copied = time_of([&] { b.copy_(a); });
+    const double added = time_of([&] { b.add_(a); });
+    cluster_.device.bandwidth = 20.0 * static_cast<double>(count) / (copied + added);
+    cluster_.links.host_memory = cluster_.device.bandwidth;
+  }
+
+  void optimizer() {
+    const int64_t count = device_.is_cuda() ? 50'000'000 : 4'000'000;
+    at::Tensor parameter = random({count / 1000, 1000}).requires_grad_();
+    parameter.mutable_grad() = random({count / 1000, 1000});
+    optim::AdamW adamw({{"weight", parameter}});
+    const double seconds = time_of([&] { adamw.step(); });
+    cluster_.software.optimizer_bytes =
+        seconds * cluster_.device.bandwidth / static_cast<double>(count);
+  }
+
+  struct Sizes {
+    int64_t hidden, vocab, batch, length;
+  };
+  // Forward and backward of a whole model.
+  double model_time(int64_t layers, const Sizes& sizes) {
+    const config::ModelSpec spec =
+        config::ModelSpec{.kind = config::ModelKind::llama,
+                          .layers = layers,
+                          .hidden = sizes.hidden,
+                          .heads = sizes.hidden / 64,
+                          .vocab = sizes.vocab}
+            .resolved(sizes.length, sizes.vocab);
+    model::LanguageModel model(
+        spec, {.tensors = at::TensorOptions().dtype(dtype_).device(device_)});
+    model::initialize(*model, 1);
+    const at::Tensor tokens = at::randint(sizes.vocab, {sizes.batch, sizes.length},
+                                          at::TensorOptions().dtype(at::kLong).device(device_));
+    return time_of([&] {
+      const at::Tensor logits = model->forward(tokens);
+      const double scale = 1.0 / static_cast<double>(tokens.numel());
+      nn::cross_entropy(logits.reshape({-1, sizes.vocab}), tokens.reshape({-1}), {.scale = scale})
+          .backward();
+    });
+  }
+  double block_time(const Sizes& sizes) {
+    return (model_time(3, sizes) - model_time(1, sizes)) / 2;
+  }
+  // As plan/ has it with the constants so far.
+  plan::LayerTimes planned(const Sizes& sizes) const {
+    const plan::ModelShape shape{.layers = 1,
+                                 .hidden = sizes.hidden,
+                                 .heads = sizes.hidden / 64,
+                                 .kv_heads = sizes.hidden / 64,
+                                 .head_size = 64,
+                                 .ffn = (sizes.hidden * 8 / 3 + 63) / 64 * 64,
+                                 .vocab = sizes.vocab,
+                                 .gated = true};
+    const plan::Layout layout{.sequence = sizes.length,
+                              .micro_batch = sizes.batch,
+                              .element = dtype_ == at::kBFloat16 ? 2.0 : 4.0};
+    return plan::layer_times(shape, layout, cluster_);
+  }
+  static double whole(const plan::LayerTime& layer) {
+    return layer.forward.total() + layer.backward().total();
+  }
+  // The value of a constant, between two limits, with which a prediction is `seconds`. Predictions
+  // fall with it.
+  static void solve(double& constant, double low, double high, double seconds,
+                    const std::function<double()>& predicted) {
+    for (int i = 0; i < 60; ++i) {
+      constant = std::sqrt(low * high);
+      (predicted() > seconds ? low : high) = constant;
+    }
+  }
+
+  void blocks() {
+    const bool cuda = device_.is_cuda();
+    const int64_t hidden = cuda ? 2048 : 256, vocab = cuda ? 32768 : 4096;
+    const Sizes tiny{hidden, vocab, 1, 16};
+    const Sizes wide{hidden, vocab, cuda ? 16 : 8, cuda ? 512 : 64};
+    const Sizes lengthy{hidden, vocab, 1, cuda ? 8192 : 1024};
+    plan::Efficiency& efficiency = cluster_.efficiency;
+    efficiency.launch = 0;
+    efficiency.attention = 1;
+    const double block = block_time(wide);
+    solve(efficiency.memory, 0.01, 10, block, [&] { return whole(planned(wide).block); });
+    const double attended = block_time(lengthy);
+    solve(efficiency.attention, 0.001, 10, attended,
+          [&] { return whole(planned(lengthy).block); });
+    const double floor = block_time(tiny);
+    const double head = model_time(1, wide) - block;
+    double fewer = 1;  // logits a byte, so that predictions fall with it
+    solve(fewer, 1e-4, 10, head, [&] {
+      cluster_.software.logit_bytes = 1 / fewer;
+      const plan::LayerTimes times = planned(wide);
+      return whole(times.head) + whole(times.embedding);
+    });
+    efficiency.launch = std::max(0.0, floor / 3);
+  }
+
+  // The whole world, and groups of 2, 4 ... ranks that all work at the same time.
+  void collectives() {
+    for (int size = 2; size <= world_.size(); size *= 2) measure_groups(size);
+    if ((world_.size() & (world_.size() - 1)) != 0) measure_groups(world_.size());
+  }
+  void measure_groups(int size) {
+    if (world_.size() % size != 0) return;
+    const Group group =
+        size == world_.size() ? world_ : world_.split(world_.rank() / size, world_.rank());
+    const int hosts = static_cast<int>(comm::host_layout(group).hosts.size());
+    for (int64_t bytes = 4096; bytes <= (device_.is_cuda() ? 1 << 30 : 64 << 20); bytes *= 16) {
+      const int64_t count = bytes / 4 / size * size;
+      const auto options = at::TensorOptions().device(
+          group.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+      const at::Tensor all = at::zeros({count}, options), part = at::zeros({count / size}, options);
+      const auto add = [&](Collective op, const std::function<void()>& work) {
+        cluster_.links.measured.push_back(
+            {op, {size, hosts}, static_cast<double>(bytes), time_of(work)});
+      };
+      add(Collective::all_reduce, [&] { comm::all_reduce(all, group).wait(); });
+      add(Collective::all_gather, [&] { comm::all_gather(all, part, group).wait(); });
+      add(Collective::reduce_scatter, [&] { comm::reduce_scatter(part, all, group).wait(); });
+    }
+  }
+
+  // There and back between neighbours.
+  void messages() {
+    if (world_.size() < 2) return;
+    const auto options = at::TensorOptions().device(
+        world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+    const auto message = [&](int64_t bytes) {
+      const at::Tensor buffer = at::zeros({bytes / 4}, options);
+      return time_of([&] {
+               if (world_.rank() > 1) return;
+               const int other = 1 - world_.rank();
+               if (world_.rank() == 0) comm::send(buffer, other, world_).wait();
+               comm::recv(buffer, other, world_).wait();
+               if (world_.rank() == 1) comm::send(buffer, other, world_).wait();
+             }) /
+             2;
+    };
+    const double small = message(4096), large = message(4 << 20);
+    plan::Links& links = cluster_.links;
+    links.host_latency = small;
+    links.host_bandwidth = (4 << 20) / std::max(large - small, 1e-9);
+  }
+
+  // A product while an all-reduce is in flight: what of the all-reduce it hides, and by how much
+  // each slows down.
+  void overlap() {
+    if (world_.size() < 2) return;
+    const int64_t size = device_.is_cuda() ? 8192 : 512;
+    const at::Tensor a = random({size, size}), b = random({size, size});
+    const auto options = at::TensorOptions().device(
+        world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+    const at::Tensor buffer = at::zeros({device_.is_cuda() ? 64 << 20 : 1 << 20}, options);
+    const double product = time_of([&] { at::mm(a, b); });
+    const double reduction = time_of([&] { comm::all_reduce(buffer, world_).wait(); });
+    const int count = std::max(1, static_cast<int>(std::ceil(2 * reduction / product)));
+    const double both = time_of([&] {
+      comm::Work work = comm::all_reduce(buffer, world_);
+      for (int i = 0; i < count; ++i) at::mm(a, b);
+      work.wait();
+    });
+    cluster_.software.slowdown =
+        std::clamp((both - count * product) / reduction, 0.0, 1.0);
+  }
+
+  const Group& world_;
+  at::Device device_;
+  at::ScalarType dtype_;
+  double seconds_;
+  plan::Cluster cluster_;
+  double worst_spread_ = 0;
+  int done_ = 0;
+};
+
+void write_machine(const config::ClusterFile& file, const std::string& path) {
+  namespace fs = std::filesystem;
+  const fs::path table = fs::path(path).replace_extension("csv");
+  if (fs::path(path).has_parent_path()) fs::create_directories(fs::path(path).parent_path());
+  std::ofstream rows(table);
+  rows << "op,hosts,ranks,bytes,seconds\n";
+  for (const plan::MeasuredCollective& each : file.cluster.links.measured)
+    rows << format("{},{},{},{},{}\n", plan::name_of(each.op), each.group.hosts, each.group.ranks,
+                   each.bytes, each.seconds);
+  std::ofstream text(path);
+  text << config::to_toml(file, table.filename().string());
+  if (!rows.good() || !text.good())
+    throw ConfigError(format("bench machine: {} cannot be written", path));
+}
+
+}  // namespace
+
+int bench_machine_rank(const std::vector<std::string>& arguments) {
+  std::string backend = "auto", dtype = "auto", output;
+  double seconds = 0.5;
+  int threads = 0;
+  CLI::App app;
+  app.add_option("--backend", backend);
+  app.add_option("--dtype", dtype);
+  app.add_option("--seconds", seconds);
+  app.add_option("--threads", threads);
+  app.add_option("--output", output)->required();
+  if (const auto status = parse(app, "bench machine", "", arguments)) return *status;
+  const auto body = [&](const Group& world) {
+    config::TrainConfig config;
+    const bool cuda = train::choose_device(config, world).is_cuda();
+    if (dtype == "bfloat16" || (dtype == "auto" && cuda))
+      config.train.dtype = config::Precision::bfloat16;
+    train::set_threads(config, world);
+    const config::ClusterFile file = MachineBench(world, config, seconds).measure();
+    if (world.rank() != 0) return;
+    write_machine(file, output);
+    std::cout << config::to_toml(file) << "\nwritten to " << output << "\n";
+  };
+  if (threads > 0) {
+    comm::run_threads(threads, body, {.backend = backend});
+  } else {
+    body(comm::init({.backend = backend}));
+  }
+  return 0;
+}
+
+}  // namespace lockstep::cli
