@@ -80,7 +80,9 @@ struct OptimConfig {
 };
 
 struct LayoutConfig {
-  int dp = 0;  // 0: what tp and pp leave
+  bool automatic = false;  // auto: the planner chooses what is not set
+  int attempts = 0;        // try: layouts of the planner that are tried for a few steps
+  int dp = 0;              // 0: what tp and pp leave
   int tp = 1, pp = 1;
   layout::Order order = layout::Order::pp_fastest;
   bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices

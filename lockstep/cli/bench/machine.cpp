@@ -45,7 +45,9 @@ int bench_machine(const std::vector<std::string>& arguments) {
                                          "--output",   output};
   const bool in_job = RankEnv::detect().world_size > 1;
   const int status = run_program(in_job ? command : start_ranks(backend, ranks, command));
-  if (status != 0 || in_job || !strategies || backend == "nccl" || ranks == 1) return status;
+  if (status != 0 || in_job) return status;
+  std::cout << config::to_toml(config::read_cluster(output)) << "\nwritten to " << output << "\n";
+  if (!strategies || backend == "nccl" || ranks == 1) return 0;
   std::cerr << "strategies of collectives for comm.strategy adaptive\n";
   return bench_collectives({"-n", std::to_string(ranks), "--backends", backend, "--calibrate",
                             "--seconds", format("{}", seconds / 10), "--bytes",

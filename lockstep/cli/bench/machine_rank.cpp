@@ -360,9 +360,7 @@ int bench_machine_rank(const std::vector<std::string>& arguments) {
       config.train.dtype = config::Precision::bfloat16;
     train::set_threads(config, world);
     const config::ClusterFile file = MachineBench(world, config, seconds).measure();
-    if (world.rank() != 0) return;
-    write_machine(file, output);
-    std::cout << config::to_toml(file) << "\nwritten to " << output << "\n";
+    if (world.rank() == 0) write_machine(file, output);
   };
   if (threads > 0) {
     comm::run_threads(threads, body, {.backend = backend});

@@ -20,6 +20,7 @@ const char* const kPlanHelp =
     "       lockstep plan layout -n N [--max-ranks N] [--cluster NAME|FILE] [--json] [--svg FILE]\n"
     "                     [--top N] [--explain \"--section.key VALUE ...\"] [--section.key VALUE "
     "...]\n"
+    "       lockstep plan compare RUN_FOLDER [--cluster NAME|FILE] [--json]\n"
     "       lockstep plan cluster NAME|FILE\n"
     "memory: peak memory of each rank during a step, compared with memory.max_per_device. The exit "
     "status is\n"
@@ -40,6 +41,7 @@ const char* const kPlanHelp =
     "in memory.\n"
     "Options that are given are kept; the others are searched. The exit status is 1 if nothing "
     "fits.\n"
+    "compare: the predicted step of a run beside the measured one, in the same parts.\n"
     "cluster: prints the description of a cluster as TOML: a100, h100, h200 or a file. Without "
     "--cluster\n"
     "the file that lockstep bench machine wrote on this host counts, else h100.\n"
@@ -56,9 +58,10 @@ int plan(const std::vector<std::string>& arguments) {
   if (arguments[0] == "inventory") return plan_inventory(rest);
   if (arguments[0] == "time") return plan_time(rest);
   if (arguments[0] == "layout") return plan_layout(rest);
+  if (arguments[0] == "compare") return plan_compare(rest);
   if (arguments[0] == "cluster") return plan_cluster(rest);
   throw ConfigError(format(
-      "plan: unknown subcommand '{}'; use memory, inventory, time, layout or cluster",
+      "plan: unknown subcommand '{}'; use memory, inventory, time, layout, compare or cluster",
       arguments[0]));
 }
 

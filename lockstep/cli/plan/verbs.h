@@ -37,6 +37,7 @@ int plan_memory(const std::vector<std::string>& arguments);
 int plan_inventory(std::vector<std::string> arguments);
 int plan_time(std::vector<std::string> arguments);
 int plan_layout(std::vector<std::string> arguments);
+int plan_compare(std::vector<std::string> arguments);
 int plan_cluster(const std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

@@ -9,6 +9,7 @@
 
 #include "lockstep/cli/common/options.h"
 #include "lockstep/cli/common/torch_program.h"
+#include "lockstep/cli/train/choose_layout.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/run_folder.h"
@@ -96,6 +97,20 @@ int train(const Words& arguments) {
                "(lockstep run --max-restarts)",
                parsed.config.run.max_restarts));
   }
+  if (parsed.config.parallel.automatic) {
+    if (env.launcher != Launcher::none)
+      throw ConfigError(
+          format("train: parallel.auto under {}, whose ranks must agree on a layout; run lockstep "
+                 "plan layout and give its flags, or start the ranks with -n N",
+                 name_of(env.launcher)));
+    Words chosen = arguments;
+    const Words layout = choose_layout(parsed, arguments, parsed.ranks.value_or(1));
+    chosen.insert(chosen.end(), layout.begin(), layout.end());
+    return train(chosen);
+  }
+  if (parsed.config.parallel.attempts > 0)
+    throw ConfigError(format("parallel.try is {}, but parallel.auto is false: nothing is tried",
+                             parsed.config.parallel.attempts));
   std::string folder;
   if (env.rank == 0) folder = prepare(parsed, env, starts_ranks ? *parsed.ranks : env.world_size);
   set_variables(parsed.config);

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/cli/train/choose_layout.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <sstream>
+
+#include "lockstep/cli/common/torch_program.h"
+#include "lockstep/config/input_files.h"
+#include "lockstep/config/model_source.h"
+#include "lockstep/config/plan/cluster_file.h"
+#include "lockstep/config/plan/run_metrics.h"
+#include "lockstep/config/plan/search.h"
+#include "lockstep/config/run_tokenizer.h"
+#include "lockstep/core/error.h"
+#include "lockstep/core/format.h"
+#include "lockstep/core/size_text.h"
+
+namespace lockstep::cli {
+namespace {
+
+using config::Prediction;
+using Words = std::vector<std::string>;
+namespace fs = std::filesystem;
+
+constexpr int kTrialSteps = 8;
+
+Words words_of(const std::string& flags) {
+  std::istringstream stream(flags);
+  Words words;
+  for (std::string word; stream >> word;) words.push_back(word);
+  return words;
+}
+
+// Seconds of a step, from a run of a few. Weights begin as those of the run do, because initial
+// values depend on the seed alone, and are thrown away.
+double tried(const Words& arguments, const Words& layout, const std::string& folder) {
+  Words command{own_path(), "train"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  command.insert(command.end(), layout.begin(), layout.end());
+  const Words trial{"--run.dir",         folder, "--train.steps",      std::to_string(kTrialSteps),
+                    "--optim.schedule",  "constant", "--optim.warmup", "0",
+                    "--checkpoint.every", "0",   "--train.eval_every", "0",
+                    "--train.log_every", "0",    "--metrics.file",     "auto",
+                    "--checkpoint.dir",  "",     "--optim.decay_steps", "0"};
+  command.insert(command.end(), trial.begin(), trial.end());
+  const int status = run_program(command);
+  if (status != 0) throw ConfigError(format("a trial of {} steps ended with {}", kTrialSteps, status));
+  return config::measured_step(folder).seconds;
+}
+
+}  // namespace
+
+Words choose_layout(const config::TrainArguments& parsed, const Words& arguments, int world) {
+  config::TrainConfig config = parsed.config;
+  config::complete_model(config, parsed.origins);
+  const bool open = config.model.vocab == 0 && config.model_path.empty();
+  const config::ModelSpec model =
+      config::resolve_model(config, open ? config::open_tokenizer(config).vocab_size() : 0);
+  const plan::Cluster cluster = config::cluster_for("").cluster;
+  const config::SearchResult result =
+      config::search_layouts(config, model, parsed.origins, {world}, cluster);
+  const int64_t limit = config::memory_limit(config, cluster);
+  if (result.best.empty())
+    throw ConfigError(
+        format("parallel.auto: of {} layouts of {} none fits in {}; the smallest takes about {} "
+               "({}): use more ranks or a smaller model",
+               result.candidates, counted(world, "rank"), size_text(limit),
+               size_text(result.least_memory), result.smallest));
+  const size_t count =
+      std::min(result.best.size(), static_cast<size_t>(std::max(1, config.parallel.attempts)));
+  size_t chosen = 0;
+  double least = 0;
+  for (size_t i = 0; i < count && config.parallel.attempts > 0; ++i) {
+    const std::string flags = config::layout_flags(result.best[i].config);
+    const auto folder = fs::temp_directory_path() / format("lockstep-try-{}-{}", getpid(), i);
+    Words layout = words_of(flags);
+    layout.insert(layout.end(), {"--parallel.auto", "false", "--parallel.try", "0"});
+    const double seconds = tried(arguments, layout, folder.string());
+    fs::remove_all(folder);
+    std::cerr << format("parallel.auto: tried {}: {:.1f} ms a step, predicted {:.1f} ms\n", flags,
+                        1e3 * seconds, 1e3 * result.best[i].time.total());
+    if (i == 0 || seconds < least) {
+      chosen = i;
+      least = seconds;
+    }
+  }
+  const Prediction& best = result.best[chosen];
+  const std::string flags = config::layout_flags(best.config);
+  std::cerr << format(
+      "parallel.auto: {}: number {} of {} layouts on {} ({}), predicted {:.1f} ms a step and {} a "
+      "rank{}\n",
+      flags, chosen + 1, result.candidates, cluster.name, cluster.note, 1e3 * best.time.total(),
+      size_text(best.memory),
+      config.parallel.attempts > 0 ? format(", the fastest of {} that were tried", count) : "");
+  Words layout = words_of(flags);
+  layout.insert(layout.end(), {"--parallel.auto", "false", "--parallel.try", "0"});
+  return layout;
+}
+
+}  // namespace lockstep::cli
