@@ -23,7 +23,7 @@ define ctest
 endef
 
 .NOTPARALLEL:
-.PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-wide check-asan check-tsan check-no-pch faults faults-all clean
+.PHONY: help setup configure build train tests test test-times bench install package release api lint tidy check-all check-gpu check-pages check-wide check-asan check-tsan check-no-pch faults faults-all clean
 
 help:
 	@echo "make build               install what is missing (as root), configure, compile; the command is build/bin/lockstep"
@@ -37,7 +37,7 @@ help:
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting, the layer rule, and words that have a better term"
 	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
-	@echo "make check-all           lint, test, wider tests, and builds with sanitizers and without precompiled headers"
+	@echo "make check-all           lint, test, wider tests, pages in Chromium, and builds with sanitizers and without precompiled headers"
 	@echo "make faults              inject each fault of the catalogue once (root; under 30 minutes); FAULTS=A1,C: only these"
 	@echo "make faults-all          the same with full counts and ten minutes of fuzzing (hours)"
 	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
@@ -60,6 +60,7 @@ train: configure
 	@rm -rf $(BUILD)/train
 	$(BUILD)/bin/lockstep train -n $(RANKS) --config examples/train.toml --run.dir $(BUILD)/train $(TRAIN_ARGS)
 	$(BUILD)/bin/lockstep sample --checkpoint $(BUILD)/train --prompt "namespace std {" --tokens 600
+	@$(BUILD)/bin/lockstep report $(BUILD)/train
 
 test: tests
 	$(call ctest,$(BUILD))
@@ -116,7 +117,7 @@ tidy: setup
 	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else git ls-files $(TIDY); fi); \
 	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
-check-all: lint test check-wide check-asan check-tsan check-no-pch
+check-all: lint test check-wide check-pages check-asan check-tsan check-no-pch
 
 # Everything, on a machine with a GPU: also the tests of CUDA, and of NCCL with several ranks on one GPU.
 check-gpu:
@@ -144,6 +145,11 @@ check-wide: tests
 	for ranks in 1 2 3 4 8; do for backend in shm gloo mpi; do \
 	  $(BUILD)/bin/lockstep selftest -n $$ranks --backend $$backend || exit 1; done; done
 	for backend in shm gloo mpi; do $(BUILD)/bin/lockstep selftest -n 2 --backend $$backend --large || exit 1; done
+
+# Reports of real runs in Debian's Chromium; pages and pictures stay in build/pages. PICTURES=docs/images: those of the documentation too.
+check-pages: tests
+	@command -v chromium >/dev/null || { echo "check-pages: chromium is not installed (apt-get install chromium)" >&2; exit 1; }
+	python3 tests/report/page_test.py $(BUILD)/bin/lockstep $(BUILD)/pages $(if $(PICTURES),--pictures $(PICTURES))
 
 # Sanitizers over the half that does not use torch: libtorch is not built with them.
 check-asan check-tsan: check-%: setup

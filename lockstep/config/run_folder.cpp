@@ -350,6 +350,7 @@ void RunFolder::place() {
   };
   in_folder(config_.checkpoint.dir, kCheckpoints);
   in_folder(config_.metrics.file, "metrics.jsonl");
+  if (config_.run.dir.empty()) return;  // validate() refuses what asks for a place in no folder
   in_folder(config_.metrics.trace, "traces");
   in_folder(config_.metrics.tensorboard, "tensorboard");
 }

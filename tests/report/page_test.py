@@ -128,6 +128,8 @@ def main():
             for kind, width, scheme in (("light", 1280, "light"), ("dark", 1280, "dark"), ("narrow", 400, "light")):
                 browser.open(page, width=width, scheme=scheme)
                 browser.picture(folder / f"{name}-{kind}.png")
+            browser.call("Emulation.setEmulatedMedia", media="print")
+            browser.picture(folder / f"{name}-printed.png")
             browser.print_to(folder / f"{name}.pdf")
         if arguments.pictures:
             browser.open(pages["train"], width=1200, height=1000)

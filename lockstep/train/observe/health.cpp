@@ -51,9 +51,10 @@ void Health::before_update(const parallel::Pipeline& pipeline) {
   auto sums = sums_.accessor<double, 2>();
   auto largest = largest_.accessor<double, 2>();
   for (const auto& [name, tensor] : pipeline.counted_parameters()) {
-    weights_.push_back(tensor.detach().clone());
     const int64_t row = row_of(name);
     const at::Tensor grad = tensor.grad();
+    // Copies of tied parameters have given their gradients away: they do not count.
+    weights_.push_back(grad.defined() ? tensor.detach().clone() : at::Tensor());
     if (row < 0 || !grad.defined() || grad.numel() == 0) continue;
     sums[row][kGradSquares] += squares(grad);
     sums[row][kGradZeros] +=
@@ -71,7 +72,7 @@ io::OrderedJson Health::after_update(const parallel::Pipeline& pipeline) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     const int64_t row = row_of(parameters[i].name);
     const at::Tensor now = parameters[i].tensor.detach();
-    if (row < 0 || now.numel() == 0) continue;
+    if (row < 0 || now.numel() == 0 || !weights_[i].defined()) continue;
     sums[row][kWeightSquares] += squares(now);
     sums[row][kUpdateSquares] += squares(weights_[i].sub_(now));
     largest[row][kWeightMax] = std::max(largest[row][kWeightMax], now.abs().max().item<double>());
