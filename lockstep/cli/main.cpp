@@ -45,7 +45,7 @@ const std::vector<Subcommand>& subcommands() {
       {"schedule", "show a pipeline schedule with its time and memory", lockstep::cli::schedule},
       {"plan", "predict time and memory of a training run, and find its layout", lockstep::cli::plan},
       {"run", "start the ranks of a program and stop them together", lockstep::cli::run},
-      {"report", "say what the ranks of a job that failed or hangs were doing",
+      {"report", "show training runs as a page, as text or live; say why one failed",
        lockstep::cli::report},
       {"selftest", "verify the communication layer on this machine", lockstep::cli::selftest},
       {"bench", "measure collectives, codecs and the whole machine", lockstep::cli::bench},

@@ -20,7 +20,7 @@
 namespace lockstep::cli {
 namespace {
 
-// Written to a temporary file beside it, so that a reader never sees half a page.
+// Written to a temporary file first, so that a reader never sees half a page.
 void write_file(const std::string& path, const std::function<void(std::ostream&)>& write) {
   const std::string temporary = path + ".tmp";
   std::ofstream file(temporary, std::ios::binary);

@@ -448,22 +448,16 @@ void add_output(Schema& schema, TrainConfig& config) {
 
   schema.section("metrics", "Metrics and traces");
   schema.add("file", config.metrics.file,
-             "File for metrics, one line of JSON per step. auto: metrics.jsonl in run.dir. Empty: "
-             "none.");
+             "File of metrics, a JSON line per step. auto: metrics.jsonl in run.dir. Empty: none.");
   schema.add("trace", config.metrics.trace,
              "Folder for Chrome traces, one file per rank. auto: traces in run.dir. Empty: none.");
   schema.add("tensorboard", config.metrics.tensorboard,
              "Folder for TensorBoard event files. auto: tensorboard in run.dir. Empty: none.");
   schema.add("health_every", config.metrics.health_every,
-             "Steps between records of the gradients, weights and updates of each layer, for "
-             "lockstep report. 0: none.",
-             kFromZero);
+             "Steps between records of each layer's gradients and weights; 0: none.", kFromZero);
   schema.add("sample_tokens", config.metrics.sample_tokens,
-             "Length of the text that is generated after each validation, in tokens, for lockstep "
-             "report. 0: none.",
-             kFromZero);
-  schema.add("sample_prompt", config.metrics.sample_prompt,
-             "Text that metrics.sample_tokens continues.");
+             "Tokens of text to generate after each validation; 0: none.", kFromZero);
+  schema.add("sample_prompt", config.metrics.sample_prompt, "Text that sample_tokens continues.");
 
   schema.section("run", "Run folder");
   schema.add("dir", config.run.dir,

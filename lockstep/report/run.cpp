@@ -197,8 +197,8 @@ void add_event(Run& run, const Json& line) {
   run.events.erase(std::ranges::find(run.events, kind, &Event::kind));
 }
 
-// Of the last start: whether its rank 0 is alive. Of another host nobody knows; then what was
-// written in the last minutes decides.
+// Of the last start: whether its rank 0 is alive. On another host this cannot be seen; there the
+// time of the last line decides.
 bool is_alive(const Run& run) {
   if (run.starts.empty()) return false;
   const auto ranks = run.starts.back().find("ranks");

@@ -20,6 +20,7 @@ COMMANDS = {
     "train.txt": ["train", "--help"],
     "sample.txt": ["sample", "--help"],
     "eval.txt": ["eval", "--help"],
+    "report.txt": ["report", "--help"],
     "checkpoint.txt": ["checkpoint", "--help"],
     "checkpoint_inspect.txt": ["checkpoint", "inspect", "--help"],
     "checkpoint_verify.txt": ["checkpoint", "verify", "--help"],

@@ -89,7 +89,7 @@ def main():
     parser.add_argument("lockstep")
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--pictures", type=pathlib.Path)
-    parser.add_argument("--steps", default="400", help="of the run of make train")
+    parser.add_argument("--steps", default="400", help="of the longest run")
     arguments = parser.parse_args()
     source = pathlib.Path(__file__).resolve().parents[2]
     lockstep, folder = str(pathlib.Path(arguments.lockstep).resolve()), arguments.folder.resolve()
@@ -118,7 +118,7 @@ def main():
         failures.check(browser.value("document.querySelectorAll('.card.gantt').length") == 2, "cube: the pipeline, measured and simulated")
         browser.hover(".map")
         tip = browser.value("document.querySelector('.map .tip').textContent")
-        failures.check(tip.startswith("rank"), f"cube: hovering over the ranks shows a value: {tip}")
+        failures.check(tip.startswith("rank"), f"cube: a value under the pointer: {tip}")
         browser.open(pages["two"])
         legend = browser.value("document.querySelector('.wide .legend').textContent")
         failures.check("dp2-tp2-pp2" in legend and "restarts" in legend, f"two: both runs are in one picture: {legend}")
