@@ -128,6 +128,7 @@ def main():
             for kind, width, scheme in (("light", 1280, "light"), ("dark", 1280, "dark"), ("narrow", 400, "light")):
                 browser.open(page, width=width, scheme=scheme)
                 browser.picture(folder / f"{name}-{kind}.png")
+            browser.open(page, width=794)  # of A4
             browser.call("Emulation.setEmulatedMedia", media="print")
             browser.picture(folder / f"{name}-printed.png")
             browser.print_to(folder / f"{name}.pdf")
@@ -135,7 +136,7 @@ def main():
             browser.open(pages["train"], width=1200, height=1000)
             browser.picture(arguments.pictures / "report.png", whole=False)
             browser.open(pages["cube"], width=1200)
-            for name, selector in {"report-time": "#time0", "report-ranks": "#ranks0", "report-pipeline": "#pipeline", "report-memory": "#memory", "report-health": "#health0"}.items():
+            for name, selector in {"report-time": "#time0", "report-ranks": "#ranks0", "report-pipeline": "#pipeline", "report-health": "#health0"}.items():
                 box = browser.value(f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect(); return {{x: b.x, y: b.y + scrollY, width: b.width, height: b.height}}; }})()")
                 browser.picture(arguments.pictures / f"{name}.png", clip=box)
     finally:
