@@ -268,9 +268,10 @@ void add_order(Schema& schema, layout::Order& order) {
 void add_layout(Schema& schema, TrainConfig& config) {
   LayoutConfig& parallel = config.parallel;
   schema.section("parallel", "Parallelism");
-  schema.add("auto", parallel.automatic,
-             "Let the planner choose the layout, as `lockstep plan layout` does; with -n only. Keys "
-             "that are set are kept. The layout includes train.micro_batch and train.recompute.");
+  schema.add(
+      "auto", parallel.automatic,
+      "Let the planner choose the layout, as `lockstep plan layout` does; with -n only. Keys "
+      "that are set are kept. The layout includes train.micro_batch and train.recompute.");
   schema.add("try", parallel.attempts,
              "parallel.auto only: train this many of the planner's first layouts for a few steps "
              "each, and choose the fastest; 0 trusts the prediction.",

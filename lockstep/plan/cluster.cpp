@@ -101,8 +101,7 @@ double collective_time(const Cluster& cluster, Collective op, GroupShape group, 
   const double share =
       std::pow(std::clamp(per_host / cluster.devices_per_node, 0.0, 1.0), links.sharing);
   const double steps = (op == Collective::all_reduce ? 2 : 1) * (group.ranks - 1.0);
-  const double latency =
-      links.host_latency + (group.hosts > 1 ? steps * links.network_latency : 0);
+  const double latency = links.host_latency + (group.hosts > 1 ? steps * links.network_latency : 0);
   const auto points = like(links, op, group);
   if (points.empty()) {
     const double bandwidth = group.hosts == 1
@@ -124,8 +123,7 @@ double message_time(const Cluster& cluster, bool same_host, double bytes) {
   const Links& links = cluster.links;
   if (same_host) return links.host_latency + bytes / links.host_bandwidth;
   return links.network_latency +
-         bytes / std::min(links.host_bandwidth,
-                          links.network_bandwidth / cluster.devices_per_node);
+         bytes / std::min(links.host_bandwidth, links.network_bandwidth / cluster.devices_per_node);
 }
 
 }  // namespace lockstep::plan

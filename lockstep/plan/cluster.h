@@ -51,28 +51,28 @@ struct Links {
   double network_bandwidth = 0, network_latency = 1e-5;
   // Groups that have g of the n ranks of each host get (g / n)^sharing of the bandwidth.
   double sharing = 1;
-  double device_link = 2.5e10;     // between a device and the memory of its host
-  double host_memory = 1e11;       // bandwidth of that memory for one rank
-  double reduce_factor = 1;        // measured times of all-reduces are divided by this
-  double gather_factor = 1;        // and those of all-gathers and reduce-scatters by this
+  double device_link = 2.5e10;  // between a device and the memory of its host
+  double host_memory = 1e11;    // bandwidth of that memory for one rank
+  double reduce_factor = 1;     // measured times of all-reduces are divided by this
+  double gather_factor = 1;     // and those of all-gathers and reduce-scatters by this
   std::vector<MeasuredCollective> measured = {};
 };
 
 // What the training program does. The defaults are Lockstep's.
 struct Software {
-  double gradient_bytes = 0;    // of a gradient that is reduced; 0: as the parameter
-  double accumulate_bytes = 0;  // moved for each parameter in every micro-batch
-  double optimizer_bytes = 36;  // moved for each parameter in an update
-  double logit_bytes = 40;      // moved for each logit in forward and backward
-  double score_bytes = 0;       // moved for each attention score in forward; 0: fused attention
-  double overlap = 0.7;         // part of the last backward that reductions can hide under
-  bool overlap_scatter = true;  // also the reduce-scatters of a sharded optimizer
-  bool reduce_each = false;     // sharded gradients are reduced in every micro-batch
-  double slowdown = 0.3;        // of computation, in parts of the communication hidden under it
-  bool regather = false;        // sequence parallelism gathers inputs again in backward
+  double gradient_bytes = 0;      // of a gradient that is reduced; 0: as the parameter
+  double accumulate_bytes = 0;    // moved for each parameter in every micro-batch
+  double optimizer_bytes = 36;    // moved for each parameter in an update
+  double logit_bytes = 40;        // moved for each logit in forward and backward
+  double score_bytes = 0;         // moved for each attention score in forward; 0: fused attention
+  double overlap = 0.7;           // part of the last backward that reductions can hide under
+  bool overlap_scatter = true;    // also the reduce-scatters of a sharded optimizer
+  bool reduce_each = false;       // sharded gradients are reduced in every micro-batch
+  double slowdown = 0.3;          // of computation, in parts of the communication hidden under it
+  bool regather = false;          // sequence parallelism gathers inputs again in backward
   bool scatter_messages = false;  // stages send 1/tp of their output from each rank
-  double pipeline_launch = 0;     // seconds of a block's forward pass and tensor-parallel rank, where
-                                  // a pipeline spans hosts
+  double pipeline_launch = 0;  // seconds of a block's forward pass and tensor-parallel rank, where
+                               // a pipeline spans hosts
 };
 
 struct Cluster {

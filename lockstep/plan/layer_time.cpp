@@ -112,14 +112,14 @@ class LayerClock {
   }
   // Of what stands for one all-reduce of the stream.
   double stream_latency() const {
-    return layout_.sequence_parallel ? collective(Collective::all_gather, 1) +
-                                           collective(Collective::reduce_scatter, 1)
-                                     : collective(Collective::all_reduce, 1);
+    return layout_.sequence_parallel
+               ? collective(Collective::all_gather, 1) + collective(Collective::reduce_scatter, 1)
+               : collective(Collective::all_reduce, 1);
   }
   double stream_reduction() const {
-    return collective(layout_.sequence_parallel ? Collective::reduce_scatter
-                                                : Collective::all_reduce,
-                      tokens_ * hidden() * layout_.element);
+    return collective(
+        layout_.sequence_parallel ? Collective::reduce_scatter : Collective::all_reduce,
+        tokens_ * hidden() * layout_.element);
   }
 
   // Forward and backward. Positions before the own one are half of the scores.
@@ -149,8 +149,8 @@ class LayerClock {
     double least = passes * cluster_.efficiency.launch;
     const bool spans = layout_.dims.pp > 1 && layout_.dims.world_size() > cluster_.devices_per_node;
     if (spans && tp_ > 1 && cluster_.software.pipeline_launch > 0)
-      least += passes * cluster_.software.pipeline_launch * tp_ +
-               (tp_group_.hosts > 1 ? latency : 0);
+      least +=
+          passes * cluster_.software.pipeline_launch * tp_ + (tp_group_.hosts > 1 ? latency : 0);
     pass.host = std::max(0.0, least - work);
   }
 
@@ -160,9 +160,8 @@ class LayerClock {
     const Layout& l = layout_;
     const bool gathers = l.shards > 1 && l.shard != ShardingStrategy::no_shard &&
                          l.shard != ShardingStrategy::optimizer;
-    const double fetch = l.offload_params
-                             ? time.parameters * l.element / l.shards / cluster_.links.device_link
-                             : 0;
+    const double fetch =
+        l.offload_params ? time.parameters * l.element / l.shards / cluster_.links.device_link : 0;
     if (!gathers && fetch == 0) return;
     const double gather =
         fetch + (gathers ? collective_time(cluster_, Collective::all_gather, shard_group_,

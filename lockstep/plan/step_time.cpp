@@ -45,8 +45,8 @@ StageTime stage_of(const LayerTimes& layers, int count, bool first, bool last) {
 
 // How the stages of a pipeline lie on its ranks, without the order of their actions.
 schedule::Pipeline placement_of(const Layout& layout) {
-  const bool v = layout.schedule == PipelineSchedule::zb_v ||
-                 layout.schedule == PipelineSchedule::dualpipe_v;
+  const bool v =
+      layout.schedule == PipelineSchedule::zb_v || layout.schedule == PipelineSchedule::dualpipe_v;
   return {layout.schedule, layout.dims.pp, static_cast<int>(layout.micro_batches), layout.chunks,
           v ? schedule::StageOrder::v : schedule::StageOrder::loop};
 }
@@ -256,8 +256,7 @@ class StepClock {
     };
     switch (layout_.shard) {
       case ShardingStrategy::no_shard:
-        return hidden_under(window,
-                            collective_time(cluster_, Collective::all_reduce, all, bytes));
+        return hidden_under(window, collective_time(cluster_, Collective::all_reduce, all, bytes));
       case ShardingStrategy::optimizer:
         return hidden_under(software.overlap_scatter ? window : 0,
                             collective_time(cluster_, Collective::reduce_scatter, all, bytes)) +
@@ -327,8 +326,7 @@ GroupShape shape_of(const Layout& layout, layout::Axis axis, int devices_per_nod
 
 double mfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds) {
   const double flop = model.flops_per_token(layout.sequence) * static_cast<double>(layout.tokens());
-  return flop / seconds /
-         (cluster.device.flops * static_cast<double>(layout.dims.world_size()));
+  return flop / seconds / (cluster.device.flops * static_cast<double>(layout.dims.world_size()));
 }
 
 double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds) {
@@ -338,7 +336,8 @@ double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster
   if (layout.recompute == layout::Recompute::selective) again = attention;
   if (layout.recompute == layout::Recompute::full)
     again = 2 * static_cast<double>(model.layers) * model.block_parameters() + attention;
-  return mfu(model, layout, cluster, seconds) * (1 + again / model.flops_per_token(layout.sequence));
+  return mfu(model, layout, cluster, seconds) *
+         (1 + again / model.flops_per_token(layout.sequence));
 }
 
 }  // namespace lockstep::plan

@@ -24,10 +24,10 @@ Words operator+(Words left, const Words& right) {
   return left;
 }
 
-const Words kModel{"--model.kind",      "llama", "--model.layers",  "32",     "--model.hidden",
-                   "4096",              "--model.heads",    "32",   "--model.ffn", "14336",
-                   "--model.vocab",     "128000", "--train.seq_len", "4096",  "--train.dtype",
-                   "bfloat16",          "--train.device",  "cuda"};
+const Words kModel{
+    "--model.kind",    "llama", "--model.layers", "32",       "--model.hidden", "4096",
+    "--model.heads",   "32",    "--model.ffn",    "14336",    "--model.vocab",  "128000",
+    "--train.seq_len", "4096",  "--train.dtype",  "bfloat16", "--train.device", "cuda"};
 
 Result plan(const Words& verb, const Words& options) {
   return lockstep_command(Words{"plan"} + verb + kModel + options);
@@ -40,7 +40,7 @@ void expect_refused(const Result& result, const std::string& facts) {
   EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
 }
 
-const Words kLayout{"--parallel.dp", "2", "--parallel.tp", "2", "--parallel.pp", "2",
+const Words kLayout{"--parallel.dp",       "2", "--parallel.tp",        "2", "--parallel.pp", "2",
                     "--train.micro_batch", "1", "--train.global_batch", "64"};
 
 TEST(PlanTime, PartsAddUpToTheStep) {
@@ -55,8 +55,8 @@ TEST(PlanTime, PartsAddUpToTheStep) {
   EXPECT_EQ(json["layout"]["tp"], 2);
   EXPECT_EQ(json["layout"]["schedule"], "1f1b");
   EXPECT_GT(json["memory_bytes"].get<double>(), 1e10);
-  EXPECT_NEAR(json["tokens_per_s"].get<double>(),
-              64 * 4096 / json["step_ms"].get<double>() * 1e3, 1);
+  EXPECT_NEAR(json["tokens_per_s"].get<double>(), 64 * 4096 / json["step_ms"].get<double>() * 1e3,
+              1);
   EXPECT_GT(json["mfu"].get<double>(), 0.2);
   EXPECT_EQ(json["sensitivity"].size(), 5U);
 }
@@ -64,9 +64,9 @@ TEST(PlanTime, PartsAddUpToTheStep) {
 TEST(PlanTime, ForPeople) {
   const Result result = plan({"time", "--cluster", "a100"}, kLayout);
   ASSERT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.out, AllOf(HasSubstr("A100 node"), HasSubstr("not measured"),
-                                HasSubstr("bubble"), HasSubstr("MFU"), HasSubstr("HFU"),
-                                HasSubstr("twice the network")));
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("A100 node"), HasSubstr("not measured"), HasSubstr("bubble"),
+                    HasSubstr("MFU"), HasSubstr("HFU"), HasSubstr("twice the network")));
 }
 
 TEST(PlanTime, RowsOfAFile) {
@@ -74,9 +74,9 @@ TEST(PlanTime, RowsOfAFile) {
   const std::string rows = folder.path() + "/rows.csv";
   write_file(rows,
              "parallel.dp,parallel.tp,parallel.pp,parallel.split\n4,2,1,\n2,2,2,16 18\n2,3,1,\n");
-  const Result result = plan({"time", "--rows", rows, "--memory", "--cluster", "h100", "--cluster",
-                              "a100"},
-                             {"--train.micro_batch", "1", "--train.global_batch", "64"});
+  const Result result =
+      plan({"time", "--rows", rows, "--memory", "--cluster", "h100", "--cluster", "a100"},
+           {"--train.micro_batch", "1", "--train.global_batch", "64"});
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("refused,parameters"), HasSubstr("step_ms_1"),
                                 HasSubstr("divisible by parallel.tp 3")));
@@ -93,7 +93,8 @@ TEST(PlanTime, AClusterOfAFile) {
   const std::string whole =
       "[device]\nflops = 1e14\nmemory = 8e10\nbandwidth = 1e12\n[links]\nhost_bandwidth = 1e11\n";
   expect_refused(ask(whole), "mine.toml ... links.network_bandwidth ... missing ... above 0");
-  expect_refused(ask(whole + "network_bandwidth = -3\n"), "mine.toml:7 ... links.network_bandwidth is -3 ... above 0");
+  expect_refused(ask(whole + "network_bandwidth = -3\n"),
+                 "mine.toml:7 ... links.network_bandwidth is -3 ... above 0");
   expect_refused(ask("[cluster]\nbase = \"x100\"\n"), "x100 ... a100, h100, h200");
   EXPECT_EQ(ask(whole + "network_bandwidth = 1e10\n").code, 0);
   const double before = Json::parse(ask("[cluster]\nbase = \"h100\"\n").out)["step_ms"];
@@ -168,10 +169,10 @@ TEST(PlanLayout, FlagsFixAnAxis) {
 TEST(PlanLayout, SaysWhyNotAnother) {
   const TempDir folder;
   const std::string svg = folder.path() + "/front.svg";
-  const Result result = plan({"layout", "-n", "16", "--cluster", "h100", "--svg", svg, "--explain",
-                              "--parallel.tp 5", "--explain", "--parallel.tp 1 --train.micro_batch 1", "--explain",
-                              "--parallel.tp 16"},
-                             {"--train.global_batch", "64"});
+  const Result result =
+      plan({"layout", "-n", "16", "--cluster", "h100", "--svg", svg, "--explain", "--parallel.tp 5",
+            "--explain", "--parallel.tp 1 --train.micro_batch 1", "--explain", "--parallel.tp 16"},
+           {"--train.global_batch", "64"});
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("tp 5: refused"), HasSubstr("micro_batch 1: too large"),
                                 HasSubstr("tp 16: "), HasSubstr("% slower, most of it"),
@@ -188,8 +189,10 @@ TEST(PlanLayout, FewerRanksMayDo) {
 
 TEST(PlanLayout, WhatFitsNowhere) {
   expect_refused(plan({"layout", "-n", "2", "--cluster", "h100"},
-                   {"--train.global_batch", "64", "--memory.max_per_device", "4GB"}), "2 ranks ... 4 GB ... smallest ... -n");
-  expect_refused(plan({"layout", "-n", "37", "--cluster", "h100"}, {"--train.global_batch", "64"}), "37 ranks ... heads 32 ... batch 64");
+                      {"--train.global_batch", "64", "--memory.max_per_device", "4GB"}),
+                 "2 ranks ... 4 GB ... smallest ... -n");
+  expect_refused(plan({"layout", "-n", "37", "--cluster", "h100"}, {"--train.global_batch", "64"}),
+                 "37 ranks ... heads 32 ... batch 64");
   expect_refused(plan({"layout"}, {}), "missing ... -n ... --max-ranks");
   expect_refused(plan({"layout", "-n", "4", "--max-ranks", "8"}, {}), "-n 4 ... --max-ranks 8");
 }

@@ -57,13 +57,16 @@ TEST(StepTime, TenPublishedRunsOfMegatron) {
     double tflops;
     int micro, chunks;
   };
-  const std::vector<Run> runs = {
-      {24, 2304, 24, 1, 1, 32, 512, 137, 16, 1},    {32, 3072, 30, 2, 1, 64, 512, 138, 16, 1},
-      {32, 4096, 36, 4, 1, 128, 512, 142, 16, 1},   {48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1},
-      {64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1},   {80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3},
-      {96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2}, {128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2},
-      {128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3},
-      {160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1}};
+  const std::vector<Run> runs = {{24, 2304, 24, 1, 1, 32, 512, 137, 16, 1},
+                                 {32, 3072, 30, 2, 1, 64, 512, 138, 16, 1},
+                                 {32, 4096, 36, 4, 1, 128, 512, 142, 16, 1},
+                                 {48, 6144, 40, 8, 1, 256, 1024, 135, 8, 1},
+                                 {64, 8192, 48, 8, 2, 512, 1536, 138, 4, 1},
+                                 {80, 10240, 60, 8, 4, 1024, 1792, 140, 2, 3},
+                                 {96, 12288, 80, 8, 8, 1536, 2304, 148, 2, 2},
+                                 {128, 16384, 96, 8, 16, 1920, 2160, 155, 1, 2},
+                                 {128, 20480, 105, 8, 35, 2520, 2520, 163, 1, 3},
+                                 {160, 25600, 128, 8, 64, 3072, 3072, 163, 1, 1}};
   double sum = 0;
   for (const Run& run : runs) {
     const double length = 2048, vocab = 51200, layers = static_cast<double>(run.layers);
@@ -72,15 +75,15 @@ TEST(StepTime, TenPublishedRunsOfMegatron) {
                         (1 + length / (6 * h) + vocab / (16 * layers * h));
     const double measured = flop / run.gpus / run.tflops / 1e12;
     const int dp = run.gpus / run.tp / run.pp;
-    Layout layout{.dims = {dp, run.tp, run.pp},
-                  .order = Order::tp_fastest,
-                  .schedule = run.chunks > 1 ? PipelineSchedule::interleaved
-                                             : PipelineSchedule::one_f_one_b,
-                  .chunks = run.chunks,
-                  .sequence = 2048,
-                  .micro_batch = run.micro,
-                  .micro_batches = run.batch / dp / run.micro,
-                  .recompute = Recompute::full};
+    Layout layout{
+        .dims = {dp, run.tp, run.pp},
+        .order = Order::tp_fastest,
+        .schedule = run.chunks > 1 ? PipelineSchedule::interleaved : PipelineSchedule::one_f_one_b,
+        .chunks = run.chunks,
+        .sequence = 2048,
+        .micro_batch = run.micro,
+        .micro_batches = run.batch / dp / run.micro,
+        .recompute = Recompute::full};
     if (run.pp > 1) layout.layers_per_stage = equal_stages(run.layers, run.pp * run.chunks);
     const double predicted =
         step_time(gpt(run.layers, run.hidden, run.heads, 51200), layout, megatron()).total();
@@ -104,10 +107,12 @@ Layout pipeline(PipelineSchedule schedule, int chunks) {
 TEST(StepTime, ClosedFormsAreCloseToTheSimulation) {
   const ModelShape model = gpt(16, 2048, 16, 50304);
   const Cluster cluster = typical_cluster("h100");
-  for (const auto& [schedule, chunks] :
-       {std::pair{PipelineSchedule::one_f_one_b, 1}, {PipelineSchedule::interleaved, 2},
-        {PipelineSchedule::interleaved, 4}, {PipelineSchedule::zb_h1, 1},
-        {PipelineSchedule::zb_v, 2}, {PipelineSchedule::gpipe, 1}}) {
+  for (const auto& [schedule, chunks] : {std::pair{PipelineSchedule::one_f_one_b, 1},
+                                         {PipelineSchedule::interleaved, 2},
+                                         {PipelineSchedule::interleaved, 4},
+                                         {PipelineSchedule::zb_h1, 1},
+                                         {PipelineSchedule::zb_v, 2},
+                                         {PipelineSchedule::gpipe, 1}}) {
     const Layout layout = pipeline(schedule, chunks);
     const double simulated = step_time(model, layout, cluster).total();
     const double estimated = step_time(model, layout, cluster, Pipelined::estimated).total();

@@ -52,9 +52,9 @@ TEST(Simulate, KnownResults) {
   }
 }
 
-// Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): bubble rates of four models, from
-// the times in milliseconds that were profiled of a forward, the two halves of a backward, and a
-// message. The rates count the longest span of a rank.
+// Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): bubble rates of four models,
+// from the times in milliseconds that were profiled of a forward, the two halves of a backward, and
+// a message. The rates count the longest span of a rank.
 TEST(Simulate, PublishedZeroBubbleRates) {
   struct Profile {
     int ranks, microbatches;

@@ -25,9 +25,8 @@ int bench(const std::vector<std::string>& arguments) {
   if (what == "collectives") return bench_collectives(rest);
   if (what == "codecs") return bench_codecs(rest);
   if (what == "machine") return bench_machine(rest);
-  throw ConfigError(
-      format("bench: unknown subcommand '{}'; use lockstep bench collectives, codecs or machine",
-             what));
+  throw ConfigError(format(
+      "bench: unknown subcommand '{}'; use lockstep bench collectives, codecs or machine", what));
 }
 
 }  // namespace lockstep::cli

@@ -40,9 +40,9 @@ int bench_machine(const std::vector<std::string>& arguments) {
   if (const auto status = parse(app, "bench machine", usage, arguments)) return *status;
   check_ranks("bench machine", ranks);
   if (output.empty()) output = config::machine_file();
-  const std::vector<std::string> command{torch_path(), "bench-machine", "--backend", backend,
-                                         "--dtype",    dtype,           "--seconds", format("{}", seconds),
-                                         "--output",   output};
+  const std::vector<std::string> command{
+      torch_path(), "bench-machine", "--backend",           backend,    "--dtype",
+      dtype,        "--seconds",     format("{}", seconds), "--output", output};
   const bool in_job = RankEnv::detect().world_size > 1;
   const int status = run_program(in_job ? command : start_ranks(backend, ranks, command));
   if (status != 0 || in_job) return status;

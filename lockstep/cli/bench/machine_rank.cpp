@@ -173,15 +173,14 @@ class MachineBench {
   };
   // Forward and backward of a whole model.
   double model_time(int64_t layers, const Sizes& sizes) {
-    const config::ModelSpec spec =
-        config::ModelSpec{.kind = config::ModelKind::llama,
-                          .layers = layers,
-                          .hidden = sizes.hidden,
-                          .heads = sizes.hidden / 64,
-                          .vocab = sizes.vocab}
-            .resolved(sizes.length, sizes.vocab);
-    model::LanguageModel model(
-        spec, {.tensors = at::TensorOptions().dtype(dtype_).device(device_)});
+    const config::ModelSpec spec = config::ModelSpec{.kind = config::ModelKind::llama,
+                                                     .layers = layers,
+                                                     .hidden = sizes.hidden,
+                                                     .heads = sizes.hidden / 64,
+                                                     .vocab = sizes.vocab}
+                                       .resolved(sizes.length, sizes.vocab);
+    model::LanguageModel model(spec,
+                               {.tensors = at::TensorOptions().dtype(dtype_).device(device_)});
     model::initialize(*model, 1);
     const at::Tensor tokens = at::randint(sizes.vocab, {sizes.batch, sizes.length},
                                           at::TensorOptions().dtype(at::kLong).device(device_));
@@ -235,8 +234,7 @@ class MachineBench {
     const double block = block_time(wide);
     solve(efficiency.memory, 0.01, 10, block, [&] { return whole(planned(wide).block); });
     const double attended = block_time(lengthy);
-    solve(efficiency.attention, 0.001, 10, attended,
-          [&] { return whole(planned(lengthy).block); });
+    solve(efficiency.attention, 0.001, 10, attended, [&] { return whole(planned(lengthy).block); });
     const double floor = block_time(tiny);
     const double head = model_time(1, wide) - block;
     double fewer = 1;  // logits a byte, so that predictions fall with it
@@ -260,8 +258,8 @@ class MachineBench {
     const int hosts = static_cast<int>(comm::host_layout(group).hosts.size());
     for (int64_t bytes = 4096; bytes <= (device_.is_cuda() ? 1 << 30 : 64 << 20); bytes *= 16) {
       const int64_t count = bytes / 4 / size * size;
-      const auto options = at::TensorOptions().device(
-          group.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+      const auto options =
+          at::TensorOptions().device(group.backend() == "nccl" ? device_ : at::Device(at::kCPU));
       const at::Tensor all = at::zeros({count}, options), part = at::zeros({count / size}, options);
       const auto add = [&](Collective op, const std::function<void()>& work) {
         cluster_.links.measured.push_back(
@@ -276,8 +274,8 @@ class MachineBench {
   // There and back between neighbours.
   void messages() {
     if (world_.size() < 2) return;
-    const auto options = at::TensorOptions().device(
-        world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+    const auto options =
+        at::TensorOptions().device(world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
     const auto message = [&](int64_t bytes) {
       const at::Tensor buffer = at::zeros({bytes / 4}, options);
       return time_of([&] {
@@ -301,8 +299,8 @@ class MachineBench {
     if (world_.size() < 2) return;
     const int64_t size = device_.is_cuda() ? 8192 : 512;
     const at::Tensor a = random({size, size}), b = random({size, size});
-    const auto options = at::TensorOptions().device(
-        world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
+    const auto options =
+        at::TensorOptions().device(world_.backend() == "nccl" ? device_ : at::Device(at::kCPU));
     const at::Tensor buffer = at::zeros({device_.is_cuda() ? 64 << 20 : 1 << 20}, options);
     const double product = time_of([&] { at::mm(a, b); });
     const double reduction = time_of([&] { comm::all_reduce(buffer, world_).wait(); });
@@ -312,8 +310,7 @@ class MachineBench {
       for (int i = 0; i < count; ++i) at::mm(a, b);
       work.wait();
     });
-    cluster_.software.slowdown =
-        std::clamp((both - count * product) / reduction, 0.0, 1.0);
+    cluster_.software.slowdown = std::clamp((both - count * product) / reduction, 0.0, 1.0);
   }
 
   const Group& world_;

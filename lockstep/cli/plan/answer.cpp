@@ -36,20 +36,20 @@ Json to_json(const config::Prediction& found, const config::ModelSpec& model,
   const plan::StepTime& time = found.time;
   const double total = time.total();
   Json json;
-  json["layout"] = {{"dp", layout.dims.dp},
-                    {"tp", layout.dims.tp},
-                    {"pp", layout.dims.pp},
-                    {"order", layout::name_of(layout.order)},
-                    {"shard", layout::name_of(layout.shard)},
-                    {"shard_size", layout.shards},
-                    {"schedule", schedule_name(layout)},
-                    {"chunks", layout.chunks},
-                    {"split", layout.layers_per_stage},
-                    {"micro_batch", layout.micro_batch},
-                    {"recompute", layout::name_of(layout.recompute)},
-                    {"sequence_parallel", layout.sequence_parallel},
-                    {"offload", layout.offload_params || layout.offload_grads ||
-                                    layout.offload_optimizer}};
+  json["layout"] = {
+      {"dp", layout.dims.dp},
+      {"tp", layout.dims.tp},
+      {"pp", layout.dims.pp},
+      {"order", layout::name_of(layout.order)},
+      {"shard", layout::name_of(layout.shard)},
+      {"shard_size", layout.shards},
+      {"schedule", schedule_name(layout)},
+      {"chunks", layout.chunks},
+      {"split", layout.layers_per_stage},
+      {"micro_batch", layout.micro_batch},
+      {"recompute", layout::name_of(layout.recompute)},
+      {"sequence_parallel", layout.sequence_parallel},
+      {"offload", layout.offload_params || layout.offload_grads || layout.offload_optimizer}};
   json["ranks"] = found.world;
   json["step_ms"] = in_ms(total);
   json["tokens_per_s"] = rounded(found.tokens_per_second());
@@ -113,8 +113,8 @@ std::vector<Part> parts_of(const plan::StepTime& time) {
           {"fixed", time.fixed}};
 }
 
-std::vector<Sensitivity> sensitivity(const config::Prediction& found, const config::ModelSpec& model,
-                                     const plan::Cluster& cluster) {
+std::vector<Sensitivity> sensitivity(const config::Prediction& found,
+                                     const config::ModelSpec& model, const plan::Cluster& cluster) {
   const plan::ModelShape shape = config::shape_of(model);
   std::vector<Sensitivity> list;
   const auto add = [&](const char* change, const auto& edit) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep plan compare`: what was predicted of a run beside what was measured.
+// `lockstep plan compare`: what was predicted of a run, and what was measured.
 #include <iostream>
 
 #include "lockstep/cli/plan/answer.h"

@@ -24,8 +24,7 @@ std::string chart_of(const plan::Timeline& timeline) {
     for (size_t i = 0; i < actions.size(); ++i) {
       const auto& [start, end] = timeline.simulation.times[rank][i];
       if (actions[i].microbatch >= kMostMicroBatches) continue;
-      chart.bars.push_back(
-          {static_cast<int>(rank), actions[i], 1e3 * start, 1e3 * end});
+      chart.bars.push_back({static_cast<int>(rank), actions[i], 1e3 * start, 1e3 * end});
     }
   }
   return schedule::to_svg(chart);
@@ -52,9 +51,8 @@ std::string front_svg(const std::vector<config::Prediction>& found,
                   anchor, text);
   };
   std::string body = label(kPlotLeft, 24, "step time and memory of the largest rank", "start");
-  body += format(
-      "<path d=\"M{0} {1}v{2}h{3}\" fill=\"none\" stroke=\"#5f6670\"/>\n", kPlotLeft, kPlotTop,
-      kPlotHeight, kPlotWidth);
+  body += format("<path d=\"M{0} {1}v{2}h{3}\" fill=\"none\" stroke=\"#5f6670\"/>\n", kPlotLeft,
+                 kPlotTop, kPlotHeight, kPlotWidth);
   for (const config::Prediction& each : found) {
     body += format(
         "<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"#a8cdf5\"><title>{}: {}, "

@@ -29,9 +29,9 @@ constexpr int kMostRanks = 16384;
 int whole_number(const Words& values, const char* name, int fallback) {
   if (values.empty()) return fallback;
   const auto number = config::parse_integer(values.back());
-  require(number && *number >= 1 && *number <= kMostRanks,
-          format("{} is '{}', must be a whole number from 1 to {}", name, values.back(),
-                 kMostRanks));
+  require(
+      number && *number >= 1 && *number <= kMostRanks,
+      format("{} is '{}', must be a whole number from 1 to {}", name, values.back(), kMostRanks));
   return static_cast<int>(*number);
 }
 
@@ -54,8 +54,8 @@ std::string explanation(const std::vector<Prediction>& best, size_t index, int64
   std::ranges::sort(parts, std::ranges::greater(), &Part::seconds);
   const double total = found.time.total();
   for (size_t i = 0; i < 3 && parts[i].seconds > 0.005 * total; ++i)
-    text += format("{}{} {:.0f} %", i > 0 ? ", " : "", parts[i].name,
-                   100 * parts[i].seconds / total);
+    text +=
+        format("{}{} {:.0f} %", i > 0 ? ", " : "", parts[i].name, 100 * parts[i].seconds / total);
   if (found.time.host > 0.02 * total) text += "; the host is the limit, not the device";
   if (static_cast<double>(found.memory) > 0.9 * static_cast<double>(limit))
     text += "; leaves less than a tenth of the memory, which counts as a tenth slower";
@@ -67,9 +67,9 @@ std::string table(const std::vector<Prediction>& best, const std::vector<size_t>
                   const config::ModelSpec& model, const plan::Cluster& cluster, int64_t limit) {
   size_t width = 6;
   for (const size_t i : rows) width = std::max(width, short_text(best[i]).size());
-  std::string text = format("{:>4}  {:<{}}  {:>9}  {:>9}  {:>6}  {:>8}  {:>8}  {:>8}  {:>8}  {:>9}\n",
-                            "rank", "layout", width, "step", "tokens/s", "MFU", "memory", "compute",
-                            "exposed", "bubble", "optimizer");
+  std::string text = format(
+      "{:>4}  {:<{}}  {:>9}  {:>9}  {:>6}  {:>8}  {:>8}  {:>8}  {:>8}  {:>9}\n", "rank", "layout",
+      width, "step", "tokens/s", "MFU", "memory", "compute", "exposed", "bubble", "optimizer");
   for (const size_t i : rows) {
     const Prediction& found = best[i];
     const double total = found.time.total();
@@ -123,14 +123,13 @@ std::string explain(const std::string& flags, const Request& request, const Sear
                          const std::vector<int>& worlds, const plan::Cluster& cluster,
                          int64_t limit) {
   if (result.candidates == 0)
-    throw ConfigError(
-        format("no layout of {} is allowed for this model: heads {}, key-value heads {}, ffn {}, "
-               "layers {} and the global batch {} must be divisible; use another -n",
-               counted(worlds.back(), "rank"), request.model.heads, request.model.num_kv_heads(),
-               request.model.ffn_size(), request.model.layers,
-               request.config.train.global_batch > 0
-                   ? request.config.train.global_batch
-                   : request.config.train.micro_batch * worlds.back()));
+    throw ConfigError(format(
+        "no layout of {} is allowed for this model: heads {}, key-value heads {}, ffn {}, "
+        "layers {} and the global batch {} must be divisible; use another -n",
+        counted(worlds.back(), "rank"), request.model.heads, request.model.num_kv_heads(),
+        request.model.ffn_size(), request.model.layers,
+        request.config.train.global_batch > 0 ? request.config.train.global_batch
+                                              : request.config.train.micro_batch * worlds.back()));
   std::string nearest = "no number of ranks that was tried would do";
   config::TrainConfig config = request.config;
   if (config.train.global_batch == 0)
@@ -139,14 +138,14 @@ std::string explain(const std::string& flags, const Request& request, const Sear
     const auto found =
         config::search_layouts(config, request.model, request.origins, {more}, cluster);
     if (found.best.empty()) continue;
-    nearest = format("-n {} would fit: {} with {}", more, config::layout_flags(found.best[0].config),
-                     size_text(found.best[0].memory));
+    nearest = format("-n {} would fit: {} with {}", more,
+                     config::layout_flags(found.best[0].config), size_text(found.best[0].memory));
     break;
   }
-  throw ConfigError(format(
-      "no layout of {} fits in {}: of {} layouts the smallest takes about {} ({}); {}",
-      counted(worlds.back(), "rank"), size_text(limit), result.candidates,
-      size_text(result.least_memory), result.smallest, nearest));
+  throw ConfigError(
+      format("no layout of {} fits in {}: of {} layouts the smallest takes about {} ({}); {}",
+             counted(worlds.back(), "rank"), size_text(limit), result.candidates,
+             size_text(result.least_memory), result.smallest, nearest));
 }
 
 void write_svg(const std::string& path, const SearchResult& result, const Request& request,
@@ -186,8 +185,8 @@ int plan_layout(Words arguments) {
   const int64_t limit = config::memory_limit(request->config, cluster);
   const std::vector<int> worlds = worlds_of(request->world, most);
   if (request->world == 0) request->world = most;
-  const SearchResult result = config::search_layouts(request->config, request->model,
-                                                     request->origins, worlds, cluster);
+  const SearchResult result =
+      config::search_layouts(request->config, request->model, request->origins, worlds, cluster);
   if (result.best.empty()) refuse(*request, result, worlds, cluster, limit);
   if (!svg.empty()) write_svg(svg.back(), result, *request, cluster);
   if (json) {
@@ -212,7 +211,8 @@ int plan_layout(Words arguments) {
     std::cout << format("{}: {}\n   {}\n", i + 1, explanation(result.best, i, limit),
                         config::layout_flags(result.best[i].config));
   std::cout << "front of time and memory:\n"
-            << table(result.best, config::pareto_front(result.best), request->model, cluster, limit);
+            << table(result.best, config::pareto_front(result.best), request->model, cluster,
+                     limit);
   for (const std::string& flags : why)
     std::cout << format("{}: {}\n", flags, explain(flags, *request, result, cluster, limit));
   return 0;

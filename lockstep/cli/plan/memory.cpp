@@ -102,7 +102,8 @@ int plan_inventory(Words arguments) {
   const auto tensors = model.tensors();
   if (list)
     std::cout << config::tensor_list(config, model, world) << config::group_list(config, world);
-  std::cout << config::inventory_table(tensors, element) << layout_text(config, model, world) << "\n";
+  std::cout << config::inventory_table(tensors, element) << layout_text(config, model, world)
+            << "\n";
   if (config.offload.any())
     std::cout << describe(config.offload) << "\nrank 0:\n"
               << plan::to_text(plan::plan_offload(config::planned_run(config, model, world), 0));

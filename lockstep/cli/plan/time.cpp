@@ -54,8 +54,7 @@ Request request_of(const Request& base, const Words& names, const Words& cells) 
 
 // Of the rank that has the first stage.
 std::string memory_cells(const Request& row) {
-  const auto ranks =
-      plan::memory_per_rank(config::planned_run(row.config, row.model, row.world));
+  const auto ranks = plan::memory_per_rank(config::planned_run(row.config, row.model, row.world));
   const plan::Memory& first = ranks.front();
   return format(",{},{},{},{},{}", first.parameters, first.gradients, first.optimizer,
                 first.activations, first.buffers);
@@ -68,7 +67,8 @@ int time_rows(const std::string& path, const Request& base, bool memory, plan::P
   std::string line;
   require(static_cast<bool>(std::getline(file, line)), format("{} is empty", path));
   const Words names = cells_of(line);
-  std::string out = memory ? "refused,parameters,gradients,optimizer,activations,buffers" : "refused";
+  std::string out =
+      memory ? "refused,parameters,gradients,optimizer,activations,buffers" : "refused";
   for (size_t i = 0; i < clusters.size(); ++i) out += format(",step_ms_{}", i);
   out += '\n';
   while (std::getline(file, line)) {
@@ -93,18 +93,19 @@ int time_rows(const std::string& path, const Request& base, bool memory, plan::P
 std::string table_of(const config::Prediction& found, const config::ModelSpec& model,
                      const plan::Cluster& cluster) {
   const double total = found.time.total();
-  std::string text = format(
-      "step {} ({} to {}: {} %), {:.4g} tokens/s, {:.4g} per device\n", seconds_text(total),
-      seconds_text(total * (1 - cluster.error)), seconds_text(total * (1 + cluster.error)),
-      100 * cluster.error, found.tokens_per_second(), found.tokens_per_second() / found.world);
+  std::string text = format("step {} ({} to {}: {} %), {:.4g} tokens/s, {:.4g} per device\n",
+                            seconds_text(total), seconds_text(total * (1 - cluster.error)),
+                            seconds_text(total * (1 + cluster.error)), 100 * cluster.error,
+                            found.tokens_per_second(), found.tokens_per_second() / found.world);
   for (const auto& [name, seconds] : parts_of(found.time))
-    text += format("  {:<28}{:>12}  {:>5.1f} %\n", name, seconds_text(seconds),
-                   100 * seconds / total);
+    text +=
+        format("  {:<28}{:>12}  {:>5.1f} %\n", name, seconds_text(seconds), 100 * seconds / total);
   const plan::ModelShape shape = config::shape_of(model);
-  text += format("MFU {:.1f} %, HFU {:.1f} % (6 FLOP a matrix element, 12 x layers x width x "
-                 "sequence for attention)\n",
-                 100 * plan::mfu(shape, found.layout, cluster, total),
-                 100 * plan::hfu(shape, found.layout, cluster, total));
+  text += format(
+      "MFU {:.1f} %, HFU {:.1f} % (6 FLOP a matrix element, 12 x layers x width x "
+      "sequence for attention)\n",
+      100 * plan::mfu(shape, found.layout, cluster, total),
+      100 * plan::hfu(shape, found.layout, cluster, total));
   text += format("memory {} of {} on rank {}, the largest\n", size_text(found.memory),
                  size_text(static_cast<int64_t>(cluster.device.memory)), found.largest_rank);
   return text;
@@ -134,8 +135,7 @@ int plan_time(Words arguments) {
   if (json) {
     Json object = to_json(found, request->model, cluster);
     for (const Sensitivity& each : changes)
-      object["sensitivity"].push_back(
-          {{"change", each.change}, {"step_percent", 100 * each.part}});
+      object["sensitivity"].push_back({{"change", each.change}, {"step_percent", 100 * each.part}});
     std::cout << object.dump(2) << "\n";
     return 0;
   }

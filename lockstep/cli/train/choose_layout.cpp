@@ -39,14 +39,16 @@ double tried(const Words& arguments, const Words& layout, const std::string& fol
   Words command{own_path(), "train"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   command.insert(command.end(), layout.begin(), layout.end());
-  const Words trial{"--run.dir",         folder, "--train.steps",      std::to_string(kTrialSteps),
-                    "--optim.schedule",  "constant", "--optim.warmup", "0",
-                    "--checkpoint.every", "0",   "--train.eval_every", "0",
-                    "--train.log_every", "0",    "--metrics.file",     "auto",
-                    "--checkpoint.dir",  "",     "--optim.decay_steps", "0"};
+  const Words trial{
+      "--run.dir",          folder,     "--train.steps",       std::to_string(kTrialSteps),
+      "--optim.schedule",   "constant", "--optim.warmup",      "0",
+      "--checkpoint.every", "0",        "--train.eval_every",  "0",
+      "--train.log_every",  "0",        "--metrics.file",      "auto",
+      "--checkpoint.dir",   "",         "--optim.decay_steps", "0"};
   command.insert(command.end(), trial.begin(), trial.end());
   const int status = run_program(command);
-  if (status != 0) throw ConfigError(format("a trial of {} steps ended with {}", kTrialSteps, status));
+  if (status != 0)
+    throw ConfigError(format("a trial of {} steps ended with {}", kTrialSteps, status));
   return config::measured_step(folder).seconds;
 }
 

@@ -121,8 +121,8 @@ std::vector<MeasuredCollective> read_csv(const std::string& text, const std::str
     if (++number == 1 || line.empty()) continue;
     const std::string where = format("{}:{}: ", path, number);
     const auto cells = split_at(line, ',');
-    require(cells.size() == 5, format("{}{} columns, must be op,hosts,ranks,bytes,seconds", where,
-                                      cells.size()));
+    require(cells.size() == 5,
+            format("{}{} columns, must be op,hosts,ranks,bytes,seconds", where, cells.size()));
     rows.push_back({parse_collective(cells[0], where),
                     {static_cast<int>(positive_number(cells[2], where)),
                      static_cast<int>(positive_number(cells[1], where))},
@@ -142,7 +142,8 @@ std::vector<MeasuredCollective> read_nccl_tests(const std::string& text, const s
       name = each;
   }
   require(!name.empty(), format("{}: names none of all_reduce, all_gather and reduce_scatter, "
-                                "neither in the text nor in the path", path));
+                                "neither in the text nor in the path",
+                                path));
   const Collective op = parse_collective(name, path);
   std::set<std::string> hosts;
   int ranks = 0;
@@ -160,7 +161,9 @@ std::vector<MeasuredCollective> read_nccl_tests(const std::string& text, const s
     }
     const auto bytes = parse_number(words[0]);
     if (!bytes || *bytes <= 0 || words.size() < 8) continue;
-    rows.push_back({op, {ranks, std::max<int>(1, static_cast<int>(hosts.size()))}, *bytes,
+    rows.push_back({op,
+                    {ranks, std::max<int>(1, static_cast<int>(hosts.size()))},
+                    *bytes,
                     1e-6 * positive_number(words[5], path + ": ")});
   }
   require(ranks > 1 && !rows.empty(),
@@ -216,9 +219,10 @@ std::string to_toml(const ClusterFile& file, const std::string& collectives) {
     std::string lines;
     for (const Option& option : section.options) {
       const Value value = option.get();
-      if (const auto* string = std::get_if<std::string>(&value); string && string->empty()) continue;
-      lines += format("{} = {}\n", option.name.substr(section.name.size() + 1),
-                      toml_literal(value));
+      if (const auto* string = std::get_if<std::string>(&value); string && string->empty())
+        continue;
+      lines +=
+          format("{} = {}\n", option.name.substr(section.name.size() + 1), toml_literal(value));
     }
     if (!lines.empty()) text += format("{}[{}]\n{}", text.empty() ? "" : "\n", section.name, lines);
   }
@@ -237,7 +241,9 @@ std::string this_host() {
   return name.data();
 }
 
-std::string this_build() { return format("lockstep {} libtorch {}", LOCKSTEP_VERSION, LOCKSTEP_LIBTORCH_MAJOR); }
+std::string this_build() {
+  return format("lockstep {} libtorch {}", LOCKSTEP_VERSION, LOCKSTEP_LIBTORCH_MAJOR);
+}
 
 std::string machine_file() {
   if (const char* path = std::getenv("LOCKSTEP_MACHINE"); path != nullptr && *path != '\0')
@@ -245,16 +251,17 @@ std::string machine_file() {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");
   const std::string folder = cache != nullptr && *cache != '\0' ? cache
-                             : home != nullptr                 ? format("{}/.cache", home)
-                                                               : "/tmp";
+                             : home != nullptr                  ? format("{}/.cache", home)
+                                                                : "/tmp";
   return format("{}/lockstep/machine-{}.toml", folder, this_host());
 }
 
 void require_this_machine(const ClusterFile& file, const std::string& path) {
-  require(file.host == this_host() && file.build == this_build(),
-          format("{} was measured on host {} by {}, but this is host {} with {}: run lockstep bench "
-                 "machine, or name a description with --cluster",
-                 path, file.host, file.build, this_host(), this_build()));
+  require(
+      file.host == this_host() && file.build == this_build(),
+      format("{} was measured on host {} by {}, but this is host {} with {}: run lockstep bench "
+             "machine, or name a description with --cluster",
+             path, file.host, file.build, this_host(), this_build()));
 }
 
 ClusterFile cluster_for(const std::string& name) {

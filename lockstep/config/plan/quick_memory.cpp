@@ -36,16 +36,16 @@ double live_of(const plan::Layout& layout) {
 
 const QuickMemory::Costs& QuickMemory::costs_of(const TrainConfig& config, const ModelSpec& model,
                                                 const plan::Layout& layout) {
-  auto [found, is_new] = costs_.try_emplace({layout.dims.tp, layout.sequence_parallel,
-                                             layout.micro_batch, layout.recompute});
+  auto [found, is_new] = costs_.try_emplace(
+      {layout.dims.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute});
   if (is_new) {
     TrainConfig one = config;
     one.parallel.tp = layout.dims.tp;
     one.parallel.sequence_parallel = layout.sequence_parallel;
     one.train.micro_batch = layout.micro_batch;
     one.train.recompute = layout.recompute;
-    found->second = {cost_of(LayerType::embedding, one, model), cost_of(LayerType::block, one, model),
-                     cost_of(LayerType::head, one, model)};
+    found->second = {cost_of(LayerType::embedding, one, model),
+                     cost_of(LayerType::block, one, model), cost_of(LayerType::head, one, model)};
   }
   return found->second;
 }
@@ -87,8 +87,7 @@ double QuickMemory::bytes(const TrainConfig& config, const ModelSpec& model,
     return total + live * kept + peak;
   };
   const double live = live_of(layout);
-  if (layout.dims.pp == 1)
-    return rank_bytes(static_cast<double>(model.layers), true, true, live);
+  if (layout.dims.pp == 1) return rank_bytes(static_cast<double>(model.layers), true, true, live);
   // The first rank holds the most micro-batches, the last has the head. Chunks of a V are at both
   // ends.
   double first = 0, last = 0;
@@ -97,8 +96,8 @@ double QuickMemory::bytes(const TrainConfig& config, const ModelSpec& model,
     first += counts[stage];
     last += counts[stage + static_cast<size_t>(layout.dims.pp) - 1];
   }
-  const bool v = layout.schedule == PipelineSchedule::zb_v ||
-                 layout.schedule == PipelineSchedule::dualpipe_v;
+  const bool v =
+      layout.schedule == PipelineSchedule::zb_v || layout.schedule == PipelineSchedule::dualpipe_v;
   const double all = std::max(first, last);
   if (v) return rank_bytes(all - 1, true, true, live);
   return std::max(rank_bytes(first - 1, true, false, live),

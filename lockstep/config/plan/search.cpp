@@ -22,10 +22,10 @@ using layout::PipelineSchedule;
 using layout::Recompute;
 using layout::ShardingStrategy;
 
-constexpr size_t kExact = 160;      // candidates that are planned exactly
-constexpr double kSlack = 1.1;      // of the estimate of memory
-constexpr double kRisk = 1.1;       // of layouts that fill the memory
-constexpr double kSafePart = 0.9;   // of the memory
+constexpr size_t kExact = 160;     // candidates that are planned exactly
+constexpr double kSlack = 1.1;     // of the estimate of memory
+constexpr double kRisk = 1.1;      // of layouts that fill the memory
+constexpr double kSafePart = 0.9;  // of the memory
 
 // One layout, as small as it can be: there are 10^5 of them.
 struct TriedLayout {
@@ -140,9 +140,9 @@ class Search {
         if (given.dp > 0 && is_fixed("parallel.dp") && dp != given.dp) continue;
         if (batch_of(world) % dp != 0) continue;
         TriedLayout candidate{.world = world,
-                            .tp = static_cast<int>(tp),
-                            .pp = static_cast<int>(pp),
-                            .offload = offload};
+                              .tp = static_cast<int>(tp),
+                              .pp = static_cast<int>(pp),
+                              .offload = offload};
         enumerate_batches(candidate, batch_of(world) / dp);
       }
     }
@@ -224,8 +224,7 @@ class Search {
 
   std::vector<std::pair<ShardingStrategy, int>> shardings(const TriedLayout& candidate) const {
     const int dp = candidate.world / candidate.tp / candidate.pp;
-    if (is_fixed("parallel.shard"))
-      return {{base_.parallel.shard, base_.parallel.shard_size}};
+    if (is_fixed("parallel.shard")) return {{base_.parallel.shard, base_.parallel.shard_size}};
     std::vector<std::pair<ShardingStrategy, int>> list{{ShardingStrategy::no_shard, 0}};
     if (dp == 1) return list;
     list.insert(list.end(), {{ShardingStrategy::optimizer, 0},
@@ -238,7 +237,8 @@ class Search {
   }
 
   // Those that the schedule's own rules allow.
-  const std::vector<PipelineChoice>& pipelines(const TriedLayout& candidate, int64_t micro_batches) {
+  const std::vector<PipelineChoice>& pipelines(const TriedLayout& candidate,
+                                               int64_t micro_batches) {
     auto& list = pipelines_[{candidate.pp, micro_batches}];
     if (!list.empty()) return list;
     std::vector<PipelineChoice> all;
@@ -248,7 +248,8 @@ class Search {
       const auto options = schedule_options(config, candidate.world);
       all = {{options.kind, options.chunks}};
     } else {
-      all = {{PipelineSchedule::one_f_one_b, 1}, {PipelineSchedule::zb_h1, 1},
+      all = {{PipelineSchedule::one_f_one_b, 1},
+             {PipelineSchedule::zb_h1, 1},
              {PipelineSchedule::zb_v, 2}};
       for (const int chunks : {2, 3, 4, 5, 8})
         all.push_back({PipelineSchedule::interleaved, chunks});
@@ -356,8 +357,8 @@ class Search {
         result_.best.push_back(std::move(found));
       }
     }
-    std::ranges::stable_sort(
-        result_.best, {}, [&](const Prediction& each) { return ranked_time(each, limit_); });
+    std::ranges::stable_sort(result_.best, {},
+                             [&](const Prediction& each) { return ranked_time(each, limit_); });
   }
 
   const TrainConfig& base_;

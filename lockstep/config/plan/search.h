@@ -20,8 +20,8 @@ struct SearchResult {
   std::string smallest = {};          // flags of it
 };
 
-// Keys of `origins` that a file or a flag has set stay as they are; all others are searched, but the
-// global batch, which is micro_batch x ranks where it is not set. `worlds`: numbers of ranks.
+// Keys of `origins` that a file or a flag has set stay as they are; all others are searched, but
+// the global batch, which is micro_batch x ranks where it is not set. `worlds`: numbers of ranks.
 SearchResult search_layouts(const TrainConfig& config, const ModelSpec& model,
                             const Origins& origins, const std::vector<int>& worlds,
                             const plan::Cluster& cluster);
