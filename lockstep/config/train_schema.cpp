@@ -269,14 +269,11 @@ void add_order(Schema& schema, layout::Order& order) {
 void add_layout(Schema& schema, TrainConfig& config) {
   LayoutConfig& parallel = config.parallel;
   schema.section("parallel", "Parallelism");
-  schema.add(
-      "auto", parallel.automatic,
-      "Let the planner choose the layout, as `lockstep plan layout` does; with -n only. Keys "
-      "that are set are kept. The layout includes train.micro_batch and train.recompute.");
+  schema.add("auto", parallel.automatic,
+             "With -n, let the planner choose what of the layout is not set: docs/planning.md.");
   schema.add("try", parallel.attempts,
-             "parallel.auto only: train this many of the planner's first layouts for a few steps "
-             "each, and choose the fastest; 0 trusts the prediction.",
-             {.min = 0, .max = 20});
+             "Layouts of parallel.auto that are tried for eight steps each; 0 tries none.",
+             kFromZero);
   schema.add("dp", parallel.dp, "Data-parallel size; 0 uses the number of ranks / (tp x pp).",
              kFromZero);
   schema.add("tp", parallel.tp,
