@@ -3,11 +3,6 @@
 #include "lockstep/config/train_output_schema.h"
 
 namespace lockstep::config {
-namespace {
-
-constexpr Limits kFromZero{.min = 0};
-
-}  // namespace
 
 void add_output(Schema& schema, TrainConfig& config) {
   schema.section("checkpoint", "Checkpoints");

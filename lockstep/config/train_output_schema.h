@@ -6,6 +6,8 @@
 
 namespace lockstep::config {
 
+constexpr Limits kFromZero{.min = 0};
+
 // The part of train_schema() for what a run writes.
 void add_output(Schema& schema, TrainConfig& config);
 

@@ -21,7 +21,6 @@ std::vector<std::string> names_up_to(Enum last) {
   return names;
 }
 
-constexpr Limits kFromZero{.min = 0};
 constexpr Limits kFromOne{.min = 1};
 constexpr Limits kAboveZero{.min = 0, .above_min = true};
 constexpr Limits kBelowOne{.min = 0, .max = 1, .below_max = true};

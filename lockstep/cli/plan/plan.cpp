@@ -55,6 +55,11 @@ int plan(const std::vector<std::string>& arguments) {
     return arguments.empty() ? 2 : 0;
   }
   const std::vector<std::string> rest(arguments.begin() + 1, arguments.end());
+  const bool has_options = arguments[0] != "compare" && arguments[0] != "cluster";
+  if (!has_options && rest == std::vector<std::string>{"--help"}) {
+    std::cout << kPlanHelp;
+    return 0;
+  }
   if (arguments[0] == "memory") return plan_memory(rest);
   if (arguments[0] == "inventory") return plan_inventory(rest);
   if (arguments[0] == "time") return plan_time(rest);
