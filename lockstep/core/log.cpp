@@ -39,7 +39,7 @@ spdlog::logger& logger() {
 
 // The file that copy_to() names. Leaked, as the logger is.
 struct Copy {
-  std::mutex mutex;
+  std::recursive_mutex mutex;  // an observer whose file cannot be written logs that
   Fd file;
   bool holds = false;
   std::string held;

@@ -20,8 +20,7 @@ void copy_to(const std::string& path);
 // A line for that file alone, of what the program shows elsewhere.
 void copy_line(std::string_view line);
 
-// Also called with each warning and error, on the thread that logs it; it must not log itself.
-// Null: none.
+// Also called with each warning and error, on the thread that logs it, one at a time. Null: none.
 void observe_warnings(std::function<void(const std::string& message)> observer);
 
 void debug(std::string_view message);

@@ -13,34 +13,34 @@
 
 namespace lockstep::io {
 
-LineFile::LineFile(std::string path)
-    : path_(std::move(path)),
-      fd_(open(path_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666)) {
-  if (!fd_.valid()) throw SystemError(format("cannot write {}", path_), errno);
+LineFile::LineFile(std::string path) : state_(std::make_unique<State>()) {
+  state_->path = std::move(path);
+  state_->fd = Fd(open(state_->path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666));
+  if (!state_->fd.valid()) throw SystemError(format("cannot write {}", state_->path), errno);
 }
 
 void LineFile::write(std::string_view line) {
-  if (!fd_.valid()) return;
+  if (!state_) return;
   std::string text;
-  if (torn_) text += '\n';
+  if (state_->torn) text += '\n';
   text.append(line) += '\n';
   for (std::string_view rest = text; !rest.empty();) {
-    const ssize_t count = ::write(fd_.get(), rest.data(), rest.size());
+    const ssize_t count = ::write(state_->fd.get(), rest.data(), rest.size());
     if (count < 0 && errno == EINTR) continue;
     if (count > 0) {
       rest.remove_prefix(static_cast<size_t>(count));
-      torn_ = !rest.empty();
+      state_->torn = !rest.empty();
       continue;
     }
     const int error = errno;
-    if (!failed_) {
-      failed_ = true;
+    // Before the warning, which may be written to this file too.
+    if (!state_->failed.exchange(true)) {
       log::warn(format("cannot write {}: {}; what belongs there is lost until it can be written",
-                       path_, std::generic_category().message(error)));
+                       state_->path, std::generic_category().message(error)));
     }
     return;
   }
-  failed_ = false;
+  state_->failed = false;
 }
 
 }  // namespace lockstep::io

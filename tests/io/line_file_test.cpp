@@ -8,6 +8,7 @@
 #include <csignal>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/log.h"
 #include "tests/support/subprocess.h"
 
 namespace lockstep::io {
@@ -33,6 +34,8 @@ TEST(LineFile, SurvivesAFullDisk) {
   rlimit before{};
   getrlimit(RLIMIT_FSIZE, &before);
   LineFile file(path);
+  // As the events of a run: its warnings are lines too.
+  log::observe_warnings([&](const std::string&) { file.write("warning"); });
   const std::string one(10'000, '1');  // the warning goes to a file too, in this test
   file.write(one);
   const rlimit tight{one.size() + 3, before.rlim_max};
@@ -41,6 +44,7 @@ TEST(LineFile, SurvivesAFullDisk) {
   file.write("twotwo");
   file.write("three");
   setrlimit(RLIMIT_FSIZE, &before);
+  log::observe_warnings(nullptr);
   const std::string warnings = testing::internal::GetCapturedStderr();
   file.write("four");
   EXPECT_EQ(test::read_file(path), one + "\ntw\nfour\n");

@@ -6,6 +6,7 @@
 // the event. It only grows: a run that is resumed adds to it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -58,7 +59,7 @@ class RunObserver {
   std::optional<MetricsFile> metrics_;
   io::LineFile events_;
   io::TensorboardFile tensorboard_;
-  int64_t last_step_ = 0;
+  std::atomic<int64_t> last_step_ = 0;  // any thread may warn
   flight::SlowRanks judge_;
   std::vector<flight::SlowRank> slow_;
   std::map<int, double> said_slow_;  // when, by rank
