@@ -79,7 +79,7 @@ class Manual(unittest.TestCase):
         self.assertEqual(self.offered("lockstep", "tra"), {"train"})
         self.assertLessEqual({f"--{flag}" for flag in self.flags}, self.offered("lockstep", "train", "-n", "2", ""))
         self.assertLessEqual({f"--{flag}" for flag in self.flags}, self.offered("lockstep", "plan", "memory", ""))
-        self.assertEqual(self.offered("lockstep", "plan", ""), {"memory", "inventory"})
+        self.assertEqual(self.offered("lockstep", "plan", ""), {"memory", "inventory", "time", "layout", "compare", "cluster"})
         self.assertEqual(self.offered("lockstep", "plan", "inventory", "--lis"), {"--list"})
         self.assertEqual(self.offered("lockstep", "checkpoint", ""), {"inspect", "verify", "diff", "export", "import"})
         self.assertIn("--max-shard-size", self.offered("lockstep", "checkpoint", "export", "--"))

@@ -176,13 +176,14 @@ TEST_F(Integrity, ARankThatDiffersFromTheMajorityIsNamed) {
 TEST_F(Integrity, ARepairedRunHasTheBitsOfAnUnharmedOne) {
   for (const Corrupt& run : corrupt_runs()) {
     SCOPED_TRACE(run.name);
-    // Without any check: none changes a loss.
+    // Without any check: none changes a loss. On a GPU two runs may differ in the last bits.
     const std::string name = run.name, other = name + "-unharmed";
-    EXPECT_NO_THROW(
-        steps_or_throw(other, kShort + run.layout + Words{"--train.verify_every", "0"}));
+    EXPECT_NO_THROW(steps_or_throw(
+        other, kShort + run.layout + Words{"--train.verify_every", "0", "--train.device", "cpu"}));
     const auto unharmed = steps_of(other);
     const Faults faults(run.fault());
-    EXPECT_THAT(log_of(name, kShort + run.layout + kRepair), says(run.facts() + " ... repaired"));
+    EXPECT_THAT(log_of(name, kShort + run.layout + kRepair + Words{"--train.device", "cpu"}),
+                says(run.facts() + " ... repaired"));
     EXPECT_EQ(losses(steps_of(name)), losses(unharmed));
     EXPECT_EQ(weights_of(name, "step-00000012"), weights_of(other, "step-00000012"));
   }

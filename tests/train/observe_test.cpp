@@ -16,6 +16,8 @@ namespace {
 
 class Observe : public Train {
  protected:
+  ~Observe() override { unsetenv("LOCKSTEP_FAULT"); }
+
   std::vector<json> events(const std::string& name, const std::string& kind) const {
     std::vector<json> found;
     std::istringstream text(read_file(path(name) + "/events.jsonl"));
@@ -27,9 +29,10 @@ class Observe : public Train {
   }
   std::vector<json> observed(const std::string& name, const Words& options) const {
     std::filesystem::remove_all(path(name));
-    const Words arguments = command(Words{"--run.dir", path(name), "--checkpoint.dir", "auto",
-                                          "--metrics.file", "auto", "--train.steps", "8"} +
-                                    options);
+    const Words arguments =
+        command(Words{"--run.dir", path(name), "--checkpoint.dir", "auto", "--metrics.file", "auto",
+                      "--train.steps", "8", "--train.device", "cpu"} +
+                options);
     train_in_threads(Words(arguments.begin() + 1, arguments.end()));
     return read_steps(path(name) + "/metrics.jsonl");
   }
@@ -68,7 +71,6 @@ TEST_F(Observe, ASlowRankIsNamedWithinThreeSteps) {
   testing::internal::CaptureStdout();
   observed("slow", {"-n", "2"});
   const std::string lines = testing::internal::GetCapturedStdout();
-  unsetenv("LOCKSTEP_FAULT");
   const auto slow = events("slow", "slow");
   ASSERT_EQ(slow.size(), 1u);
   EXPECT_EQ(slow[0].at("rank"), 1);
@@ -83,7 +85,6 @@ TEST_F(Observe, AnEventIsWrittenForWhatHappens) {
   setenv("LOCKSTEP_FAULT", "rank=0,step=3,action=nan", 1);
   observed("events", {"-n", "2", "--checkpoint.every", "4", "--metrics.sample_tokens", "5",
                       "--data.validation", "0.1", "--train.eval_tokens", "64"});
-  unsetenv("LOCKSTEP_FAULT");
   EXPECT_EQ(events("events", "started").size(), 1u);
   EXPECT_EQ(events("events", "finished").size(), 1u);
   EXPECT_EQ(events("events", "saved").size(), 2u);
