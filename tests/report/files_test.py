@@ -108,7 +108,7 @@ def main():
         text = pathlib.Path(folder) / "text.txt"
         text.write_text("".join(f"int f{i * i % 97}(int x) {{ return x + {i % 13}; }}\n" for i in range(400)))
         small = ["--data.path", str(text), "--model.layers", "2", "--model.hidden", "32", "--model.heads", "2", "--train.seq_len", "32", "--train.micro_batch", "2",
-                 "--train.global_batch", "8", "--optim.warmup", "2"]
+                 "--train.global_batch", "8", "--optim.warmup", "2", "--train.threads", "1"]
         run = f"{folder}/run"
         subprocess.run([lockstep, "train", "-n", "2", "--parallel.pp", "2", "--run.dir", run, *small, "--train.steps", "6", "--data.validation", "0.1", "--metrics.tensorboard", "auto",
                         "--metrics.trace", "auto"], check=True, stdout=subprocess.DEVNULL)
