@@ -341,11 +341,9 @@ Run read_run(const std::string& folder, size_t rows) {
              [&](const Json& line) { add_event(run, line); });
   if (run.state.empty()) run.state = "running";
   if (run.state == "running" && !is_alive(run)) run.state = "died";
-  if (run.state == "died" || run.state == "failed") {
-    try {
-      run.flights = flight::read_dumps(folder);
-    } catch (const ConfigError&) {  // there are none
-    }
+  try {
+    run.flights = flight::read_dumps(folder);
+  } catch (const ConfigError&) {  // there are none
   }
   return run;
 }

@@ -75,7 +75,7 @@ struct Run {
   std::vector<TextSample> samples = {};
   Health health = {};
   int64_t bad_lines = 0;                     // that could not be read
-  std::vector<flight::Flight> flights = {};  // of the last failure
+  std::vector<flight::Flight> flights = {};  // of the last failure, or of a rank that was late
   std::string failure = {};                  // the message of a run that failed
 
   int ranks() const;

@@ -161,7 +161,9 @@ std::string text_report(const Run& run, int width) {
                       "         ") +
               "\n";
   }
-  if (!run.flights.empty()) text += text_of_flights(run.flights);
+  if (!run.flights.empty()) {
+    text += "flight recorders, as the ranks left them last\n" + text_of_flights(run.flights);
+  }
   return text;
 }
 
