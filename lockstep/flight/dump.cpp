@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 #include <regex>
+#include <tuple>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -174,8 +175,10 @@ std::vector<Flight> read_dumps(const std::string& folder) {
                "job fails or hangs, and on SIGUSR2 to its launcher",
                folder));
   }
-  const auto newest = std::ranges::max_element(
-      folders, [](const auto& a, const auto& b) { return a.second.newest < b.second.newest; });
+  // File systems count in milliseconds: of attempts within one, the one with the higher number.
+  const auto newest = std::ranges::max_element(folders, {}, [](const auto& found) {
+    return std::tuple(found.second.newest, found.first.size(), found.first);
+  });
   std::vector<Flight> flights;
   for (const std::string& file : newest->second.files) flights.push_back(parse(file));
   std::ranges::sort(flights, {}, &Flight::rank);

@@ -116,4 +116,31 @@ ModelMemory memory_of(const std::vector<Layer>& layers, const Tensors& example_i
                       const ParallelConfig& config, MemoryOptions how = {},
                       PipelineOptions others = {});
 
+struct LayoutSearch {
+  int ranks = 1;
+  // As `lockstep plan --cluster` takes it: a100, h100, h200 or a file. Empty: what `lockstep bench
+  // machine` wrote on this host, else h100.
+  std::string cluster = {};
+  int count = 3;              // layouts to return, at most
+  MemoryOptions memory = {};  // with the loss, which is timed with the last layer
+};
+
+struct PlannedLayout {
+  ParallelConfig config = {};
+  double step_seconds = 0;   // predicted
+  int64_t memory_bytes = 0;  // of the rank that takes most
+};
+
+// The layouts of so many ranks that are predicted to be fastest, fastest first, among those that
+// fit into advanced.max_memory_per_device or, where that is 0, into a device of the cluster. Times
+// each distinct layer on others.device, in this process alone, and simulates a step; leaves torch's
+// random generator as it was. Searched: dims (tp where there is a tensor_plan), sharding, schedule,
+// chunks, layers of each stage, and micro-batches of at most micro_batch_size rows; the rest of
+// `config` is kept. global_batch_size 0: micro_batch_size on each rank. Needs no ranks. ConfigError
+// where no layout fits.
+std::vector<PlannedLayout> plan_layouts(const std::vector<Layer>& layers,
+                                        const Tensors& example_inputs, const ParallelConfig& config,
+                                        const LayoutSearch& how,
+                                        const PipelineOptions& others = {});
+
 }  // namespace lockstep::parallel

@@ -51,8 +51,7 @@ struct Links {
   double network_bandwidth = 0, network_latency = 1e-5;
   // Groups that have g of the n ranks of each host get (g / n)^sharing of the bandwidth.
   double sharing = 1;
-  double device_link = 2.5e10;  // between a device and the memory of its host
-  double host_memory = 1e11;    // bandwidth of that memory for one rank
+  double device_link = 2.5e10;  // between a device and its host, each way while both are busy
   double reduce_factor = 1;     // measured times of all-reduces are divided by this
   double gather_factor = 1;     // and those of all-gathers and reduce-scatters by this
   std::vector<MeasuredCollective> measured = {};

@@ -92,6 +92,20 @@ class LayerClock {
     return time;
   }
 
+  LayerTime measured(const MeasuredLayer& layer) const {
+    LayerTime time{.parameters = layer.parameters / tp_};
+    time.forward.compute = layer.forward / tp_;
+    time.input.compute = time.weight.compute = layer.backward / 2 / tp_;
+    time.forward.tensor = time.input.tensor =
+        2 * collective(Collective::all_reduce, layer.output_bytes);
+    if (layout_.recompute == Recompute::full) {
+      time.input.compute += time.forward.compute;
+      time.input.tensor += time.forward.tensor;
+    }
+    share(time);
+    return time;
+  }
+
  private:
   double hidden() const { return static_cast<double>(model_.hidden); }
 
@@ -162,7 +176,9 @@ class LayerClock {
                          l.shard != ShardingStrategy::optimizer;
     const double fetch =
         l.offload_params ? time.parameters * l.element / l.shards / cluster_.links.device_link : 0;
-    if (!gathers && fetch == 0) return;
+    const double drop =
+        l.offload_grads ? time.parameters * l.element / l.shards / cluster_.links.device_link : 0;
+    if (!gathers && fetch == 0 && drop == 0) return;
     const double gather =
         fetch + (gathers ? collective_time(cluster_, Collective::all_gather, shard_group_,
                                            time.parameters * l.element)
@@ -176,7 +192,7 @@ class LayerClock {
                 : 0;
     hide(time.forward, time.forward.total(), gather);
     const bool again = l.shard != ShardingStrategy::shard_grad_op || l.offload_params;
-    hide(time.input, time.backward().total(), (again ? gather : 0) + scatter);
+    hide(time.input, time.backward().total(), (again ? gather : 0) + scatter + drop);
   }
   // `work` is what the communication can hide under.
   void hide(PassTime& pass, double work, double communication) const {
@@ -231,6 +247,23 @@ double ModelShape::flops_per_token(int64_t sequence) const {
 LayerTimes layer_times(const ModelShape& model, const Layout& layout, const Cluster& cluster) {
   const LayerClock clock(model, layout, cluster);
   return {clock.embedding(), clock.block(), clock.head()};
+}
+
+LayerTimes layer_times(const std::vector<MeasuredLayer>& layers, const Layout& layout,
+                       const Cluster& cluster) {
+  const ModelShape model = measured_shape(layers, layout);
+  const LayerClock clock(model, layout, cluster);
+  LayerTimes times;
+  for (const MeasuredLayer& layer : layers) times.each.push_back(clock.measured(layer));
+  return times;
+}
+
+ModelShape measured_shape(const std::vector<MeasuredLayer>& layers, const Layout& layout) {
+  double widest = 0;
+  for (const MeasuredLayer& layer : layers) widest = std::max(widest, layer.output_bytes);
+  const double rows = static_cast<double>(layout.sequence * layout.micro_batch) * layout.element;
+  return {.layers = static_cast<int64_t>(layers.size()) - 2,  // and an embedding and a head
+          .hidden = std::max<int64_t>(1, static_cast<int64_t>(widest / rows))};
 }
 
 }  // namespace lockstep::plan

@@ -26,10 +26,20 @@ struct StageTime {
     sum += weight;
     return sum;
   }
+  StageTime& operator+=(const StageTime& other) {
+    forward += other.forward;
+    input += other.input;
+    weight += other.weight;
+    parameters += other.parameters;
+    return *this;
+  }
 };
 
-// Of so many layers, with the embedding or the head or both among them.
-StageTime stage_of(const LayerTimes& layers, int count, bool first, bool last) {
+// Consecutive layers of a model.
+struct LayerRange {
+  int begin = 0, count = 0;
+};
+StageTime stage_of(const LayerTimes& layers, LayerRange range, int of_model) {
   StageTime stage;
   const auto add = [&](const LayerTime& layer, double times) {
     stage.forward += layer.forward * times;
@@ -37,9 +47,15 @@ StageTime stage_of(const LayerTimes& layers, int count, bool first, bool last) {
     stage.weight += layer.weight * times;
     stage.parameters += layer.parameters * times;
   };
+  const int end = range.begin + range.count;
+  if (!layers.each.empty()) {
+    for (int i = range.begin; i < end; ++i) add(layers.each[static_cast<size_t>(i)], 1);
+    return stage;
+  }
+  const bool first = range.begin == 0, last = end == of_model;
   if (first) add(layers.embedding, 1);
   if (last) add(layers.head, 1);
-  add(layers.block, count - (first ? 1 : 0) - (last ? 1 : 0));
+  add(layers.block, range.count - (first ? 1 : 0) - (last ? 1 : 0));
   return stage;
 }
 
@@ -62,8 +78,12 @@ class StepClock {
         pipeline_(placement_of(layout)) {
     // Ranks with as many layers and the same ends are alike.
     const int stages = layout.dims.pp * layout.chunks;
+    for (int stage = 0; stage < stages; ++stage) {
+      ranges_.push_back({of_model_, layers_of(stage)});
+      of_model_ += ranges_.back().count;
+    }
     for (int rank = 0; rank < layout.dims.pp; ++rank) {
-      RankLayers mine;
+      RankLayers mine{.rank = layers.each.empty() ? -1 : rank};
       for (int chunk = 0; chunk < layout.chunks; ++chunk) {
         const int stage = pipeline_.stage(rank, chunk);
         mine.count += layers_of(stage);
@@ -75,7 +95,10 @@ class StepClock {
         ++alike->ranks;
         continue;
       }
-      kinds_.push_back({mine, 1, stage_of(layers, mine.count, mine.first, mine.last)});
+      RankKind kind{mine, 1};
+      for (int chunk = 0; chunk < layout.chunks; ++chunk)
+        kind.time += stage_time(pipeline_.stage(rank, chunk));
+      kinds_.push_back(kind);
     }
   }
 
@@ -98,7 +121,7 @@ class StepClock {
     step.bubble = waits - step.pipeline;
     for (const RankKind& rank : kinds_) {
       step.data = std::max(step.data, exposed_reduction(rank.time));
-      step.optimizer = std::max(step.optimizer, update(rank.time.parameters));
+      step.optimizer = std::max(step.optimizer, update(rank));
     }
     step.fixed = cluster_.efficiency.step;
     return step;
@@ -111,6 +134,7 @@ class StepClock {
 
  private:
   struct RankLayers {
+    int rank = -1;  // where layers differ, so that no rank is like another
     int count = 0;
     bool first = false, last = false;
 
@@ -123,6 +147,10 @@ class StepClock {
 
     double busy() const { return time.forward.total() + time.backward().total(); }
   };
+
+  StageTime stage_time(int stage) const {
+    return stage_of(layers_, ranges_[static_cast<size_t>(stage)], of_model_);
+  }
 
   int layers_of(int stage) const {
     return layout_.dims.pp == 1 ? static_cast<int>(model_.layers) + 2
@@ -142,7 +170,7 @@ class StepClock {
     std::vector<std::array<double, 3>> seconds;  // of each stage
     const int stages = pipeline_.stages();
     for (int i = 0; i < stages; ++i) {
-      const StageTime stage = stage_of(layers_, layers_of(i), i == 0, i + 1 == stages);
+      const StageTime stage = stage_time(i);
       seconds.push_back({stage.forward.total(), stage.input.total(), stage.weight.total()});
     }
     return [seconds, pipeline = pipeline_](int rank, const Action& action) {
@@ -273,14 +301,17 @@ class StepClock {
     }
   }
 
-  double update(double parameters) const {
+  // Offloaded state streams through the device while it computes: what takes longer is exposed.
+  double update(const RankKind& rank) const {
     const double own =
-        parameters / (layout_.shard == ShardingStrategy::no_shard ? 1 : layout_.shards);
-    const double bytes = cluster_.software.optimizer_bytes * own;
-    if (!layout_.offload_optimizer)
-      return bytes / (cluster_.device.bandwidth * cluster_.efficiency.memory);
-    const double moved = own * 2 * layout_.element / cluster_.links.device_link;
-    return bytes / cluster_.links.host_memory + moved;
+        rank.time.parameters / (layout_.shard == ShardingStrategy::no_shard ? 1 : layout_.shards);
+    const double computed = cluster_.software.optimizer_bytes * own /
+                            (cluster_.device.bandwidth * cluster_.efficiency.memory);
+    if (!layout_.offload_optimizer) return computed;
+    // Two moments in float32, and what bfloat16 lacks of the master weight.
+    const double moved = own * (layout_.element < 4 ? 10 : 8) / cluster_.links.device_link;
+    const double passes = static_cast<double>(layout_.micro_batches) * rank.busy();
+    return computed + std::max(0.0, moved - passes);
   }
 
   const ModelShape& model_;
@@ -288,6 +319,8 @@ class StepClock {
   const Cluster& cluster_;
   const LayerTimes& layers_;
   schedule::Pipeline pipeline_;
+  std::vector<LayerRange> ranges_;  // of each stage
+  int of_model_ = 0;                // layers
   std::vector<RankKind> kinds_;
 };
 

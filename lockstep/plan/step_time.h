@@ -69,11 +69,25 @@ struct LayerTime {
   PassTime backward() const;
 };
 
+// Those of a transformer or, where `each` has any, of layers of any kind in their order.
 struct LayerTimes {
   LayerTime embedding = {}, block = {}, head = {};
+  std::vector<LayerTime> each = {};
 };
 
 LayerTimes layer_times(const ModelShape& model, const Layout& layout, const Cluster& cluster);
+
+// A layer that was timed on one device, with one micro-batch of the layout. Tensor-parallel ranks
+// are taken to share its work, and to sum its outputs twice in each direction.
+struct MeasuredLayer {
+  double forward = 0, backward = 0;  // seconds
+  double parameters = 0;             // elements
+  double output_bytes = 0;
+};
+LayerTimes layer_times(const std::vector<MeasuredLayer>& layers, const Layout& layout,
+                       const Cluster& cluster);
+// A model of so many such layers, of which one passes at most so many bytes to the next.
+ModelShape measured_shape(const std::vector<MeasuredLayer>& layers, const Layout& layout);
 
 // Parts of a step in seconds; they add up to it.
 struct StepTime {

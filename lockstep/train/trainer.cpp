@@ -135,6 +135,7 @@ struct Trainer::State {
   std::optional<data::BatchReader> reader;
   std::optional<RunObserver> observer;
   std::optional<Health> health;
+  QueuedWork queued_update{device};
   double saving_ms = 0;  // since the last step
   int64_t measures_at;   // the step whose memory and pipeline the run folder gets
   std::optional<plan::Memory> measured;
@@ -281,10 +282,9 @@ StepMetrics Trainer::State::step() {
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   const at::Tensor on_host = losses.to(at::kCPU, at::kDouble);
   clock.lap(&StepSplit::compute_ms, model.pipeline().stats().waited);
-  StepMetrics result{.step = done + 1,
-                     .grad_norm = norm,
-                     .lr = schedule.lr(done),
-                     .peak_bytes = peak_bytes(device)};
+  clock.find_update(queued_update.restart());
+  StepMetrics result{.step = done + 1, .grad_norm = norm, .lr = schedule.lr(done)};
+  result.peak_bytes = peak_bytes(device);
   const auto exchange = [&] {
     return combine(on_host,
                    {.stop = stop.signal() != 0,
@@ -297,6 +297,7 @@ StepMetrics Trainer::State::step() {
   if (config.train.on_spike == config::OnSpike::skip) sums = exchange();
   const bool spike = sums && std::isfinite(norm) && bad_steps.is_spike(sums->loss);
   result.skipped = !guard.step(*optimizer, spike ? std::numeric_limits<double>::infinity() : norm);
+  queued_update.end();
   last_step = {.step = done + 1, .nonfinite = result.skipped && !spike};
   if (last_step.nonfinite) last_step.cause = model.nonfinite_cause(on_host, world);
   if (last_step.nonfinite && optimizer->updates_in_backward() &&

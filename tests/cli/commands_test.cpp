@@ -50,6 +50,62 @@ TEST(Commands, BenchPrintsATable) {
   EXPECT_THAT(result.out, HasSubstr("shm      all-reduce    all_reduce      symmetric"));
 }
 
+// A machine is measured, a layout is planned and tried with these numbers, and the run is compared
+// with its prediction.
+TEST(Commands, AMeasuredMachineAPlannedRunAndTheirComparison) {
+  const TempDir folder;
+  const std::string machine = folder.path() + "/machine.toml", run = folder.path() + "/run";
+  const std::vector<std::string> variables{"LOCKSTEP_MACHINE=" + machine, "OMP_NUM_THREADS=1"};
+  const Result measured = lockstep_command(
+      {"bench", "machine", "-n", "2", "--seconds", "0", "--no-strategies"}, variables);
+  ASSERT_EQ(measured.code, 0) << measured.err;
+  EXPECT_THAT(measured.out, HasSubstr("devices_per_node = 2"));
+  write_file(folder.path() + "/text.txt", std::string(20000, 'x') + "some text");
+  const auto train = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> words{"train",
+                                   "-n",
+                                   "2",
+                                   "--data.path",
+                                   folder.path() + "/text.txt",
+                                   "--train.device",
+                                   "cpu",
+                                   "--train.threads",
+                                   "1",
+                                   "--model.layers",
+                                   "2",
+                                   "--model.hidden",
+                                   "32",
+                                   "--model.heads",
+                                   "2",
+                                   "--train.seq_len",
+                                   "32",
+                                   "--train.steps",
+                                   "12",
+                                   "--train.global_batch",
+                                   "4",
+                                   "--checkpoint.every",
+                                   "0"};
+    words.insert(words.end(), more.begin(), more.end());
+    return lockstep_command(words, variables);
+  };
+  const Result trained =
+      train({"--run.dir", run, "--parallel.auto", "true", "--parallel.try", "2"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_THAT(trained.err, HasSubstr("the fastest of 2 that were tried"));
+  EXPECT_THAT(trained.out, HasSubstr("step 12/12"));
+  const Result compared = lockstep_command({"plan", "compare", run, "--json"}, variables);
+  ASSERT_EQ(compared.code, 0) << compared.err;
+  const auto json = nlohmann::json::parse(compared.out);
+  EXPECT_GT(json["measured"]["step_ms"], 0);
+  EXPECT_EQ(json["measured"]["split"].size(), json["predicted"]["split"].size());
+  EXPECT_EQ(json["predicted"]["ranks"], 2);
+  // Without -n there is nothing to choose between, and what is fixed is kept.
+  const Result fixed = train({"--run.dir", "", "--parallel.auto", "true", "--parallel.pp", "2"});
+  ASSERT_EQ(fixed.code, 0) << fixed.err;
+  EXPECT_THAT(fixed.err, HasSubstr("--parallel.dp 1 --parallel.tp 1 --parallel.pp 2"));
+  EXPECT_EQ(train({"--parallel.try", "2"}).code, 2);
+}
+
 // What a command said, but for warnings of ranks that waited for a core of a busy machine.
 std::string without_waits(const std::string& text) {
   std::istringstream lines(text);

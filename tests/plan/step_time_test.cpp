@@ -168,6 +168,24 @@ TEST(StepTime, ShardingCostsGathersAndSavesUpdates) {
   EXPECT_LT(step_time(model, layout, cluster).gather, full.gather);
 }
 
+TEST(StepTime, OffloadIsExposedWhereTheLinkIsSlowerThanThePasses) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  Layout layout{.sequence = 2048, .micro_batch = 8};
+  Cluster cluster = typical_cluster("h100");
+  cluster.links.device_link = 1e12;
+  const StepTime resident = step_time(model, layout, cluster);
+  const double passes = resident.total() - resident.optimizer;
+  layout.offload_optimizer = true;
+  EXPECT_DOUBLE_EQ(step_time(model, layout, cluster).total(), resident.total());
+  cluster.links.device_link = 10 * model.parameters() / (3 * passes);
+  EXPECT_NEAR(step_time(model, layout, cluster).optimizer, resident.optimizer + 2 * passes,
+              1e-6 * passes);
+  layout.offload_optimizer = false;
+  layout.offload_grads = true;
+  cluster.links.device_link = 1e8;
+  EXPECT_GT(step_time(model, layout, cluster).gather, passes);
+}
+
 // 8 ranks a host.
 TEST(StepTime, GroupsFollowTheOrderOfRanks) {
   using layout::Axis;

@@ -62,8 +62,8 @@ class MachineBench {
     cluster_.links.host_bandwidth = cluster_.links.network_bandwidth = 1e10;
     stage("products", [&] { products(); });
     stage("memory", [&] { memory_bandwidth(); });
-    stage("optimizer", [&] { optimizer(); });
     stage("blocks and head", [&] { blocks(); });
+    stage("optimizer", [&] { optimizer(); });
     stage("collectives", [&] { collectives(); });
     stage("messages", [&] { messages(); });
     stage("overlap", [&] { overlap(); });
@@ -155,7 +155,25 @@ class MachineBench {
     const double copied = time_of([&] { b.copy_(a); });
     const double added = time_of([&] { b.add_(a); });
     cluster_.device.bandwidth = 20.0 * static_cast<double>(count) / (copied + added);
-    cluster_.links.host_memory = cluster_.device.bandwidth;
+    cluster_.links.device_link = device_.is_cuda() ? link_bandwidth() : cluster_.device.bandwidth;
+  }
+  // Each way while both directions are busy.
+  double link_bandwidth() {
+    const int64_t bytes = 256 << 20;
+    const auto pinned = at::TensorOptions().dtype(at::kByte).pinned_memory(true);
+    const auto there = at::TensorOptions().dtype(at::kByte).device(device_);
+    const at::Tensor in = at::empty({bytes}, pinned), out = at::empty({bytes}, pinned);
+    const at::Tensor to = at::empty({bytes}, there), from = at::empty({bytes}, there);
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    const c10::Stream current = guard.getStream(device_);
+    const c10::Stream other = guard.getStreamFromGlobalPool(device_);
+    return static_cast<double>(bytes) / time_of([&] {
+             to.copy_(in, /*non_blocking=*/true);
+             guard.exchangeStream(other);
+             out.copy_(from, /*non_blocking=*/true);
+             guard.synchronizeStream(other);
+             guard.exchangeStream(current);
+           });
   }
 
   void optimizer() {
@@ -225,14 +243,15 @@ class MachineBench {
   void blocks() {
     const bool cuda = device_.is_cuda();
     const int64_t hidden = cuda ? 2048 : 256, vocab = cuda ? 32768 : 4096;
-    const Sizes tiny{hidden, vocab, 1, 16};
+    // So little work that the host is the limit.
+    const Sizes tiny = cuda ? Sizes{hidden, vocab, 1, 16} : Sizes{64, vocab, 1, 4};
     const Sizes wide{hidden, vocab, cuda ? 16 : 8, cuda ? 512 : 64};
     const Sizes lengthy{hidden, vocab, 1, cuda ? 8192 : 1024};
     plan::Efficiency& efficiency = cluster_.efficiency;
     efficiency.launch = 0;
     efficiency.attention = 1;
     const double block = block_time(wide);
-    solve(efficiency.memory, 0.01, 10, block, [&] { return whole(planned(wide).block); });
+    solve(efficiency.product, 0.01, 10, block, [&] { return whole(planned(wide).block); });
     const double attended = block_time(lengthy);
     solve(efficiency.attention, 0.001, 10, attended, [&] { return whole(planned(lengthy).block); });
     const double floor = block_time(tiny);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cli/common/torch_program.h"
 
+#include <fcntl.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,11 +37,16 @@ std::string torch_path() {
   return path;
 }
 
-int run_program(const std::vector<std::string>& words) {
+int run_program(const std::vector<std::string>& words, StandardOutput output) {
   const auto argv = argv_of(words);
   pid_t pid = 0;
-  if (const int failure = posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ);
-      failure != 0) {
+  posix_spawn_file_actions_t files;
+  posix_spawn_file_actions_init(&files);
+  if (output == StandardOutput::discarded)
+    posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+  const int failure = posix_spawnp(&pid, argv[0], &files, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&files);
+  if (failure != 0) {
     throw SystemError("cannot start " + words[0], failure);
   }
   int status = 0;

@@ -11,8 +11,11 @@ std::string own_path();
 // Throws ConfigError where this build has none.
 std::string torch_path();
 
+enum class StandardOutput { shown, discarded };
+
 // Runs a program to its end with this one's standard streams; its exit status.
-int run_program(const std::vector<std::string>& words);
+int run_program(const std::vector<std::string>& words,
+                StandardOutput output = StandardOutput::shown);
 // Becomes the program.
 [[noreturn]] void become_program(const std::vector<std::string>& words);
 

@@ -35,6 +35,17 @@ Words words_of(const std::string& flags) {
   return words;
 }
 
+struct TemporaryFolder {
+  fs::path path;
+  explicit TemporaryFolder(fs::path folder) : path(std::move(folder)) {}
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
+};
+
 // Seconds of a step, from a run of a few. Weights begin as those of the run do, because initial
 // values depend on the seed alone, and are thrown away.
 double tried(const Words& arguments, const Words& layout, const std::string& folder) {
@@ -45,10 +56,10 @@ double tried(const Words& arguments, const Words& layout, const std::string& fol
       "--run.dir",          folder,     "--train.steps",       std::to_string(kTrialSteps),
       "--optim.schedule",   "constant", "--optim.warmup",      "0",
       "--checkpoint.every", "0",        "--train.eval_every",  "0",
-      "--train.log_every",  "0",        "--metrics.file",      "auto",
+      "--train.log_every",  "1000",     "--metrics.file",      "auto",
       "--checkpoint.dir",   "",         "--optim.decay_steps", "0"};
   command.insert(command.end(), trial.begin(), trial.end());
-  const int status = run_program(command);
+  const int status = run_program(command, StandardOutput::discarded);
   if (status != 0)
     throw ConfigError(format("a trial of {} steps ended with {}", kTrialSteps, status));
   return config::measured_step(folder).seconds;
@@ -78,11 +89,11 @@ Words choose_layout(const config::TrainArguments& parsed, const Words& arguments
   double least = 0;
   for (size_t i = 0; i < count && config.parallel.attempts > 0; ++i) {
     const std::string flags = config::layout_flags(result.best[i].config);
-    const auto folder = fs::temp_directory_path() / format("lockstep-try-{}-{}", getpid(), i);
+    const TemporaryFolder folder(fs::temp_directory_path() /
+                                 format("lockstep-try-{}-{}", getpid(), i));
     Words layout = words_of(flags);
     layout.insert(layout.end(), {"--parallel.auto", "false", "--parallel.try", "0"});
-    const double seconds = tried(arguments, layout, folder.string());
-    fs::remove_all(folder);
+    const double seconds = tried(arguments, layout, folder.path.string());
     std::cerr << format("parallel.auto: tried {}: {:.1f} ms a step, predicted {:.1f} ms\n", flags,
                         1e3 * seconds, 1e3 * result.best[i].time.total());
     if (i == 0 || seconds < least) {

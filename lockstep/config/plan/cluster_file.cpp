@@ -64,7 +64,6 @@ Schema cluster_schema(ClusterFile& file, Texts& texts) {
              not_negative);
   schema.add("sharing", c.links.sharing, "Exponent of the share of a group.", fraction);
   schema.add("device_link", c.links.device_link, "Bytes per second from device to host.", positive);
-  schema.add("host_memory", c.links.host_memory, "Bytes per second of a host's memory.", positive);
   schema.add("reduce_factor", c.links.reduce_factor, "Speed of all-reduces.", positive);
   schema.add("gather_factor", c.links.gather_factor, "Speed of gathers and scatters.", positive);
   schema.section("efficiency", "Efficiency");

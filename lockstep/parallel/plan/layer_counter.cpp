@@ -138,7 +138,8 @@ at::Tensor shape_of(const at::Tensor& tensor) {
   return shape.set_requires_grad(tensor.requires_grad());
 }
 
-// Modules and inputs, as far as they can be seen from outside.
+}  // namespace
+
 std::string signature(const torch::nn::Module& root, const std::vector<PassedTensors>& inputs) {
   std::ostringstream text;
   // By itself each: the names that lead to a layer are its own.
@@ -156,8 +157,6 @@ std::string signature(const torch::nn::Module& root, const std::vector<PassedTen
   }
   return text.str();
 }
-
-}  // namespace
 
 LayerCounter::LayerCounter(const CountOptions& options, comm::Group group)
     : options_(options),

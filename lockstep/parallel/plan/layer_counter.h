@@ -33,6 +33,9 @@ struct CountedLayer {
   bool on_meta = false;
 };
 
+// Modules and inputs, as far as they can be seen from outside: layers with the same are alike.
+std::string signature(const torch::nn::Module& root, const std::vector<PassedTensors>& inputs);
+
 struct CountOptions {
   const PipelineOptions& pipeline;
   const MemoryOptions& how;

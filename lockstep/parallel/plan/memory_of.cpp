@@ -2,10 +2,8 @@
 // Describes what layer_counter finds as a plan::Run. What ranks share, and when, is the arithmetic
 // of plan/.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
@@ -17,6 +15,7 @@
 #include "lockstep/parallel/pipeline/stage.h"
 #include "lockstep/parallel/plan/layer_counter.h"
 #include "lockstep/parallel/plan/layer_trace.h"
+#include "lockstep/parallel/plan/same_random_numbers.h"
 #include "lockstep/parallel/plan/trace_cost.h"
 #include "lockstep/plan/report.h"
 #include "lockstep/plan/run_description.h"
@@ -29,25 +28,6 @@ namespace {
 // With fewer rows some operators take another way (a vector instead of a matrix), and norms over
 // the batch refuse.
 constexpr int64_t kFewRows = 2, kMoreRows = 3;
-
-// Torch's generator of the CPU, from which building and running layers draws, is left as it was.
-class SameRandomNumbers {
- public:
-  SameRandomNumbers() {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-  }
-  ~SameRandomNumbers() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
-  SameRandomNumbers(const SameRandomNumbers&) = delete;
-  SameRandomNumbers& operator=(const SameRandomNumbers&) = delete;
-
- private:
-  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
-  at::Tensor state_;
-};
 
 // Rows that are counted, of the rows that are asked for.
 std::vector<int64_t> counted_rows(int64_t rows) {

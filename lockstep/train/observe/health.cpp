@@ -4,16 +4,27 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::train {
 namespace {
 
-// Columns of sums_ and of largest_.
-enum { kGradSquares, kGradZeros, kGradCount, kWeightSquares, kUpdateSquares, kSums };
-enum { kGradMax, kWeightMax, kMaxima };
+// Sums over the parameters of a layer, then maxima.
+enum Column {
+  kGradSquares,
+  kGradNonzeros,
+  kGradCount,
+  kWeightSquares,
+  kUpdateSquares,
+  kSums,
+  kGradMax = kSums,
+  kWeightMax,
+  kColumns
+};
 
 // "blocks.3.attention.qkv.weight" is of "blocks.3", "embed.weight" of "embed".
 std::string layer_of(const std::string& parameter) {
@@ -22,11 +33,11 @@ std::string layer_of(const std::string& parameter) {
   return parameter.substr(0, parameter.find('.', first + 1));
 }
 
-double squares(const at::Tensor& tensor) {
-  const double norm =
-      at::linalg_vector_norm(tensor.flatten(), 2, {}, false, at::kDouble).item<double>();
-  return norm * norm;
+// The norm of this order: 0 counts what is not zero, infinity is the largest.
+at::Tensor norm_of(const at::Tensor& tensor, double order) {
+  return at::linalg_vector_norm(tensor.flatten(), order, {}, false, at::kDouble);
 }
+constexpr double kLargest = std::numeric_limits<double>::infinity();
 
 }  // namespace
 
@@ -44,54 +55,71 @@ int64_t Health::row_of(const std::string& parameter) const {
 
 void Health::before_update(const parallel::Pipeline& pipeline) {
   const at::NoGradGuard no_grad;
-  const auto count = static_cast<int64_t>(layers_.size());
-  sums_ = at::zeros({count, kSums}, at::kDouble);
-  largest_ = at::zeros({count, kMaxima}, at::kDouble);
+  numbers_.clear();
   weights_.clear();
-  auto sums = sums_.accessor<double, 2>();
-  auto largest = largest_.accessor<double, 2>();
+  counts_.assign(layers_.size(), 0);
   for (const auto& [name, tensor] : pipeline.counted_parameters()) {
     const int64_t row = row_of(name);
     const at::Tensor grad = tensor.grad();
     // Copies of tied parameters have given their gradients away: they do not count.
     weights_.push_back(grad.defined() ? tensor.detach().clone() : at::Tensor());
     if (row < 0 || !grad.defined() || grad.numel() == 0) continue;
-    sums[row][kGradSquares] += squares(grad);
-    sums[row][kGradZeros] +=
-        static_cast<double>(grad.numel() - grad.count_nonzero().item<int64_t>());
-    sums[row][kGradCount] += static_cast<double>(grad.numel());
-    largest[row][kGradMax] = std::max(largest[row][kGradMax], grad.abs().max().item<double>());
+    counts_[static_cast<size_t>(row)] += static_cast<double>(grad.numel());
+    numbers_.push_back({row, kGradSquares, norm_of(grad, 2).square()});
+    numbers_.push_back({row, kGradNonzeros, norm_of(grad, 0)});
+    numbers_.push_back({row, kGradMax, norm_of(grad, kLargest)});
   }
 }
 
 io::OrderedJson Health::after_update(const parallel::Pipeline& pipeline) {
   const at::NoGradGuard no_grad;
-  auto sums = sums_.accessor<double, 2>();
-  auto largest = largest_.accessor<double, 2>();
   const auto parameters = pipeline.counted_parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const int64_t row = row_of(parameters[i].name);
     const at::Tensor now = parameters[i].tensor.detach();
     if (row < 0 || now.numel() == 0 || !weights_[i].defined()) continue;
-    sums[row][kWeightSquares] += squares(now);
-    sums[row][kUpdateSquares] += squares(weights_[i].sub_(now));
-    largest[row][kWeightMax] = std::max(largest[row][kWeightMax], now.abs().max().item<double>());
+    numbers_.push_back({row, kWeightSquares, norm_of(now, 2).square()});
+    numbers_.push_back({row, kUpdateSquares, norm_of(weights_[i].sub_(now), 2).square()});
+    numbers_.push_back({row, kWeightMax, norm_of(now, kLargest)});
   }
   weights_.clear();
+  const auto count = static_cast<int64_t>(layers_.size());
+  const at::Tensor all_sums = at::zeros({count, kSums}, at::kDouble);
+  const at::Tensor all_largest = at::zeros({count, kColumns - kSums}, at::kDouble);
+  auto sums = all_sums.accessor<double, 2>();
+  auto largest = all_largest.accessor<double, 2>();
+  for (int64_t row = 0; row < count; ++row)
+    sums[row][kGradCount] = counts_[static_cast<size_t>(row)];
+  if (!numbers_.empty()) {
+    std::vector<at::Tensor> values;
+    for (const Number& number : numbers_) values.push_back(number.value);
+    const at::Tensor fetched = at::stack(values).cpu();
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      const auto [row, column, value] = numbers_[i];
+      const double found = fetched[static_cast<int64_t>(i)].item<double>();
+      if (column < kSums) {
+        sums[row][column] += found;
+      } else {
+        double& most = largest[row][column - kSums];
+        most = std::isnan(found) ? found : std::max(most, found);
+      }
+    }
+  }
+  numbers_.clear();
   const comm::Group group = pipeline.counted_group();
-  comm::all_reduce(sums_, group, {.tag = "health"}).wait();
-  comm::all_reduce(largest_, group, {.op = comm::ReduceOp::max, .tag = "health"}).wait();
+  comm::all_reduce(all_sums, group, {.tag = "health"}).wait();
+  comm::all_reduce(all_largest, group, {.op = comm::ReduceOp::max, .tag = "health"}).wait();
   io::OrderedJson fields{{"layers", layers_}};
   const auto add = [&](const char* name, double value) {
     fields[name].push_back(std::isfinite(value) ? io::OrderedJson(value) : io::OrderedJson());
   };
-  for (int64_t row = 0; row < sums_.size(0); ++row) {
+  for (int64_t row = 0; row < count; ++row) {
     const double weight = std::sqrt(sums[row][kWeightSquares]);
     add("grad_norm", std::sqrt(sums[row][kGradSquares]));
-    add("grad_max", largest[row][kGradMax]);
-    add("grad_zeros", sums[row][kGradZeros] / sums[row][kGradCount]);
+    add("grad_max", largest[row][kGradMax - kSums]);
+    add("grad_zeros", 1 - sums[row][kGradNonzeros] / sums[row][kGradCount]);
     add("weight_norm", weight);
-    add("weight_max", largest[row][kWeightMax]);
+    add("weight_max", largest[row][kWeightMax - kSums]);
     add("update_ratio", std::sqrt(sums[row][kUpdateSquares]) / weight);
   }
   return fields;

@@ -28,11 +28,17 @@ class Health {
   io::OrderedJson after_update(const parallel::Pipeline& pipeline);
 
  private:
+  struct Number {
+    int64_t row = 0, column = 0;
+    at::Tensor value = {};  // on the parameter's device
+  };
+
   int64_t row_of(const std::string& parameter) const;
 
   std::vector<std::string> layers_;
   std::map<std::string, int64_t> rows_;
-  at::Tensor sums_, largest_;        // a row for each layer
+  std::vector<double> counts_;       // of the gradients of each layer
+  std::vector<Number> numbers_;      // of parameters; fetched at once, for a device's sake
   std::vector<at::Tensor> weights_;  // before the update, in the order of counted_parameters()
 };
 

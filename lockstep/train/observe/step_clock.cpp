@@ -33,6 +33,12 @@ void StepClock::lap(double StepSplit::*kind, std::chrono::nanoseconds bubble) {
   blocked_ = blocked;
 }
 
+void StepClock::find_update(double device_ms) {
+  const double moved = std::min(device_ms, split_.compute_ms);
+  split_.compute_ms -= moved;
+  split_.optimizer_ms += moved;
+}
+
 void StepClock::find_stall(double longest_busy_ms) {
   split_.stall_ms = std::clamp(longest_busy_ms - split_.busy_ms(), 0.0, split_.communication_ms);
   split_.communication_ms -= split_.stall_ms;

@@ -31,6 +31,9 @@ class StepClock {
   // The time since the last call belongs to `kind`; `bubble` is the part of it in which the rank
   // waited for other stages.
   void lap(double StepSplit::*kind, std::chrono::nanoseconds bubble = {});
+  // The device computed the last update while this step began: its time goes from computation to
+  // the optimizer.
+  void find_update(double device_ms);
   // Moves the time that this rank waited for the slowest from communication to stall.
   void find_stall(double longest_busy_ms);
 
