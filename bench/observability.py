@@ -25,7 +25,7 @@ WAYS = {
 
 def options_of(kind, data):
     if kind == "cpu":
-        return ["-n", 2, "--config", pathlib.Path(__file__).resolve().parent.parent / "examples/train.toml", "--train.steps", 60]
+        return ["-n", 2, "--config", pathlib.Path(__file__).resolve().parent.parent / "examples/train.toml", "--train.steps", 60, "--train.eval_every", 0]
     size = SIZES["162M"]
     words = ["--model.kind", "llama", "--train.dtype", "bfloat16", "--data.path", data, "--train.steps", 150, "--train.seq_len", size["length"],
              "--train.micro_batch", size["rows"]]

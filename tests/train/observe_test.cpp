@@ -3,11 +3,14 @@
 // the layers are.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <map>
 
+#include "lockstep/train/observe/run_observer.h"
+#include "tests/support/sampling.h"
 #include "tests/support/says.h"
 #include "tests/train/train_command.h"
 
@@ -126,6 +129,37 @@ TEST_F(Observe, TheHealthOfLayersIsTheSameInEveryLayout) {
       }
     }
   }
+}
+
+int64_t resident_bytes() {
+  std::istringstream text(read_file("/proc/self/statm"));
+  int64_t pages = 0;
+  text >> pages >> pages;  // the second number
+  return pages * sysconf(_SC_PAGESIZE);
+}
+
+// A slow rank comes and goes all the time.
+TEST_F(Observe, MemoryDoesNotGrowWithSteps) {
+  config::TrainConfig config;
+  config.run.dir = path("long");
+  config.metrics.file = config.run.dir + "/metrics.jsonl";
+  config.metrics.tensorboard = config.run.dir + "/tensorboard";
+  std::filesystem::create_directories(config.run.dir);
+  train::RunObserver observer(config, comm::Group(), 0);
+  int64_t before = 0;
+  const int64_t steps = tests_all() ? 1'000'000 : 5'000;
+  for (int64_t step = 1; step <= steps; ++step) {
+    const double extra = step / 10 % 2 == 0 ? 100 : 0;
+    observer.step({.step = step,
+                   .loss = 1.0 / static_cast<double>(step),
+                   .step_ms = 10 + extra,
+                   .time = 1.8e9 + static_cast<double>(step),
+                   .busy_ms = {10, 10 + extra, 10, 10},
+                   .rank_peak_bytes = {1, 1, 1, 1}});
+    if (step == steps / 10) before = resident_bytes();
+  }
+  EXPECT_LT(resident_bytes() - before, 1 << 20);
+  EXPECT_EQ(read_steps(config.metrics.file).size(), static_cast<size_t>(steps));
 }
 
 TEST_F(Observe, WhatNeedsARunFolderIsRefusedWithoutOne) {
