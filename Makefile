@@ -130,7 +130,7 @@ check-wide: tests
 	$(BUILD)/bin/equivalence_tests
 	$(BUILD)/bin/checkpoint_tests
 	$(BUILD)/bin/comm_tests
-	$(BUILD)/bin/fault_tests --gtest_filter='StrategyFaults*'
+	$(BUILD)/bin/fault_tests --gtest_filter='StrategyFaults*:VerifiedMpi*'
 	$(BUILD)/bin/fabric_tests --gtest_filter='Collectives*'
 	$(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
 	$(BUILD)/bin/init_tests --gtest_filter='Init*'

@@ -100,8 +100,14 @@ int main(int argc, char** argv) {
   // The victim's last sign of life, on everybody's clock: one host, one monotonic clock.
   at::Tensor moment = at::full({1}, now_ms(), at::kDouble);
   comm::broadcast(moment, world, {.root = victim}).wait();
+  // Others may still be passing it on when the victim has sent it.
+  launch::Store& store = comm::job_store(world);
+  const auto received = [](int rank) { return "received by " + std::to_string(rank); };
+  store.set(received(world.rank()), "yes");
 
   if (world.rank() == victim) {
+    for (int rank = 0; rank < world.size(); ++rank)
+      store.get(received(rank), Deadline(milliseconds{60'000}));
     if (mode == "leave") return 0;
     if (mode == "die" || mode == "die_in_message") raise(SIGKILL);
     if (mode == "stop") raise(SIGSTOP);
