@@ -37,7 +37,8 @@ help:
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting, the layer rule, and words that have a better term"
 	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
-	@echo "make check-all           lint, test, wider tests, pages in Chromium, and builds with sanitizers and without precompiled headers"
+	@echo "make check-all           lint, test, wider tests, pages in Chromium, and builds with sanitizers"
+	@echo "make check-no-pch        compile every file by itself without precompiled headers (an hour; then only what has changed)"
 	@echo "make faults              inject each fault of the catalogue once (root; under 30 minutes); FAULTS=A1,C: only these"
 	@echo "make faults-all          the same with full counts and ten minutes of fuzzing (hours)"
 	@echo "make check-gpu           build against libtorch with CUDA and run all tests, those of GPUs and NCCL too"
@@ -117,7 +118,7 @@ tidy: setup
 	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else git ls-files $(TIDY); fi); \
 	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
-check-all: lint test check-wide check-pages check-asan check-tsan check-no-pch
+check-all: lint test check-wide check-pages check-asan check-tsan
 
 # Everything, on a machine with a GPU: also the tests of CUDA, and of NCCL with several ranks on one GPU.
 check-gpu:
