@@ -73,7 +73,8 @@ def main():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         ranks, rounds, steps, vocab = int(words[2]), int((words + [2])[3]), layouts.STEPS, 4096
         batch = ["--train.global_batch", 2 * ranks]
-        cases = {name: layouts.MODEL + batch + layout for name, layout in layouts.layouts(ranks).items()}
+        model = layouts.MODEL + batch + ["--train.threads", 0]  # as many as the machine was measured with
+        cases = {name: model + layout for name, layout in layouts.layouts(ranks).items()}
     with tempfile.TemporaryDirectory() as folder:
         if machine is None:
             machine = f"{folder}/machine.toml"

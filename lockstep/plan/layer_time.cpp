@@ -33,11 +33,10 @@ class LayerClock {
     const double h = hidden(), f = static_cast<double>(model_.ffn);
     const double products = product(h * (width + 2 * kv)) + product(width * h) +
                             product(h * f * (model_.gated ? 2 : 1)) + product(f * h);
-    const double element = std::min(layout_.element, 2.0);
     const double stream = kStreamBytes * h / (layout_.sequence_parallel ? tp_ : 1.0);
     const double inside =
         (kHeadBytes * width + (model_.gated ? kGatedBytes : kPlainBytes) * f) / tp_;
-    const double moved = memory(tokens_ * element * (stream + inside));
+    const double moved = memory(tokens_ * layout_.element * (stream + inside));
     const auto [attend, attend_back] = attention(width);
 
     LayerTime time{.parameters = model_.block_parameters() / tp_};

@@ -17,7 +17,7 @@ namespace lockstep::cli {
 int bench_machine(const std::vector<std::string>& arguments) {
   int ranks = 2;
   std::string backend = "shm", output, dtype = "auto";
-  double seconds = 0.5;
+  double seconds = 2;
   bool strategies = true;
   CLI::App app;
   app.add_option("-n", ranks, "Ranks")->capture_default_str();
@@ -27,7 +27,7 @@ int bench_machine(const std::vector<std::string>& arguments) {
   app.add_option("--dtype", dtype, "float32 or bfloat16; auto: bfloat16 on GPUs")
       ->check(one_of({"auto", "float32", "bfloat16"}))
       ->capture_default_str();
-  app.add_option("--seconds", seconds, "Seconds per measurement, at most")
+  app.add_option("--seconds", seconds, "Seconds per measurement, at most; 0: one sample of each")
       ->check(not_negative())
       ->capture_default_str();
   app.add_flag("--strategies,!--no-strategies", strategies,

@@ -37,7 +37,7 @@ namespace {
 using comm::Group;
 using plan::Collective;
 
-constexpr int kSamples = 5;  // at least
+constexpr int kSamples = 5;  // at least, but for --seconds 0
 
 class MachineBench {
  public:
@@ -105,7 +105,7 @@ class MachineBench {
     return all.item<double>();
   }
 
-  // Median seconds of the slowest rank. All ranks repeat it as often.
+  // Seconds of the slowest rank: its lower quartile. All ranks repeat it as often.
   double time_of(const std::function<void()>& work) {
     const auto once = [&] {
       comm::barrier(world_).wait();
@@ -116,8 +116,10 @@ class MachineBench {
     };
     once();
     const double estimate = slowest(once());
-    const int count =
-        static_cast<int>(std::clamp(seconds_ / std::max(estimate, 1e-7), 1.0 * kSamples, 500.0));
+    const int count = seconds_ == 0
+                          ? 1
+                          : static_cast<int>(std::clamp(seconds_ / std::max(estimate, 1e-7),
+                                                        1.0 * kSamples, 500.0));
     std::vector<double> samples;
     for (int i = 0; i < count; ++i) samples.push_back(once());
     std::ranges::sort(samples);
@@ -125,7 +127,8 @@ class MachineBench {
     const double spread =
         (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
     if (estimate > 1e-3) worst_spread_ = std::max(worst_spread_, slowest(spread));
-    return slowest(median);
+    // Whatever else the machine does adds to some samples.
+    return slowest(samples[samples.size() / 4]);
   }
 
   at::Tensor random(std::vector<int64_t> shape) const {
@@ -134,14 +137,15 @@ class MachineBench {
 
   // Time is linear in FLOP above a floor: a large product and a small one.
   void products() {
-    const auto product = [&](int64_t rows, int64_t size) {
-      const at::Tensor a = random({rows, size}), b = random({size, size});
-      return std::pair(2.0 * static_cast<double>(rows * size * size),
+    const auto product = [&](int64_t rows, int64_t inner, int64_t columns) {
+      const at::Tensor a = random({rows, inner}), b = random({inner, columns});
+      return std::pair(2.0 * static_cast<double>(rows * inner * columns),
                        time_of([&] { at::mm(a, b); }));
     };
     const bool cuda = device_.is_cuda();
-    const auto [flop, seconds] = cuda ? product(4096, 8192) : product(512, 1024);
-    const auto [few, floor] = cuda ? product(256, 1024) : product(64, 128);
+    const auto [flop, seconds] = cuda ? product(4096, 8192, 8192) : product(512, 1024, 1024);
+    // As narrow as tensor parallelism makes them.
+    const auto [few, floor] = cuda ? product(256, 1024, 1024) : product(256, 256, 32);
     const double per_flop = (seconds - floor) / (flop - few);
     cluster_.device.flops = 1 / std::max(per_flop, 1e-18);
     cluster_.efficiency.product_half =
