@@ -35,7 +35,7 @@ def options_of(kind, data):
 
 
 def milliseconds(lockstep, options, way, folder):
-    words = [lockstep, "train", *options, "--data.validation", 0, "--checkpoint.every", 0, "--train.log_every", 1, "--run.dir", f"{folder}/run", *WAYS[way]]
+    words = [lockstep, "train", *options, "--data.validation", 0, "--checkpoint.every", 0, "--train.log_every", 1, "--run.dir", f"{folder}/run", *way]
     with subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         times, text = [], []
         for line in job.stdout:
@@ -56,7 +56,7 @@ def main():
                 data = pathlib.Path(folder, "tokens.bin")
                 draw = random.Random(1)
                 data.write_bytes(b"".join(draw.randrange(32000).to_bytes(2, "little") for _ in range(1 << 18)))
-                found[way].append(milliseconds(lockstep, options_of(kind, data), way, folder))
+                found[way].append(milliseconds(lockstep, options_of(kind, data), WAYS[way], folder))
     print(f"{'observed':36}{'best ms':>10}{'median ms':>11}{'of nothing':>12}   ratio of medians")
     base = found["nothing"]
     for way, times in found.items():

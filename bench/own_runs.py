@@ -70,7 +70,7 @@ def main():
         ranks, rounds, steps, vocab = 1, 1, 9, 32000
         cases = {name: gpu_options(*case) for name, case in GPU.items() if name in words[2:] or not words[2:]}
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         ranks, rounds, steps, vocab = int(words[2]), int((words + [2])[3]), layouts.STEPS, 4096
         batch = ["--train.global_batch", 2 * ranks]
         model = layouts.MODEL + batch + ["--train.threads", 0]  # as many as the machine was measured with

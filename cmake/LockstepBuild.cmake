@@ -164,41 +164,44 @@ function(lockstep_cuda_kernels layer)
   set_target_properties(lockstep_${layer}_cuda PROPERTIES UNITY_BUILD OFF)  # nvcc takes longest, one file after the other
 endfunction()
 
-# lockstep_pch(target name headers... [LIBRARIES ...] [OPTIONS ...]): one precompiled header serves every target that asks for this name:
-# the first makes it, with these options, which all then have.
-function(lockstep_pch target name)
-  cmake_parse_arguments(ARG "" "" "LIBRARIES;OPTIONS" ${ARGN})
-  if(NOT TARGET ${name})
-    file(CONFIGURE OUTPUT ${name}.cpp CONTENT "")
-    add_library(${name} OBJECT ${CMAKE_CURRENT_BINARY_DIR}/${name}.cpp)
-    target_compile_features(${name} PRIVATE cxx_std_20)
-    target_compile_options(${name} PRIVATE ${ARG_OPTIONS})
-    target_link_libraries(${name} PRIVATE ${ARG_LIBRARIES} lockstep_flags)
-    target_precompile_headers(${name} PRIVATE ${ARG_UNPARSED_ARGUMENTS})
+# One precompiled header serves the library.
+function(lockstep_torch_pch target)
+  if(NOT TARGET lockstep_torch_headers)
+    file(CONFIGURE OUTPUT lockstep_torch_headers.cpp CONTENT "")
+    add_library(lockstep_torch_headers OBJECT ${CMAKE_CURRENT_BINARY_DIR}/lockstep_torch_headers.cpp)
+    target_compile_features(lockstep_torch_headers PRIVATE cxx_std_20)
+    target_link_libraries(lockstep_torch_headers PRIVATE Libtorch::Libtorch lockstep_flags)
+    target_precompile_headers(lockstep_torch_headers PRIVATE <ATen/ATen.h>)
   endif()
-  target_compile_options(${target} PRIVATE ${ARG_OPTIONS})
-  target_precompile_headers(${target} REUSE_FROM ${name})
+  target_precompile_headers(${target} REUSE_FROM lockstep_torch_headers)
 endfunction()
 
-function(lockstep_torch_pch target)
-  lockstep_pch(${target} lockstep_torch_headers <ATen/ATen.h> LIBRARIES Libtorch::Libtorch)
+# lockstep_pch(target name headers...): one precompiled header serves every target that asks for this name. The first makes it.
+function(lockstep_pch target name)
+  get_property(first GLOBAL PROPERTY LOCKSTEP_PCH_${name})
+  if(first)
+    target_precompile_headers(${target} REUSE_FROM ${first})
+  else()
+    set_property(GLOBAL PROPERTY LOCKSTEP_PCH_${name} ${target})
+    target_precompile_headers(${target} PRIVATE ${ARGN})
+  endif()
 endfunction()
 
 # Tests are not optimised: what they call is, and compiling them is most of the time that a build takes. PRESET=dev has their lines
 # for debuggers.
 function(lockstep_test_pch target)
-  set(quickly -O0 $<$<CONFIG:RelWithDebInfo>:-g0>)
-  set(gtest <gmock/gmock.h> <gtest/gtest.h>)
+  target_compile_options(${target} PRIVATE -O0 $<$<CONFIG:RelWithDebInfo>:-g0>)
+  target_compile_definitions(${target} PRIVATE GTEST_HAS_PTHREAD=1)  # as these headers are precompiled
+  set(gtest <gmock/gmock.h> <gtest/gtest.h> ${PROJECT_SOURCE_DIR}/tests/support/gmock_once.h)
   if("TORCH" IN_LIST ARGN)
     # Not torch/torch.h: every program would instantiate the templates of all its modules again.
     set(torch <torch/autograd.h> <torch/types.h> <torch/utils.h> <torch/optim/adamw.h> <torch/optim/sgd.h>)
     foreach(module activation batchnorm embedding linear normalization container/sequential)
       list(APPEND torch <torch/nn/modules/${module}.h>)
     endforeach()
-    lockstep_pch(${target} lockstep_torch_test_headers ${torch} ${gtest} LIBRARIES Libtorch::Libtorch GTest::gmock GTest::gtest OPTIONS ${quickly})
-    target_compile_definitions(${target} PRIVATE GTEST_HAS_PTHREAD=1)  # as that header was precompiled
+    lockstep_pch(${target} torch_tests ${torch} ${gtest})
   else()
-    lockstep_pch(${target} lockstep_test_headers ${gtest} LIBRARIES GTest::gmock GTest::gtest OPTIONS ${quickly})
+    lockstep_pch(${target} tests ${gtest} <algorithm> <filesystem> <fstream> <nlohmann/json.hpp> <set> <span> <thread>)
   endif()
 endfunction()
 

@@ -10,6 +10,8 @@
 namespace lockstep::cli {
 namespace {
 
+constexpr const char* kBounds = "N|MIN:MAX";
+
 // Everything from the first word that is not an option, or from "--" on, is the program's.
 std::vector<std::string> program_of(CLI::App& app) {
   std::vector<std::string> words = app.remaining();
@@ -58,9 +60,19 @@ int run(const std::vector<std::string>& arguments) {
 
   CLI::App app;
   app.prefix_command();
-  app.add_option("-n,--nproc-per-node", options.ranks, "Number of ranks on this node")->required();
-  app.add_option("--nnodes", options.nodes,
-                 "Number of nodes in the job; start lockstep run on each of them")
+  std::string ranks, nodes = "1";
+  auto grow_after = static_cast<int>(options.grow_after.count());
+  app.add_option(
+         "-n,--nproc-per-node", ranks,
+         "Number of ranks on this node. MIN:MAX: start MAX, and continue with as few as MIN "
+         "after ranks have failed")
+      ->type_name(kBounds)
+      ->required();
+  app.add_option(
+         "--nnodes", nodes,
+         "Number of nodes in the job; start lockstep run on each of them. MIN:MAX: continue "
+         "with as few as MIN after nodes were lost")
+      ->type_name(kBounds)
       ->capture_default_str();
   app.add_option("--node-rank", options.node_rank, "Index of this node, from 0")
       ->capture_default_str();
@@ -76,6 +88,10 @@ int run(const std::vector<std::string>& arguments) {
                  "File with the job's secret, the same on all nodes (or set LOCKSTEP_TOKEN)");
   app.add_option("--max-restarts", options.max_restarts,
                  "Number of times in an hour to restart all ranks after a rank has failed")
+      ->capture_default_str();
+  app.add_option("--grow-after", grow_after,
+                 "Seconds until a place that has failed is used again, with MIN:MAX; doubled each "
+                 "time that it fails")
       ->capture_default_str();
   app.add_option("--log-dir", options.log_dir,
                  "Also write each rank's output to DIR/attempt_<k>/rank<r>/{stdout,stderr}.log; k "
@@ -95,7 +111,14 @@ int run(const std::vector<std::string>& arguments) {
                 "Usage: lockstep run -n N [OPTIONS] PROGRAM [ARGS...]\n",
                 without_np(arguments)))
     return *status;
+  const launch::Bounds local = launch::parse_bounds(ranks, "-n");
+  options.ranks = local.max;
+  options.min_ranks = local.is_elastic() ? local.min : 0;
+  const launch::Bounds all = launch::parse_bounds(nodes, "--nnodes");
+  options.nodes = all.max;
+  options.min_nodes = all.is_elastic() ? all.min : 0;
   refuse_copies(options.nodes);
+  options.grow_after = std::chrono::seconds{grow_after};
   options.meet_time = std::chrono::seconds{meet_seconds};
   options.grace = milliseconds{grace};
   options.stop_grace = milliseconds{stop_grace};

@@ -61,6 +61,7 @@ void warn_of_differences(const formats::Manifest& manifest, const TrainConfig& c
   };
   compare("train.seq_len", before.train.seq_len, config.train.seq_len);
   compare("train.seed", before.train.seed, config.train.seed);
+  compare("data.pack", before.data.pack, config.data.pack);
   if (absolute_path(before.data.path) != absolute_path(config.data.path))
     compare("data.path", before.data.path, config.data.path);
   if (absolute_path(before.data.validation) != absolute_path(config.data.validation))
@@ -151,7 +152,8 @@ void check_folder(const char* key, const std::string& folder, const char* what) 
 }
 
 void check_disks(const TrainConfig& config) {
-  if (config.memory.strategy == layout::MemoryStrategy::extreme) {
+  if (config.memory.strategy == layout::MemoryStrategy::extreme &&
+      config.memory.store == ActivationStore::disk) {
     check_folder("memory.disk", activation_folder(config.memory),
                  "the activations of memory.strategy extreme");
   }
@@ -193,14 +195,21 @@ Data open_data(const TrainConfig& config) {
         "data.path is not set: name a text file, a folder of text, JSON lines, or token files");
   }
   data::Tokenizer tokenizer = open_tokenizer(config);
-  const data::Corpus all = data::Corpus::open(config.data.path, tokenizer);
+  const auto open = [&](const std::string& path) {
+    data::Corpus corpus = data::Corpus::open(path, tokenizer);
+    return config.data.pack ? corpus.documents(tokenizer.end_of_text()) : corpus;
+  };
+  const data::Corpus all = open(config.data.path);
   const auto fraction = config.data.validation_fraction();
   const data::Split split = data::hold_out(all, fraction.value_or(0));
-  Data data{tokenizer, split.train,
-            fraction ? split.validation : data::Corpus::open(config.data.validation, tokenizer),
+  Data data{tokenizer, split.train, fraction ? split.validation : open(config.data.validation),
             all};
   require_tokenizer(config, data);
   fit_examples(data, config.train.seq_len);
+  if (config.data.pack) {
+    data.train = data.train.packed(config.train.seq_len);
+    data.validation = data.validation.packed(config.train.seq_len);
+  }
   if (data.validation.has_examples() && data.validation.examples().empty() &&
       (config.train.eval_every > 0 || config.train.eval_first.value_or(false))) {
     throw ConfigError(
@@ -210,6 +219,13 @@ Data open_data(const TrainConfig& config) {
   }
   if (data.train.has_examples()) {
     if (!data.train.examples().empty()) return data;
+    if (split.train.has_documents()) {
+      throw ConfigError(format(
+          "data.path: {} has no document of at least two tokens to train on, of {}; use more "
+          "data",
+          config.data.path,
+          counted(static_cast<int64_t>(split.train.examples().size()), "document")));
+    }
     throw ConfigError(
         format("data.path: {} has no example to train on whose completion begins within "
                "train.seq_len {}, of {}; use more data or a larger train.seq_len",
@@ -242,8 +258,8 @@ std::string describe(const DataIdentities& identities) {
 std::map<std::string, std::string> state_of(const DataIdentities& identities) {
   std::map<std::string, std::string> state;
   for (const auto& [name, identity] : identities) {
-    state[name] = format(R"({{"tokens":{},"crc32c":"{:08x}","modified":{}}})", identity.tokens,
-                         identity.crc, identity.modified);
+    state[name] = format(R"({{"tokens":{},"crc32c":"{:08x}","documents":"{:08x}","modified":{}}})",
+                         identity.tokens, identity.crc, identity.documents, identity.modified);
   }
   return state;
 }
@@ -258,10 +274,14 @@ void require_same_data(const formats::Manifest& manifest, const DataIdentities& 
     const std::string key = name == "data" ? "path" : name;
     const std::string origin = format("{}: state {}", path, name);
     const auto json = io::parse_json(found->second, origin);
-    const std::string crc = io::string_member(json, "crc32c", origin);
+    const auto checksum = [&](const char* key) {
+      return static_cast<uint32_t>(
+          std::strtoul(io::string_member(json, key, origin).c_str(), nullptr, 16));
+    };
     const data::DataIdentity was{
         .tokens = io::integer(io::member(json, "tokens", origin), origin),
-        .crc = static_cast<uint32_t>(std::strtoul(crc.c_str(), nullptr, 16)),
+        .crc = checksum("crc32c"),
+        .documents = json.contains("documents") ? checksum("documents") : 0,
         .modified = io::integer(io::member(json, "modified", origin), origin)};
     if (was != now && !config.checkpoint.other_data) {
       throw ConfigError(
@@ -293,7 +313,7 @@ formats::Manifest manifest_at(const std::string& path, bool verify) {
 }
 
 std::string checkpoint_at(const std::string& name) {
-  const std::string path = checkpoint_path(name);
+  std::string path = checkpoint_path(name);
   if (fs::exists(path + "/manifest.json")) return path;
   const auto newest = formats::newest_complete(checkpoint_folder(path));
   if (!newest) throw ConfigError(format("there is no complete checkpoint in {}", path));

@@ -23,7 +23,8 @@ struct Data {
   data::Tokenizer tokenizer;
   data::Corpus train, validation;  // validation may be empty
   data::Corpus all;                // data.path
-  int64_t cut = 0, dropped = 0;    // examples longer than a row, and without an answer in it
+  // Examples, or documents, longer than a row; and examples without an answer in it.
+  int64_t cut = 0, dropped = 0;
 
   // What was read, by the name that a checkpoint keeps it under: "data", and "validation" where
   // that is files of its own. Reads all of it, or runs of what is long.

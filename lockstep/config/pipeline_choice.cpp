@@ -35,7 +35,9 @@ layout::ParallelConfig parallel_config(const TrainConfig& config, int world) {
   const schedule::ScheduleOptions schedule = schedule_options(config, world);
   return {.dims = config.dims(world),
           .micro_batch_size = static_cast<int>(config.train.micro_batch),
-          .global_batch_size = static_cast<int>(config.global_batch(world)),
+          // Rows that are computed, padding too. Ranks that share a row count it once each.
+          .global_batch_size = static_cast<int>(config.train.micro_batch) *
+                               config.accumulation(world) * config.dims(world).dp,
           .memory = config.memory.strategy,
           .sharding = parallel.shard,
           .schedule = schedule.kind,

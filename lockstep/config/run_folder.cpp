@@ -358,7 +358,7 @@ void RunFolder::place() {
 TrainConfig RunFolder::stored(const ModelSpec& model) const {
   TrainConfig config = asked_;
   config.run.dir = "auto";
-  if (launched_) config.run.ranks = config.run.max_restarts = 0;
+  if (launched_) config.run.ranks = config.run.min_ranks = config.run.max_restarts = 0;
   config.model = model;
   config.data.tokenizer = tokenizer_name(config);
   config.checkpoint.resume = start_.resume;

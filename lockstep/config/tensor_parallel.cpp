@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/config/tensor_parallel.h"
 
+#include "lockstep/config/float8.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -50,7 +51,8 @@ void validate_tensor(const TrainConfig& config, const ModelSpec& model) {
   if (config.parallel.sequence_parallel) {
     if (tp == 1)
       throw ConfigError("parallel.sequence_parallel is true, but parallel.tp is 1: leave it out");
-    require("train.seq_len", config.train.seq_len);
+    require(config.parallel.cp > 1 ? "train.seq_len / parallel.cp" : "train.seq_len",
+            config.train.seq_len / config.parallel.cp);
   }
   require("model.heads", model.heads);
   require("model.kv_heads", model.num_kv_heads());
@@ -59,6 +61,7 @@ void validate_tensor(const TrainConfig& config, const ModelSpec& model) {
     throw ConfigError(
         format("model.vocab is {}, must be at least parallel.tp {}", model.vocab, tp));
   }
+  float8_layers(config, model);
 }
 
 }  // namespace lockstep::config

@@ -15,7 +15,8 @@ layout::TensorPlan tensor_plan(const ModelSpec& model);
 layout::TensorSplit tensor_split(const ModelSpec& model, const TensorSpec& tensor, int tp,
                                  int rank);
 
-// Throws ConfigError for sizes of the model that parallel.tp does not divide.
+// Throws ConfigError for sizes of the model that parallel.tp does not divide, or that
+// train.precision fp8 cannot compute.
 void validate_tensor(const TrainConfig& config, const ModelSpec& model);
 
 }  // namespace lockstep::config

@@ -51,11 +51,22 @@ class Words {
   std::optional<std::string> value_;
 };
 
-int ranks_of(const std::string& text) {
-  const auto ranks = parse_integer(text);
-  if (!ranks || *ranks < 1 || *ranks > std::numeric_limits<int>::max())
-    throw ConfigError(format("-n is '{}', must be a whole number at least 1", text));
-  return static_cast<int>(*ranks);
+// "N", or "MIN:MAX".
+void set_ranks(Schema& schema, const std::string& text) {
+  const size_t colon = text.find(':');
+  const auto number = [&](const std::string& part) {
+    const auto ranks = parse_integer(part);
+    if (!ranks || *ranks < 1 || *ranks > std::numeric_limits<int>::max())
+      throw ConfigError(
+          format("-n is '{}', must be a whole number at least 1, or two as MIN:MAX", text));
+    return *ranks;
+  };
+  const int64_t max = number(colon == std::string::npos ? text : text.substr(colon + 1));
+  const int64_t min = colon == std::string::npos ? 0 : number(text.substr(0, colon));
+  if (min > max)
+    throw ConfigError(format("-n {}: MIN {} is above MAX {}; swap them", text, min, max));
+  schema.set_flag("run.ranks", std::to_string(max));
+  if (min > 0) schema.set_flag("run.min_ranks", std::to_string(min));
 }
 
 }  // namespace
@@ -74,7 +85,7 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
   while (words.next()) {
     const std::string& flag = words.flag();
     if (flag == "-n") {
-      schema.set_flag("run.ranks", std::to_string(ranks_of(words.value())));
+      set_ranks(schema, words.value());
     } else if (flag == "--config") {
       if (!parsed.config_file.empty())
         throw ConfigError(format("--config is given twice; {} was the first", parsed.config_file));
@@ -114,7 +125,7 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& arguments) 
 
 void require_layout_of_run(const TrainArguments& arguments, int world) {
   const LayoutConfig& parallel = arguments.config.parallel;
-  const int64_t others = int64_t{parallel.tp} * parallel.pp;
+  const int64_t others = int64_t{parallel.tp} * parallel.pp * parallel.cp;
   const bool fits = parallel.dp == 0 ? world % others == 0 : parallel.dp * others == world;
   if (arguments.continued.empty() || fits) return;
   std::vector<std::string> values, flags;
@@ -126,6 +137,7 @@ void require_layout_of_run(const TrainArguments& arguments, int world) {
   add("parallel.dp", parallel.dp, 0);
   add("parallel.tp", parallel.tp, 1);
   add("parallel.pp", parallel.pp, 1);
+  add("parallel.cp", parallel.cp, 1);
   if (values.empty()) return;  // of flags: validate() refuses them
   std::string file = run_config_file(arguments.continued);
   if (!arguments.config_file.empty()) file += format(" or {}", arguments.config_file);
@@ -138,7 +150,9 @@ std::string train_help() {
   TrainConfig defaults;
   return format(
       "Options:\n"
-      "  -n N                            Number of ranks to start on this machine\n"
+      "  -n N, -n MIN:MAX                Number of ranks to start on this machine; with MIN:MAX "
+      "the\n"
+      "                                  run continues with fewer after failures\n"
       "  --config FILE                   Configuration file, TOML or JSON; flags override it\n"
       "  --print-config                  Print the configuration with the origin of each value, "
       "then exit\n"
@@ -155,23 +169,12 @@ std::string print_config(const TrainArguments& arguments) {
 }
 
 std::string common_lines(const TrainConfig& config) {
-  constexpr std::string_view own[] = {"model.path",
-                                      "data.path",
-                                      "data.tokenizer",
-                                      "data.validation",
-                                      "train.threads",
-                                      "memory.disk",
-                                      "offload.disk",
-                                      "parallel.schedule_file",
-                                      "checkpoint.dir",
-                                      "checkpoint.resume",
-                                      "metrics.file",
-                                      "metrics.trace",
-                                      "metrics.tensorboard",
-                                      "run.dir",
-                                      "run.ranks",
-                                      "run.max_restarts",
-                                      "run.grace"};
+  constexpr std::string_view own[] = {
+      "model.path",          "data.path",         "data.tokenizer", "data.validation",
+      "train.threads",       "memory.disk",       "offload.disk",   "parallel.schedule_file",
+      "checkpoint.dir",      "checkpoint.resume", "metrics.file",   "metrics.trace",
+      "metrics.tensorboard", "run.dir",           "run.ranks",      "run.min_ranks",
+      "run.grow_after",      "run.max_restarts",  "run.grace"};
   TrainConfig copy = config;
   const Schema schema = train_schema(copy);
   std::string lines;

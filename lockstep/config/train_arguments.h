@@ -23,9 +23,9 @@ struct TrainArguments {
   bool print_config = false, help = false;
 };
 
-// Flags: -n N, --config FILE (TOML or JSON), --print-config, --help or -h, and --SECTION.KEY VALUE
-// (or =VALUE) for every key; the last of two wins. Throws ConfigError. With --help nothing else is
-// looked at.
+// Flags: -n N or MIN:MAX, --config FILE (TOML or JSON), --print-config, --help or -h, and
+// --SECTION.KEY VALUE (or =VALUE) for every key; the last of two wins. Throws ConfigError. With
+// --help nothing else is looked at.
 TrainArguments parse_train_arguments(const std::vector<std::string>& arguments);
 
 // ConfigError, with the file and the flags to add, where the layout of the run that is continued

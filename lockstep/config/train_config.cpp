@@ -17,27 +17,30 @@ namespace {
 void validate_layout(const TrainConfig& config, int world) {
   const LayoutConfig& parallel = config.parallel;
   require(world >= 1, format("{} ranks, must be at least 1", world));
-  const int64_t others = int64_t{parallel.tp} * parallel.pp;
+  const int64_t others = int64_t{parallel.tp} * parallel.pp * parallel.cp;
+  const std::string with_cp = parallel.cp > 1 ? format(" x parallel.cp {}", parallel.cp) : "";
   if (parallel.dp == 0) {
     require(world % others == 0,
-            format("{} must be divisible by parallel.tp {} x parallel.pp {} = {}",
-                   counted(world, "rank"), parallel.tp, parallel.pp, others));
+            format("{} must be divisible by parallel.tp {} x parallel.pp {}{} = {}",
+                   counted(world, "rank"), parallel.tp, parallel.pp, with_cp, others));
   } else {
     const int64_t product =
         layout::ParallelDims{parallel.dp, parallel.tp, parallel.pp}.world_size();
-    require(product == world,
-            format("parallel.dp {} x tp {} x pp {} = {}, must equal the {} that {} started; "
+    require(product <= world && product * parallel.cp == world,
+            format("parallel.dp {} x tp {} x pp {}{} = {}, must equal the {} that {} started; "
                    "parallel.dp 0 takes what there is",
-                   parallel.dp, parallel.tp, parallel.pp, product, counted(world, "rank"),
-                   world == 1 ? "is" : "are"));
+                   parallel.dp, parallel.tp, parallel.pp, with_cp, product * parallel.cp,
+                   counted(world, "rank"), world == 1 ? "is" : "are"));
   }
+  validate_context(config);
   if (parallel.shard_size > 0) {
     require(parallel.shard == layout::ShardingStrategy::hybrid_shard,
             format("parallel.shard_size is {}, but parallel.shard is {}: it is for hybrid",
                    parallel.shard_size, name_of(parallel.shard)));
-    require(config.dp(world) % parallel.shard_size == 0,
+    const int ranks = config.dims(world).dp;
+    require(ranks % parallel.shard_size == 0,
             format("parallel.shard_size {} must divide the {} data-parallel ranks",
-                   parallel.shard_size, config.dp(world)));
+                   parallel.shard_size, ranks));
   }
   require(parallel.shard_granularity == layout::ShardGranularity::rows ||
               parallel.shard != layout::ShardingStrategy::no_shard,
@@ -54,13 +57,17 @@ void validate_batch(const TrainConfig& config, int world) {
           format("train.micro_batch {} x dp {} and train.global_batch {} must be below 2^31",
                  train.micro_batch, dp, train.global_batch));
   if (train.global_batch == 0) return;
-  const int64_t once = train.micro_batch * dp;
-  const int64_t below = train.global_batch / once * once;
-  require(train.global_batch % once == 0,
-          format("train.global_batch is {}, must be a multiple of train.micro_batch {} x dp {} = "
-                 "{}: {}{}",
-                 train.global_batch, train.micro_batch, dp, once,
-                 below > 0 ? format("{} or ", below) : "", below + once));
+  const int64_t micro_batches = train.global_batch / train.micro_batch;
+  const int64_t below = micro_batches * train.micro_batch;
+  require(train.global_batch % train.micro_batch == 0,
+          format("train.global_batch is {}, must be a multiple of train.micro_batch {}: {}{}",
+                 train.global_batch, train.micro_batch, below > 0 ? format("{} or ", below) : "",
+                 below + train.micro_batch));
+  require(micro_batches >= dp,
+          format("train.global_batch {} / train.micro_batch {} = {}, must be at least {}, one "
+                 "micro-batch for each data-parallel rank: use train.global_batch {}, a smaller "
+                 "train.micro_batch or fewer ranks",
+                 train.global_batch, train.micro_batch, micro_batches, dp, train.micro_batch * dp));
 }
 
 void validate_schedule(const TrainConfig& config) {
@@ -143,6 +150,11 @@ void validate_bad_steps(const TrainConfig& config) {
       "backward pass, before the loss of the step is known");
 }
 
+void validate_elastic(const RunFolderConfig& run) {
+  require(run.min_ranks <= run.ranks || run.ranks == 0,
+          format("run.min_ranks is {}, must be at most run.ranks {}", run.min_ranks, run.ranks));
+}
+
 void validate_output(const TrainConfig& config) {
   require(config.metrics.trace != "auto" || !config.run.dir.empty(),
           "metrics.trace is auto, but run.dir is empty: name a folder for traces");
@@ -192,6 +204,19 @@ void validate_output(const TrainConfig& config) {
 
 std::optional<double> DataConfig::validation_fraction() const { return parse_number(validation); }
 
+void validate_context(const TrainConfig& config) {
+  const int64_t cp = config.parallel.cp, length = config.train.seq_len;
+  if (cp == 1) {
+    require(!config.parallel.context,
+            format("parallel.context is {}, but parallel.cp is 1: leave it out",
+                   config.attends_in_ring() ? "ring" : "gather"));
+    return;
+  }
+  require(length % (2 * cp) == 0,
+          format("train.seq_len is {}, must be a multiple of 2 x parallel.cp = {}: {}", length,
+                 2 * cp, (length / (2 * cp) + 1) * 2 * cp));
+}
+
 void TrainConfig::validate(int world) const {
   TrainConfig copy = *this;
   train_schema(copy).check();
@@ -211,6 +236,16 @@ void TrainConfig::validate(int world) const {
   require(memory.disk.empty() || memory.strategy == layout::MemoryStrategy::extreme,
           format("memory.disk is {}, but memory.strategy is {}: it is for extreme", memory.disk,
                  layout::name_of(memory.strategy)));
+  require(
+      memory.store == ActivationStore::disk || memory.strategy == layout::MemoryStrategy::extreme,
+      format("memory.store is host, but memory.strategy is {}: it is for extreme",
+             layout::name_of(memory.strategy)));
+  require(
+      memory.store == ActivationStore::disk || memory.disk.empty(),
+      format("memory.disk is {}, but memory.store is host: leave one of them out", memory.disk));
+  require(!train.fit || memory.strategy != layout::MemoryStrategy::extreme,
+          "train.recompute is fit, but memory.strategy extreme stores activations on disk; use "
+          "another memory.strategy");
   if (model_path.empty() && is_pipelined(parallel)) layers_per_stage(parallel, model.layers);
   validate_optimizer(optim);
   validate_schedule(*this);
@@ -221,12 +256,36 @@ void TrainConfig::validate(int world) const {
                  "trees for tensors on GPUs itself: leave it out, or use another backend",
                  layout::name_of(comm.strategy)));
   validate_bad_steps(*this);
+  validate_elastic(run);
   validate_output(*this);
 }
 
 layout::ParallelDims TrainConfig::dims(int world) const {
   const int others = parallel.tp * parallel.pp;
-  return {parallel.dp > 0 ? parallel.dp : world / others, parallel.tp, parallel.pp};
+  return {parallel.dp > 0 ? parallel.dp * parallel.cp : world / others, parallel.tp, parallel.pp};
+}
+
+std::string TrainConfig::describe_dims(int world) const {
+  const std::string text = layout::ParallelDims{dp(world), parallel.tp, parallel.pp}.describe();
+  if (parallel.cp == 1) return text;
+  return format("{} x cp {} ({})", text, parallel.cp, attends_in_ring() ? "ring" : "gather");
+}
+
+int64_t TrainConfig::tile() const {
+  if (train.tile) return *train.tile;
+  const int64_t tokens =
+      train.seq_len / parallel.cp / (parallel.sequence_parallel ? parallel.tp : 1);
+  return tokens >= kLongRow ? kLongTile : 0;
+}
+
+TrainConfig::ContextPlace TrainConfig::context_place(int dp_rank, int world) const {
+  if (train.reproducible) return {dp_rank % dp(world), dp_rank / dp(world)};
+  return {dp_rank / parallel.cp, dp_rank % parallel.cp};
+}
+
+bool TrainConfig::attends_in_ring() const {
+  if (parallel.context) return *parallel.context == ContextKind::ring;
+  return train.seq_len / parallel.cp >= kRingTokens;
 }
 
 int64_t TrainConfig::global_batch(int world) const {
@@ -234,7 +293,8 @@ int64_t TrainConfig::global_batch(int world) const {
 }
 
 int TrainConfig::accumulation(int world) const {
-  return static_cast<int>(global_batch(world) / (train.micro_batch * dp(world)));
+  const int64_t at_once = train.micro_batch * dp(world);
+  return static_cast<int>((global_batch(world) + at_once - 1) / at_once);
 }
 
 layout::OffloadOptions TrainConfig::offload_options() const {
@@ -246,7 +306,26 @@ layout::OffloadOptions TrainConfig::offload_options() const {
 }
 
 layout::Recompute TrainConfig::recompute() const {
+  if (train.fit) {
+    return train.fit->full > 0        ? layout::Recompute::full
+           : train.fit->selective > 0 ? layout::Recompute::selective
+                                      : layout::Recompute::none;
+  }
   return train.recompute.value_or(layout::ParallelConfig{.memory = memory.strategy}.recompute());
+}
+
+// Spread evenly, so that every stage of a pipeline has its part.
+layout::Recompute TrainConfig::recompute_of(int64_t block) const {
+  if (!train.fit) return recompute();
+  // Of `all` in a row, `some` are chosen: is the i-th?
+  const auto is_chosen = [](int64_t i, int64_t some, int64_t all) {
+    return (i + 1) * some / all > i * some / all;
+  };
+  const int64_t again = train.fit->selective + train.fit->full;
+  if (!is_chosen(block, again, model.layers)) return layout::Recompute::none;
+  return is_chosen(block * again / model.layers, train.fit->full, again)
+             ? layout::Recompute::full
+             : layout::Recompute::selective;
 }
 
 bool TrainConfig::evaluates_first() const {

@@ -18,7 +18,9 @@
 
 namespace lockstep::config {
 
-enum class Precision { float32, bfloat16 };
+enum class Precision { float32, bfloat16, fp8 };
+// Products of blocks with a smaller size are not computed in 8 bits: casts would cost more.
+constexpr int64_t kFp8Min = 512;
 enum class DeviceKind { automatic, cpu, cuda };
 enum class OptimizerKind { adamw, sgd };
 // Of a checkpoint that a run begins from.
@@ -30,23 +32,44 @@ enum class OnCorruption { stop, repair };
 // A step whose loss is far above those before, and one whose gradients are not finite.
 enum class OnSpike { warn, skip, rollback, stop };
 enum class OnNonfinite { skip, rollback, stop };
+// What restarted ranks continue from.
+enum class Recovery { checkpoint, memory };
+
+// How ranks that share rows attend: with the keys and values of all, or of one after the other.
+enum class ContextKind { gather, ring };
+// Tokens of a rank from which a ring is faster.
+constexpr int64_t kRingTokens = 2048;
 
 struct DataConfig {
   std::string path = {};            // text, token or JSON-lines files
   std::string tokenizer = "auto";   // bytes, or a tokenizer.json; auto: see tokenizer_name()
   std::string validation = "0.05";  // a fraction of the data, or a path
+  bool pack = false;                // whole documents, or examples, in rows
 
   // None: `validation` is a path.
   std::optional<double> validation_fraction() const;
   bool operator==(const DataConfig&) const = default;
 };
 
+// How many blocks of a model recompute a part of their activations, and how many all. The others
+// keep theirs.
+struct RecomputedBlocks {
+  int64_t selective = 0, full = 0;
+
+  bool operator==(const RecomputedBlocks&) const = default;
+};
+
 struct RunConfig {
   int64_t steps = 1000, seq_len = 256, micro_batch = 8;
   int64_t global_batch = 0;  // 0: micro_batch x dp
   int64_t seed = 1;
-  Precision dtype = Precision::float32;
+  // Not set: what the other one says, or float32. fp8 is a precision, not a type of tensors.
+  std::optional<Precision> precision = std::nullopt, dtype = std::nullopt;
+  std::optional<int64_t> fp8_min = std::nullopt;              // not set: kFp8Min
   std::optional<layout::Recompute> recompute = std::nullopt;  // not set: memory.strategy decides
+  std::optional<RecomputedBlocks> fit = std::nullopt;  // set: as many as fit_recompute() has found
+  // Tokens that MLP, norms and loss compute at once; 0: all. Not set: TrainConfig::tile().
+  std::optional<int64_t> tile = std::nullopt;
   bool reproducible = false;
   int threads = 0;                                // 0: cores per rank; 1 if reproducible
   int64_t eval_every = 0, log_every = 10;         // 0: at the end only
@@ -60,6 +83,12 @@ struct RunConfig {
   double spike_factor = 10;  // times the median of the last losses
   OnNonfinite on_nonfinite = OnNonfinite::skip;
 
+  // Of weights, and of activations that are not in 8 bits: float32 or bfloat16.
+  Precision type() const {
+    const Precision wide = precision.value_or(Precision::float32);
+    return dtype.value_or(wide == Precision::float32 ? wide : Precision::bfloat16);
+  }
+  bool is_fp8() const { return precision == Precision::fp8; }
   bool operator==(const RunConfig&) const = default;
 };
 
@@ -82,8 +111,10 @@ struct OptimConfig {
 struct LayoutConfig {
   bool automatic = false;  // auto: the planner chooses what is not set
   int attempts = 0;        // try: layouts of the planner that are tried for a few steps
-  int dp = 0;              // 0: what tp and pp leave
+  int dp = 0;              // 0: what tp, pp and cp leave
   int tp = 1, pp = 1;
+  int cp = 1;                                         // ranks that share the tokens of each row
+  std::optional<ContextKind> context = std::nullopt;  // not set: TrainConfig::attends_in_ring()
   layout::Order order = layout::Order::pp_fastest;
   bool sequence_parallel = false;  // tp ranks share the sequence where they do not share matrices
   layout::ShardingStrategy shard = layout::ShardingStrategy::no_shard;
@@ -99,10 +130,16 @@ struct LayoutConfig {
   bool operator==(const LayoutConfig&) const = default;
 };
 
+// Tokens of a row on a rank from which train.tile auto computes so many at once.
+constexpr int64_t kLongRow = 16384, kLongTile = 4096;
+// Where activations are while they are not in the memory of the device.
+enum class ActivationStore { disk, host };
+
 struct MemoryConfig {
   layout::MemoryStrategy strategy = layout::MemoryStrategy::basic;
-  int64_t max_per_device = 0;  // bytes; 0: no limit
-  std::string disk = {};       // extreme: the folder for activations; empty: TMPDIR, or /tmp
+  int64_t max_per_device = 0;                     // bytes; 0: no limit
+  ActivationStore store = ActivationStore::disk;  // extreme: of activations
+  std::string disk = {};  // extreme: the folder for activations; empty: TMPDIR, or /tmp
 
   bool operator==(const MemoryConfig&) const = default;
 };
@@ -145,8 +182,11 @@ struct MetricsConfig {
 struct RunFolderConfig {
   std::string dir = "auto";  // auto: a new one in runs/; empty: none
   int ranks = 0;             // -n; 0: those of the launcher, or one
+  int min_ranks = 0;         // -n MIN:MAX; 0: ranks
+  int64_t grow_after = 60;   // seconds that a place which has failed is left out
   int max_restarts = 0;      // in an hour, with -n
-  int64_t grace = 60;        // seconds without a sign of life after a signal, with -n
+  Recovery recovery = Recovery::checkpoint;
+  int64_t grace = 60;  // seconds without a sign of life after a signal, with -n
 
   bool operator==(const RunFolderConfig&) const = default;
 };
@@ -171,11 +211,24 @@ struct TrainConfig {
   void validate(int world) const;
 
   // What is left open by zeros, once the number of ranks is known. The configuration must be valid.
+  // Ranks that share rows are on the axis dp of dims: they sum gradients and share state as ranks
+  // with rows of their own do. There they are neighbours or, in reproducible mode, as far from each
+  // other as they can be: sums over replicas are then inside of those over the tokens of a row.
   layout::ParallelDims dims(int world) const;
-  int dp(int world) const { return dims(world).dp; }
+  std::string describe_dims(int world) const;  // "dp 2 x tp 1 x pp 1 x cp 2 (ring)"
+  struct ContextPlace {
+    int replica = 0, rank = 0;  // of the ranks with rows of their own, and of those that share them
+  };
+  ContextPlace context_place(int dp_rank, int world) const;
+  int dp(int world) const { return dims(world).dp / parallel.cp; }  // ranks with rows of their own
+  bool attends_in_ring() const;                                     // where ranks share rows
+  int64_t tile() const;  // tokens that are computed at once outside of attention; 0: all
   int64_t global_batch(int world) const;
-  int accumulation(int world) const;  // micro-batches of a rank in each step
-  layout::Recompute recompute() const;
+  // Micro-batches of a rank in each step. The last ranks may have fewer, and compute padding in
+  // their place: collectives and schedules are those of equal numbers.
+  int accumulation(int world) const;
+  layout::Recompute recompute() const;  // of the block that recomputes most
+  layout::Recompute recompute_of(int64_t block) const;
   bool evaluates_first() const;  // before the first step, if there is validation data
   layout::OffloadOptions offload_options() const;  // `offload`, for the state of `optim`
   int64_t warmup() const;
@@ -184,6 +237,9 @@ struct TrainConfig {
 
   bool operator==(const TrainConfig&) const = default;
 };
+
+// The part of TrainConfig::validate() that is about ranks that share rows, but for their number.
+void validate_context(const TrainConfig& config);
 
 // Bound to `config`, whose present values are the defaults.
 Schema train_schema(TrainConfig& config);

@@ -61,10 +61,24 @@ void add_output(Schema& schema, TrainConfig& config) {
              "Number of ranks to start on this machine, as -n; ignored under another launcher. 0: "
              "one rank.",
              kFromZero);
+  schema.add(
+      "min_ranks", config.run.min_ranks,
+      "With -n: the run continues with as few ranks after others have failed, as -n MIN:MAX; "
+      "0: with all only. docs/recovery.md.",
+      kFromZero);
+  schema.add("grow_after", config.run.grow_after,
+             "With -n MIN:MAX: seconds until a rank's place is used again after it has failed; "
+             "doubled each time that it fails, up to an hour.",
+             {.min = 1, .max = 86400});
   schema.add("max_restarts", config.run.max_restarts,
              "With -n: start all ranks again after one has failed, at most so many times in an "
              "hour. They continue from the newest checkpoint.",
              kFromZero);
+  schema.add_choice(
+      "recovery", config.run.recovery, {"checkpoint", "memory"},
+      "What ranks that are started again continue from. checkpoint: the newest checkpoint. memory: "
+      "copies of their state in host memory, at most one step old; the checkpoint where there is "
+      "no such copy. docs/recovery.md.");
   schema.add("grace", config.run.grace,
              "With -n: after a signal to stop, kill ranks that show no sign of life for so many "
              "seconds (or for three times the longest step, if that is longer).",

@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "lockstep/config/recompute_schema.h"
 #include "lockstep/config/schema/schema_text.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/config/train_output_schema.h"
@@ -26,7 +27,7 @@ constexpr Limits kAboveZero{.min = 0, .above_min = true};
 constexpr Limits kBelowOne{.min = 0, .max = 1, .below_max = true};
 
 // Short forms of the flags that most runs give.
-constexpr std::array<std::pair<std::string_view, std::string_view>, 10> kAliases = {{
+constexpr std::array<std::pair<std::string_view, std::string_view>, 11> kAliases = {{
     {"data", "data.path"},
     {"steps", "train.steps"},
     {"lr", "optim.lr"},
@@ -37,6 +38,7 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 10> kAliases
     {"dtype", "train.dtype"},
     {"device", "train.device"},
     {"resume", "checkpoint.resume"},
+    {"recovery", "run.recovery"},
 }};
 
 // What other programs call some of them.
@@ -155,6 +157,9 @@ void add_data(Schema& schema, DataConfig& data) {
                             "Validation data: a fraction of the training data, 0 to 0.5, held out "
                             "from its end (of its examples, with prompts and completions); or a "
                             "separate file.");
+  schema.add("pack", data.pack,
+             "Fill each row with whole documents, or examples. Tokens attend to their own document "
+             "only, and positions restart with each.");
 }
 
 void add_train(Schema& schema, RunConfig& train) {
@@ -168,17 +173,26 @@ void add_train(Schema& schema, RunConfig& train) {
   schema.add("micro_batch", train.micro_batch, "Sequences per forward pass on each rank.",
              kFromOne);
   schema.add("global_batch", train.global_batch,
-             "Sequences per optimizer step over all ranks; a multiple of train.micro_batch x "
-             "parallel.dp. 0 uses exactly that product.",
+             "Sequences per optimizer step over all ranks; a multiple of train.micro_batch, best "
+             "of train.micro_batch x parallel.dp. 0 uses exactly that product.",
              kFromZero);
   schema.add("seed", train.seed,
              "Random seed of the initial weights, of dropout and of the data order.", kFromZero);
+  schema.add_choice("precision", train.precision, {"float32", "bfloat16", "fp8"},
+                    "Precision of the training. fp8: the linear layers of blocks multiply 8-bit "
+                    "floats, e4m3 and, for gradients, e5m2; everything else has the type of "
+                    "train.dtype, or bfloat16. auto: that of train.dtype.");
   schema.add_choice(
       "dtype", train.dtype, {"float32", "bfloat16"},
-      "Type of weights and activations. The optimizer keeps a float32 copy of bfloat16 weights.");
-  schema.add_choice("recompute", train.recompute, {"none", "selective", "full"},
-                    "Activations that the backward pass recomputes instead of storing them. auto: "
-                    "memory.strategy decides.");
+      "Type of weights and activations. The optimizer keeps a float32 copy of bfloat16 weights. "
+      "auto: that of train.precision, or float32.");
+  schema.add("fp8_min", train.fp8_min,
+             "train.precision fp8: smallest size of a product in 8 bits; a layer with fewer inputs "
+             "or outputs, or whose sizes are no multiples of 16, keeps its type. 0: every layer. "
+             "auto: 512.",
+             kFromZero);
+  add_recompute(schema, train);
+  add_tile(schema, train);
   schema.add("reproducible", train.reproducible,
              "Compute bit-identical results on 1, 2, 4, 8, ... ranks. Slower.");
   schema.add("threads", train.threads,
@@ -219,9 +233,11 @@ void add_train(Schema& schema, RunConfig& train) {
              "A loss is a spike if it exceeds this factor times the median of the last 32 losses "
              "that were none.",
              {.min = 1, .above_min = true});
-  schema.add_choice("on_nonfinite", train.on_nonfinite, {"skip", "rollback", "stop"},
-                    "What to do when gradients are infinite or NaN. skip: do not apply the update; "
-                    "10 such steps in a row end the run. rollback and stop: as train.on_spike.");
+  schema.add_choice(
+      "on_nonfinite", train.on_nonfinite, {"skip", "rollback", "stop"},
+      "What to do when gradients are infinite or NaN, also when the step is computed a second "
+      "time. skip: do not apply the update; 10 such steps in a row end the run. rollback and stop: "
+      "as train.on_spike.");
 }
 
 void add_optim(Schema& schema, OptimConfig& optim) {
@@ -273,7 +289,7 @@ void add_layout(Schema& schema, TrainConfig& config) {
   schema.add("try", parallel.attempts,
              "Layouts of parallel.auto that are tried for eight steps each; 0 tries none.",
              kFromZero);
-  schema.add("dp", parallel.dp, "Data-parallel size; 0 uses the number of ranks / (tp x pp).",
+  schema.add("dp", parallel.dp, "Data-parallel size; 0 uses the number of ranks / (tp x pp x cp).",
              kFromZero);
   schema.add("tp", parallel.tp,
              "Tensor-parallel size: ranks that each weight matrix is split over.", kFromOne);
@@ -282,6 +298,14 @@ void add_layout(Schema& schema, TrainConfig& config) {
              "saves activation memory.");
   schema.add("pp", parallel.pp, "Pipeline-parallel size: ranks that the layers are split over.",
              kFromOne);
+  schema.add("cp", parallel.cp,
+             "Context-parallel size: ranks that the tokens of each row are split over; "
+             "train.seq_len must be a multiple of twice that.",
+             kFromOne);
+  schema.add_choice("context", parallel.context, {"gather", "ring"},
+                    "With parallel.cp: how attention gets the keys and values of the other ranks. "
+                    "gather: all at once. ring: those of one rank at a time, while it computes. "
+                    "auto: ring from 2048 tokens of a row on each rank.");
   add_order(schema, parallel.order);
   schema.add_choice("shard", parallel.shard, names_up_to(layout::ShardingStrategy::hybrid_shard),
                     "State that is sharded over the data-parallel ranks. none: nothing. optimizer: "
@@ -321,6 +345,9 @@ void add_layout(Schema& schema, TrainConfig& config) {
                    "Memory limit per rank, such as 8GB. Parameters, gradients and optimizer state "
                    "must fit, and libtorch's allocator enforces it. 0 sets no limit.");
 
+  schema.add_choice("store", config.memory.store, {"disk", "host"},
+                    "Where memory.strategy extreme stores activations: in a file in memory.disk, "
+                    "or, for a GPU, in pinned host memory.");
   schema.add("disk", config.memory.disk,
              "Folder where memory.strategy extreme stores activations; use a fast local disk. "
              "Empty: TMPDIR, or /tmp.");

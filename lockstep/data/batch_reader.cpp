@@ -31,6 +31,13 @@ void check_plan(const BatchPlan& plan, int64_t depth) {
   if (plan.first_sample < 0) {
     throw ConfigError(format("batches: first_sample is {}, must be at least 0", plan.first_sample));
   }
+  if (plan.step_rows < 0 || plan.step_rows > plan.all_rows() ||
+      plan.step_rows % plan.micro_batch != 0) {
+    throw ConfigError(
+        format("batches: step_rows is {}, must be a multiple of micro_batch {} and at most "
+               "micro_batch x accumulation {} x dp {} = {}, or 0",
+               plan.step_rows, plan.micro_batch, plan.accumulation, plan.dp, plan.all_rows()));
+  }
 }
 
 Sampler sampler_for(const Corpus& corpus, const BatchPlan& plan) {
@@ -48,10 +55,11 @@ Sampler sampler_for(const Corpus& corpus, const BatchPlan& plan) {
 
 }  // namespace
 
-int64_t BatchPlan::sample_position(int64_t batch, int64_t row) const {
+std::optional<int64_t> BatchPlan::sample_position(int64_t batch, int64_t row) const {
   const int64_t step = batch / accumulation, of_step = batch % accumulation;
-  return first_sample + step * global_batch() + (dp_rank * accumulation + of_step) * micro_batch +
-         row;
+  const int64_t in_step = (dp_rank * accumulation + of_step) * micro_batch + row;
+  if (in_step >= global_batch()) return std::nullopt;
+  return first_sample + step * global_batch() + in_step;
 }
 
 struct BatchReader::State {
@@ -69,10 +77,10 @@ struct BatchReader::State {
     if (!corpus.has_examples()) return;
     step_targets = step_inputs = 0;
     for (int64_t i = 0; i < rows; ++i) {
-      const Row row = sample_row(corpus, sampler(plan.first_sample + step * rows + i),
-                                 {.seq_len = plan.seq_len});
-      step_targets += row.count - row.unanswered;
-      step_inputs += row.count;
+      const SampleSize size =
+          sample_size(corpus, sampler(plan.first_sample + step * rows + i), plan.seq_len);
+      step_targets += size.targets;
+      step_inputs += size.inputs;
     }
   }
 
@@ -82,8 +90,9 @@ struct BatchReader::State {
     batch.input.reserve(static_cast<size_t>(plan.micro_batch * plan.seq_len));
     batch.target.reserve(batch.input.capacity());
     for (int64_t row = 0; row < plan.micro_batch; ++row) {
-      batch.add(corpus, sample_row(corpus, sampler(plan.sample_position(number, row)),
-                                   {.seq_len = plan.seq_len, .vocab = plan.vocab}));
+      const std::optional<int64_t> position = plan.sample_position(number, row);
+      batch.add_sample(corpus, position ? std::optional(sampler(*position)) : std::nullopt,
+                       {.seq_len = plan.seq_len, .vocab = plan.vocab});
     }
     return batch;
   }

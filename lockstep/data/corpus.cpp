@@ -95,6 +95,7 @@ struct Corpus::Data {
   size_t open = 0;       // files
   JsonLines records;
   std::vector<Example> examples;
+  std::vector<int64_t> record_ends;  // of records with text, but for the last
 
   void add(TokenSource tokens, const std::string& path) {
     if (tokens.in_file() && ++open > kMostOpen) tokens.close();
@@ -140,7 +141,10 @@ struct Corpus::Data {
     records.read(path, [&](const Record& record) {
       if (!records.has_examples()) {
         if (record.text.empty()) return;
-        if (position() > 0) end_text();
+        if (position() > 0) {
+          end_text();
+          record_ends.push_back(position());
+        }
         return append(tokenizer.encode(record.text));
       }
       Example example{.begin = position()};
@@ -266,7 +270,13 @@ DataIdentity Corpus::identity() const {
     for (int64_t run = 0; run < kRuns; ++run) add((size() - kRun) / (kRuns - 1) * run, kRun);
     add(size() - kRun, kRun);
   }
-  crc.update(std::as_bytes(examples()));
+  if (has_documents()) {
+    io::Crc32c documents;
+    documents.update(std::as_bytes(examples()));
+    identity.documents = documents.value();
+  } else {
+    crc.update(std::as_bytes(examples()));
+  }
   identity.crc = crc.value();
   return identity;
 }
@@ -285,6 +295,51 @@ Corpus Corpus::slice(int64_t begin, int64_t end) const {
 }
 
 bool Corpus::has_token_ids() const { return data_->kind == FileKind::token_ids; }
+
+bool Corpus::has_documents() const { return has_examples() && !data_->records.has_examples(); }
+
+// Where documents of the whole stream end, and its end.
+std::vector<int64_t> Corpus::document_ends(std::optional<int64_t> end_of_text) const {
+  std::vector<int64_t> ends = data_->record_ends;
+  bool has_index = false, has_end = false;
+  for (const CorpusFile& file : data_->files) {
+    if (data_->kind == FileKind::json_lines) break;
+    if (data_->kind == FileKind::token_ids) {
+      const auto inside = document_ends_in(file.path);
+      has_index = has_index || inside;
+      if (inside) {
+        for (const int64_t end : *inside) ends.push_back(file.begin + end);
+      } else if (end_of_text) {
+        const auto found = file.tokens.find(*end_of_text);
+        has_end = has_end || !found.empty();
+        for (const int64_t at : found) ends.push_back(file.begin + at + 1);
+      }
+    }
+    ends.push_back(file.begin + file.tokens.size());
+  }
+  if (data_->kind == FileKind::token_ids && !has_index && !has_end) {
+    throw ConfigError(format(
+        "documents of {}: it has no .idx file, and {}; name the tokenizer whose end-of-text token "
+        "ends its documents (--data.tokenizer), or pack text with --layout megatron",
+        data_->files.front().path,
+        end_of_text ? format("the end-of-text token {} is nowhere in it", *end_of_text)
+                    : "the tokenizer has no end-of-text token"));
+  }
+  ends.push_back(data_->size);
+  return ends;
+}
+
+Corpus Corpus::documents(std::optional<int64_t> end_of_text) const {
+  if (has_examples()) return *this;
+  auto found = std::make_shared<std::vector<Example>>();
+  int64_t begin = begin_;
+  for (int64_t end : document_ends(end_of_text)) {
+    end = std::min(end, end_);
+    if (end - begin > 1) found->push_back({begin - begin_, begin - begin_ + 1, end - begin_});
+    begin = std::max(begin, end);
+  }
+  return {data_, begin_, end_, std::move(found)};
+}
 
 std::span<const Example> Corpus::examples() const {
   return has_examples() ? std::span<const Example>(*examples_) : std::span<const Example>();
@@ -310,7 +365,7 @@ std::string Corpus::describe() const {
                                : format("{} of the {} tokens of {}", size(), data_->size, text);
   if (has_examples()) {
     const auto count = static_cast<int64_t>(examples_->size());
-    text = format("{} in {}", counted(count, "example"), text);
+    text = format("{} in {}", counted(count, has_documents() ? "document" : "example"), text);
   }
   if (data_->binary > 0) text += format(", {} binary skipped", data_->binary);
   if (data_->unreadable > 0) text += format(", {} unreadable skipped", data_->unreadable);
@@ -326,7 +381,8 @@ std::string Corpus::locate(int64_t position) const {
 }
 
 std::string DataIdentity::describe() const {
-  return format("{} tokens with checksum {:08x}", tokens, crc);
+  return format("{} tokens with checksum {:08x}{}", tokens, crc,
+                documents == 0 ? "" : format(" in documents with checksum {:08x}", documents));
 }
 
 Split hold_out(const Corpus& corpus, double fraction) {

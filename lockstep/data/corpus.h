@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,10 +20,12 @@ struct DataIdentity {
   // CRC32C of all tokens or, beyond 2^24, of 257 runs of 4096 of them; and of where examples and
   // their completions begin and end.
   uint32_t crc = 0;
-  int64_t modified = 0;  // of the file that was changed last, in seconds since 1970; not compared
+  uint32_t documents = 0;  // CRC32C of where documents end; 0 where they are read as one stream
+  int64_t modified = 0;    // of the file that was changed last, in seconds since 1970; not compared
 
   bool operator==(const DataIdentity& other) const {
-    return tokens == other.tokens && crc == other.crc;
+    return tokens == other.tokens && crc == other.crc &&
+           (documents == other.documents || documents == 0 || other.documents == 0);
   }
   bool is_sampled() const { return tokens > int64_t{1} << 24; }
   std::string describe() const;  // "1000 tokens with checksum 0a1b2c3d"
@@ -40,6 +43,8 @@ struct Example {
   int64_t unanswered() const { return answer - begin - 1; }
   bool operator==(const Example&) const = default;
 };
+
+class Packing;
 
 // A value; copies share the data, which never changes. May be read by several threads. A file that
 // shrinks while it lives is a DataError of what reads it.
@@ -61,9 +66,18 @@ class Corpus {
   // The records are prompts with completions: samples are examples, not windows of the stream.
   bool has_examples() const { return examples_ != nullptr; }
   std::span<const Example> examples() const;  // positions are those of read()
+  // A stream as its documents: examples without a prompt, of at least two tokens. Text files, JSON
+  // records and the documents of a Megatron index are documents. In other token files they end
+  // with the token `end_of_text`, which must be there: ConfigError else. Examples stay as they are.
+  Corpus documents(std::optional<int64_t> end_of_text) const;
+  bool has_documents() const;
+  // Samples become rows of seq_len that hold several examples, or documents, as a whole: first fit,
+  // longest first. A document longer than a row is cut into pieces, an example at its end.
+  Corpus packed(int64_t seq_len) const;
+  const Packing* packing() const { return packing_.get(); }  // null: not packed
   // Without the examples of which a row of seq_len has no token of the completion.
   Corpus answered(int64_t seq_len) const;
-  // Tokens [begin, end) of this one, and the examples that lie there as a whole.
+  // Tokens [begin, end) of this one, and the examples that lie there as a whole; not packed.
   Corpus slice(int64_t begin, int64_t end) const;
   // "1234 files, 12.3 MB of text, 12345678 tokens"
   std::string describe() const;
@@ -74,6 +88,7 @@ class Corpus {
 
  private:
   struct Data;
+  std::vector<int64_t> document_ends(std::optional<int64_t> end_of_text) const;
   using Examples = std::shared_ptr<const std::vector<Example>>;
   Corpus(std::shared_ptr<const Data> data, int64_t begin, int64_t end, Examples examples)
       : data_(std::move(data)), begin_(begin), end_(end), examples_(std::move(examples)) {}
@@ -81,6 +96,7 @@ class Corpus {
   std::shared_ptr<const Data> data_;
   int64_t begin_, end_;
   Examples examples_;  // null for a stream of text
+  std::shared_ptr<const Packing> packing_ = nullptr;
 };
 
 struct Split {

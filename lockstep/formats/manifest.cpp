@@ -14,39 +14,12 @@ namespace lockstep::formats {
 namespace {
 
 using layout::Box;
-using layout::Range;
 
 constexpr size_t kListed = 4;  // boxes that a message lists
 
-// What is left of `from` without `cut`: two boxes at most for each dimension.
-std::vector<Box> subtract(const Box& from, const Box& cut) {
-  const auto common = from.intersect(cut);
-  if (common.empty()) return {from};
-  std::vector<Box> rest;
-  Box core = from;
-  for (size_t dim = 0; dim < from.ranges.size(); ++dim) {
-    const auto [begin, end] = core.ranges[dim];
-    const auto [inner_begin, inner_end] = common.ranges[dim];
-    for (const auto& range : {Range{begin, inner_begin}, Range{inner_end, end}}) {
-      if (range.empty()) continue;
-      rest.push_back(core);
-      rest.back().ranges[dim] = range;
-    }
-    core.ranges[dim] = common.ranges[dim];
-  }
-  return rest;
-}
-
 std::string missing(const TensorRecord& tensor) {
   std::vector<Box> rest = {Box::whole(tensor.shape)};
-  for (const auto& slice : tensor.slices) {
-    std::vector<Box> next;
-    for (const auto& box : rest) {
-      const auto parts = subtract(box, slice.box);
-      next.insert(next.end(), parts.begin(), parts.end());
-    }
-    rest = std::move(next);
-  }
+  for (const auto& slice : tensor.slices) rest = layout::subtract(rest, slice.box);
   std::vector<std::string> texts;
   for (size_t i = 0; i < std::min(rest.size(), kListed); ++i) texts.push_back(rest[i].describe());
   return join(texts) + (rest.size() > kListed ? format(" and {} more", rest.size() - kListed) : "");

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
 #include <thread>
 
 #include "lockstep/core/format.h"
@@ -13,6 +14,7 @@
 #include "lockstep/core/require.h"
 #include "lockstep/launch/local_ranks.h"
 #include "lockstep/launch/processes/affinity.h"
+#include "lockstep/launch/recovery_memory.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/secret.h"
 #include "lockstep/launch/rendezvous/socket.h"
@@ -54,21 +56,56 @@ void prepare_logs(LaunchOptions& options) {
   }
 }
 
+// "rank 2", "ranks 1, 2": those of these places that are not used any more.
+std::string ranks_without(const World& world, const std::vector<int>& lost, const World& before) {
+  std::vector<int> ranks;
+  const auto find = [](const World& in, int place) {
+    return std::find(in.places.begin(), in.places.end(), place);
+  };
+  for (const int place : lost) {
+    if (find(world, place) == world.places.end())
+      ranks.push_back(static_cast<int>(find(before, place) - before.places.begin()));
+  }
+  return ranks.empty() ? "" : format("rank{} {}", ranks.size() > 1 ? "s" : "", join(ranks));
+}
+
+// What is started, where `all` ranks could be.
+std::string describe(const World& world, const World& before, int all, const std::string& restart) {
+  const std::string layout = world.layout.empty() ? "" : ": " + world.layout;
+  const std::string why = restart.empty() ? "" : format(" ({})", restart);
+  if (world.size == all && before.size == all)
+    return format("starting all {} ranks again{}", all, why);
+  const std::string lost = world.lost.empty() ? "" : ", without " + world.lost;
+  const std::string more =
+      world.grows_at ? format("; more are tried in {:.0f} s", -seconds_since(*world.grows_at)) : "";
+  return format("starting {} of {} ranks, where {} were{}{}{}{}", world.size, all, before.size,
+                lost, why, layout, more);
+}
+
 Outcome run_generations(const Surroundings& around) {
-  RestartPolicy policy(around.options.max_restarts);
-  for (int generation = 0;; ++generation) {
-    around.link.begin(generation);
-    Outcome outcome = LocalRanks(around, generation).run();
-    const RestartPolicy::Decision decision = policy.after(outcome);
+  const LaunchOptions& options = around.options;
+  RestartPolicy policy(options.max_restarts);
+  Places places(options.rank_bounds(), options.grow_after, options.sizes);
+  World world = around.link.begin(0, places.next(Clock::now()));
+  while (true) {
+    LocalRanks ranks(around, world);
+    Outcome outcome = ranks.run();
+    const RestartPolicy::Decision decision = around.link.agree(policy, outcome);
     if (!decision.restart) {
       if (!decision.text.empty()) around.console.message(decision.text);
       if (decision.code != 0) outcome.code = decision.code;
       return outcome;
     }
-    around.console.message(outcome.text);
-    around.console.message(
-        format("starting all {} ranks again ({})", around.options.world_size(), decision.text));
-    around.signals.pause(decision.wait);
+    if (!outcome.text.empty()) around.console.message(outcome.text);
+    const std::vector<int> lost = ranks.lost_places();
+    if (options.rank_bounds().is_elastic()) places.fail(lost, Clock::now());
+    if (decision.wait.count() > 0) around.signals.pause(decision.wait);
+    const World before = world;
+    world = around.link.begin(before.generation + 1, places.next(Clock::now()));
+    if (options.rank_bounds().is_elastic()) world.lost = ranks_without(world, lost, before);
+    if (world.size != before.size)
+      world.change = format("{} {} {}", outcome.step, before.size, world.lost);
+    around.console.message(describe(world, before, options.world_size(), decision.text));
   }
 }
 
@@ -79,15 +116,34 @@ Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signal
   try {
     NodeLink link(options, token, console, signals);
     const Fd token_fd = token_descriptor(token);
-    const JobFacts facts{link.run_id(),      link.rendezvous(),
-                         link.master_addr(), link.master_port(),
-                         token_fd.get(),     static_cast<int>(allowed_cores().size())};
+    const Fd memory = options.max_restarts > 0 ? make_recovery_memory(options.ranks) : Fd();
+    const JobFacts facts{link.run_id(),
+                         link.rendezvous(),
+                         link.master_addr(),
+                         link.master_port(),
+                         token_fd.get(),
+                         memory.get(),
+                         static_cast<int>(allowed_cores().size())};
     std::optional<ForkServer> forks;
-    if (options.forks) forks.emplace(options.command, rank_variables(options, facts, 0, 0, -1));
-    Outcome outcome = run_generations(
-        {options, facts, poller, console, signals, guard, link, forks ? &*forks : nullptr});
-    link.leave();
-    return outcome;
+    if (options.forks) {
+      World all;
+      all.places.resize(static_cast<size_t>(options.ranks));
+      std::iota(all.places.begin(), all.places.end(), 0);
+      forks.emplace(options.command, rank_variables(options, facts, all, 0, 0, -1));
+    }
+    const Surroundings around{options, facts, poller, console,
+                              signals, guard, link,   forks ? &*forks : nullptr};
+    try {
+      Outcome outcome = run_generations(around);
+      link.leave(outcome);
+      return outcome;
+    } catch (const JobOver& over) {
+      link.leave(over.outcome);
+      return over.outcome;
+    } catch (const Error& failure) {
+      link.leave({Outcome::Kind::failed, 1, false, failure.what()});
+      throw;
+    }
   } catch (const Interrupted& interrupted) {
     return {Outcome::Kind::stopped, 128 + interrupted.signal, false,
             "stopped by " + signal_name(interrupted.signal) + " while no rank was running"};
@@ -122,6 +178,19 @@ void validate(const LaunchOptions& options) {
                  options.nodes));
   require(options.max_restarts >= 0,
           format("--max-restarts {}: must be at least 0", options.max_restarts));
+  require(
+      !options.rank_bounds().is_elastic() || options.nodes == 1,
+      format("-n {}:{} with --nnodes {}: on several nodes whole nodes come and go; use -n {} and "
+             "--nnodes MIN:{}",
+             options.min_ranks, options.ranks, options.nodes, options.ranks, options.nodes));
+  require(!options.is_elastic() || options.max_restarts > 0,
+          format("{}: needs --max-restarts of at least 1, because a job that is not started again "
+                 "cannot continue with fewer",
+                 options.rank_bounds().is_elastic()
+                     ? format("-n {}:{}", options.min_ranks, options.ranks)
+                     : format("--nnodes {}:{}", options.min_nodes, options.nodes)));
+  require(options.grow_after.count() >= 1,
+          format("--grow-after {}: must be at least 1 s", options.grow_after.count()));
   require(options.hang_rank >= -1 && options.hang_rank < options.world_size(),
           format("--hang-rank {}: must be at least 0 and below the world size {}",
                  options.hang_rank, options.world_size()));

@@ -7,12 +7,18 @@
 #include <vector>
 
 #include "lockstep/core/clock.h"
+#include "lockstep/launch/places.h"
 
 namespace lockstep::launch {
 
 struct LaunchOptions {
   int ranks = 0;  // on each node
   int nodes = 1;
+  // After failures the job continues with as few; 0: with all only. Of the two, one may be elastic.
+  int min_ranks = 0, min_nodes = 0;
+  // The first time that a place which has failed is left out before it is used again.
+  std::chrono::seconds grow_after{60};
+  StartSizes sizes;  // of `ranks`, that the program can use
   int node_rank = 0;
   std::string rendezvous;  // HOST:PORT on node 0; empty, on one node: loopback and a free port
   std::string interface;  // that hosts talk over; empty: LOCKSTEP_INTERFACE, or what reaches node 0
@@ -40,6 +46,9 @@ struct LaunchOptions {
 
   int world_size() const { return ranks * nodes; }
   int first_rank() const { return ranks * node_rank; }
+  Bounds rank_bounds() const { return {min_ranks > 0 ? min_ranks : ranks, ranks}; }
+  Bounds node_bounds() const { return {min_nodes > 0 ? min_nodes : nodes, nodes}; }
+  bool is_elastic() const { return rank_bounds().is_elastic() || node_bounds().is_elastic(); }
 };
 
 // Throws ConfigError naming the option, its value and the rule.

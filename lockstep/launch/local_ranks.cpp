@@ -2,7 +2,7 @@
 #include "lockstep/launch/local_ranks.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/size_text.h"
 #include "lockstep/launch/processes/affinity.h"
+#include "lockstep/launch/recovery_memory.h"
 
 namespace lockstep::launch {
 namespace {
@@ -44,20 +44,10 @@ constexpr milliseconds kGiveUp{1'800};
 constexpr milliseconds kDrainTime{500};
 constexpr milliseconds kStoppedPatience{1'000};
 constexpr milliseconds kLeaveTogether{5'000};
+constexpr milliseconds kAskAgain{1'000};
 constexpr int kNotStarted = 127;
-constexpr int kSaved = 75;  // "my state is saved, start me again"
 // The longest that ranks that show life may take for their last step and for saving.
 constexpr std::chrono::minutes kLongestStop{30};
-
-// What the system allows a process, where that has ended it.
-std::string limit_text(int signal) {
-  if (signal != SIGXCPU && signal != SIGXFSZ) return "";
-  rlimit limit{};
-  getrlimit(signal == SIGXCPU ? RLIMIT_CPU : RLIMIT_FSIZE, &limit);
-  return signal == SIGXCPU ? format(": the limit of CPU time (ulimit -t) is {} s", limit.rlim_cur)
-                           : format(": the limit of file sizes (ulimit -f) is {}",
-                                    size_text(static_cast<int64_t>(limit.rlim_cur)));
-}
 
 struct Pipe {
   Fd reader, writer;
@@ -72,13 +62,14 @@ Pipe make_pipe() {
 
 }  // namespace
 
-LocalRanks::LocalRanks(const Surroundings& around, int generation)
+LocalRanks::LocalRanks(const Surroundings& around, World world)
     : around_(around),
-      generation_(generation),
+      world_(std::move(world)),
       start_(Clock::now()),
-      watch_(around.options.first_rank(), around.options.ranks,
-             dump_folder(around.options, attempt()), around.options.max_restarts > 0,
-             around.console),
+      watch_(world_.first_rank, world_.ranks(), dump_folder(around.options, attempt()),
+             around.options.max_restarts > 0, around.console),
+      output_(around.poller, around.console),
+      resize_at_(world_.grows_at),
       next_look_(start_) {
   around_.poller.watch(around_.signals.fd(), EPOLLIN, [this] { on_signal(); });
   around_.poller.watch(around_.link.news_fd(), EPOLLIN, [this] { on_news(); });
@@ -87,7 +78,6 @@ LocalRanks::LocalRanks(const Surroundings& around, int generation)
 LocalRanks::~LocalRanks() {
   around_.poller.forget(around_.signals.fd());
   around_.poller.forget(around_.link.news_fd());
-  for (const auto& [fd, log] : logs_) around_.poller.forget(fd);
   signal_all(SIGKILL);
   for (const Worker& worker : workers_) {
     if (!worker.process || worker.process->pid() < 0) continue;
@@ -108,23 +98,14 @@ Outcome LocalRanks::run() {
   return outcome();
 }
 
-Outcome LocalRanks::outcome() const {
-  const bool left = std::any_of(workers_.begin(), workers_.end(), [](const Worker& worker) {
-    return worker.status && worker.status->code == kSaved;
-  });
-  if (stop_signal_ != 0 || (left && !failure_)) return stop_outcome();
-  if (global_end_) return *global_end_;
-  return failure_.value_or(Outcome{});
-}
-
 // ---- start ----
 
 void LocalRanks::start_all() {
   const std::vector<int> cores = allowed_cores();
-  workers_.reserve(static_cast<size_t>(around_.options.ranks));  // handlers keep references
-  for (int local_rank = 0; local_rank < around_.options.ranks && !failure_; ++local_rank) {
-    start(local_rank, user_set_threads() ? std::vector<int>()
-                                         : core_share(cores, local_rank, around_.options.ranks));
+  workers_.reserve(world_.places.size());  // handlers keep references
+  for (int local_rank = 0; local_rank < world_.ranks() && !failure_; ++local_rank) {
+    start(local_rank,
+          user_set_threads() ? std::vector<int>() : core_share(cores, local_rank, world_.ranks()));
   }
   if (failure_) {
     around_.link.tell_end(*failure_);
@@ -134,18 +115,20 @@ void LocalRanks::start_all() {
 
 void LocalRanks::start(int local_rank, const std::vector<int>& cores) {
   const LaunchOptions& options = around_.options;
-  const int rank = options.first_rank() + local_rank;
+  const int rank = world_.first_rank + local_rank;
   const bool bare = options.bare_rank_0 && rank == 0;
   Pipe out = make_pipe(), err = make_pipe();
   Command command{.argv = options.command,
-                  .environment = rank_variables(options, around_.facts, local_rank, generation_,
-                                                watch_.descriptor(local_rank)),
+                  .environment = rank_variables(options, around_.facts, world_, local_rank,
+                                                world_.generation, watch_.descriptor(local_rank)),
                   .out = bare ? STDOUT_FILENO : out.writer.get(),
                   .err = bare ? STDERR_FILENO : err.writer.get(),
                   .keep = {around_.facts.token_fd},
                   .guard = around_.guard.announcements(),
                   .cores = cores};
-  if (watch_.descriptor(local_rank) >= 0) command.keep.push_back(watch_.descriptor(local_rank));
+  for (const int fd : {watch_.descriptor(local_rank), around_.facts.recovery_fd}) {
+    if (fd >= 0) command.keep.push_back(fd);
+  }
   // One reader at most: rank 0, unless that would take a terminal away from the user.
   if (rank == 0 && isatty(STDIN_FILENO) == 0) command.in = STDIN_FILENO;
   if (rank == options.hang_rank) command.hang_rank = rank;
@@ -191,41 +174,7 @@ void LocalRanks::add_log(Fd pipe, int rank, Console::Stream stream) {
     // The first attempt's files were opened before anything ran; a later one continues without.
     around_.console.message(failure.what());
   }
-  const int fd = pipe.get();
-  logs_[fd] = std::make_unique<WorkerLog>(std::move(pipe), rank, stream, std::move(file));
-  if (!paused_.contains(stream)) watch_log(fd);
-}
-
-void LocalRanks::watch_log(int fd) {
-  around_.poller.watch(fd, EPOLLIN, [this, fd] { pump_log(fd); });
-}
-
-void LocalRanks::pump_log(int fd) {
-  WorkerLog& log = *logs_.at(fd);
-  if (around_.console.full(log.stream())) return pause(log.stream());
-  if (log.pump(around_.console)) return;
-  around_.poller.forget(fd);
-  logs_.erase(fd);
-}
-
-// A reader that is slower than the ranks slows them down, as a plain pipe would; the other stream
-// continues.
-void LocalRanks::pause(Console::Stream stream) {
-  if (!paused_.insert(stream).second) return;
-  for (const auto& [fd, log] : logs_) {
-    // Not only masked: epoll reports a hang-up whatever the mask is.
-    if (log->stream() == stream) around_.poller.forget(fd);
-  }
-}
-
-void LocalRanks::resume() {
-  for (const auto stream : {Console::Stream::out, Console::Stream::err}) {
-    if (!paused_.contains(stream) || around_.console.full(stream)) continue;
-    paused_.erase(stream);
-    for (const auto& [fd, log] : logs_) {
-      if (log->stream() == stream) watch_log(fd);
-    }
-  }
+  output_.add(std::move(pipe), rank, stream, std::move(file));
 }
 
 // ---- events ----
@@ -263,9 +212,10 @@ void LocalRanks::look_after() {
   next_look_ = Clock::now() + RankWatch::kInterval;
   on_child();  // of several at one time there may be one signal
   watch_.look();
-  if (stop_signal_ != 0) {
-    pass_stop_on();
-    if (around_.options.ranks_save && stop_count_ == 1 && !give_up_at_ && watch_.has_moved())
+  if (resize_at_ && *resize_at_ <= Clock::now()) ask_to_resize();
+  if (stop_signal_ != 0 || (resizing_ && hard_end_ && !failure_)) {
+    if (stop_signal_ != 0) pass_stop_on();
+    if (around_.options.ranks_save && stop_count_ <= 1 && !give_up_at_ && watch_.has_moved())
       kill_at_ = std::min(*hard_end_, Clock::now() + std::max(around_.options.stop_grace,
                                                               3 * watch_.longest_step()));
     return;
@@ -280,6 +230,7 @@ void LocalRanks::look_after() {
 void LocalRanks::on_news() {
   const NodeLink::News news = around_.link.take_news();
   if (news.stop && stop_count_ == 0) stop(*news.stop);
+  if (news.resize) resize_at_ = Clock::now();
   if (!news.end) return;
   global_end_ = news.end;
   if (global_end_->kind == Outcome::Kind::failed) {
@@ -310,20 +261,47 @@ void LocalRanks::pass_stop_on() {
     if (!worker.process || worker.status || worker.told_to_stop) continue;
     if (around_.options.ranks_save && !watch_.is_ready(static_cast<int>(i))) continue;
     worker.told_to_stop = true;
+    sent_.insert(stop_signal_);
     worker.process->signal_group(stop_signal_);
     if (watch_.is_stopped(static_cast<int>(i))) worker.process->signal_group(SIGCONT);
   }
+}
+
+// They stop at a step boundary, all at the same, and leave with 75. Nothing is done to ranks that
+// do not, unless some have.
+void LocalRanks::ask_to_resize() {
+  resize_at_.reset();
+  if (resizing_ || stop_signal_ != 0 || failure_ || global_end_ || term_at_) return;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    const Worker& worker = workers_[i];
+    if (!worker.process || worker.status) return;
+    const bool ready = !around_.options.ranks_save || watch_.is_ready(static_cast<int>(i));
+    if (ready && catches(worker.process->pid(), SIGTERM)) continue;
+    resize_at_ = Clock::now() + kAskAgain;
+    return;
+  }
+  resizing_ = true;
+  for (const Worker& worker : workers_)
+    sigqueue(worker.process->pid(), SIGTERM, sigval{.sival_int = kStopToResize});
 }
 
 void LocalRanks::on_worker_end(Worker& worker) {
   worker.status = worker.process->status();
   if (!worker.status) return;
   around_.poller.forget(worker.process->pidfd());
+  const int signal = worker.status->signal;
+  worker.by_itself = signal != 0 && signal != SIGABRT && !sent_.contains(signal);
   watch_.on_end(static_cast<int>(&worker - workers_.data()), worker.status->text());
   // 75 means "saved and left", not a failure, if all do it. The request may have come to ranks of
   // another node, or to one rank alone.
   const bool left = worker.status->code == kSaved && worker.status->signal == 0;
-  if (left && stop_signal_ == 0 && !explain_75_)
+  if (left && resizing_ && stop_signal_ == 0 && !hard_end_) {
+    watch_.has_moved();
+    hard_end_ = Clock::now() + kLongestStop;
+    kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()),
+                        Clock::now() + around_.options.stop_grace);
+  }
+  if (left && stop_signal_ == 0 && !resizing_ && !explain_75_)
     explain_75_ = Clock::now() + std::max(around_.options.grace, kLeaveTogether);
   if (!worker.status->good() && !left) {
     around_.link.mark_lost(worker.rank, worker.status->text());
@@ -365,9 +343,13 @@ void LocalRanks::act_on_time() {
   }
   if (kill_at_ && *kill_at_ <= now && !give_up_at_) {
     give_up_at_ = now + kGiveUp;
+    for (Worker& worker : workers_) {
+      if (resizing_ && !failure_ && stop_signal_ == 0 && worker.process && !worker.status)
+        worker.why_killed = "did not stop when others did so that more ranks are started";
+    }
     signal_all(SIGKILL);
   }
-  resume();
+  output_.resume();
 }
 
 milliseconds LocalRanks::until_next_act() const {
@@ -385,6 +367,7 @@ milliseconds LocalRanks::until_next_act() const {
 
 // Groups of ranks that have ended too: what they started may still be there.
 void LocalRanks::signal_all(int signal) {
+  sent_.insert(signal);
   for (const Worker& worker : workers_) {
     if (worker.process) worker.process->signal_group(signal);
   }
@@ -424,66 +407,14 @@ void LocalRanks::drain(milliseconds time) {
   signal_all(SIGKILL);
   Deadline quiet(time);
   const Deadline patience(kStoppedPatience);
-  while (!logs_.empty() && !quiet.passed()) {
+  while (!output_.is_over() && !quiet.passed()) {
     around_.poller.wait(milliseconds{20});
     act_on_time();
-    if (!paused_.empty()) quiet = Deadline(time);
+    if (output_.is_paused()) quiet = Deadline(time);
     // Who asked for an end does not wait for a reader that is stuck.
     if (stop_signal_ != 0 && patience.passed()) around_.console.discard();
   }
-  for (const auto& [fd, log] : logs_) log->finish(around_.console);
-}
-
-// ---- words ----
-
-std::string LocalRanks::describe(const Worker& worker, const std::string& how) const {
-  const LaunchOptions& options = around_.options;
-  // All nodes print this line.
-  const std::string node = options.nodes > 1 ? format(" on node {}", options.node_rank) : "";
-  const std::string where = node.empty() ? " above" : node;
-  const std::string log =
-      options.log_dir.empty()
-          ? format("its output is{}{}", where,
-                   options.bare_rank_0 ? "" : " (--log-dir keeps it in files)")
-          : "its log is " + log_folder(options.log_dir, attempt(), worker.rank) + node;
-  return format("rank {}{} (pid {}) {}; {}", worker.rank, node, worker.process->pid(), how, log);
-}
-
-Outcome LocalRanks::local_failure(const Worker& worker) {
-  const bool killed = worker.status->signal == SIGKILL && worker.why_killed.empty();
-  const std::string why = watch_.note_failure(static_cast<int>(&worker - workers_.data()), killed);
-  const std::string how = worker.why_killed.empty()
-                              ? worker.status->text() + limit_text(worker.status->signal)
-                              : worker.why_killed;
-  return {Outcome::Kind::failed,
-          worker.status->shell_code(),
-          worker.status->signal != 0 || restart_may_help(worker.status->code),
-          describe(worker, how + why),
-          watch_.step(),
-          std::chrono::duration_cast<milliseconds>(Clock::now() - start_).count()};
-}
-
-Outcome LocalRanks::stop_outcome() const {
-  const std::string by = stop_signal_ != 0 ? "stopped by " + signal_name(stop_signal_)
-                                           : "stopped by a signal to a rank";
-  bool by_themselves = true;
-  int code = -1;  // that all ranks chose, 75 if some had nothing to save
-  for (const Worker& worker : workers_) {
-    if (!worker.status || worker.status->signal != 0) {
-      by_themselves = false;
-    } else if (code < 0 || (code == 0 && worker.status->code == 75)) {
-      code = worker.status->code;
-    } else if (code != worker.status->code && !(code == 75 && worker.status->code == 0)) {
-      by_themselves = false;
-    }
-  }
-  if (!by_themselves || code < 0) return {Outcome::Kind::stopped, 128 + stop_signal_, false, by};
-  const int64_t saved = code == kSaved ? watch_.saved_step() : -1;
-  const std::string what = saved >= 0                   ? format("saved step {}", saved)
-                           : around_.options.ranks_save ? "ended; nothing was saved"
-                                                        : "ended by themselves";
-  return {Outcome::Kind::stopped, code, false,
-          format("{}; the ranks {} (code {})", by, what, code)};
+  output_.finish();
 }
 
 }  // namespace lockstep::launch

@@ -2,8 +2,6 @@
 // One generation of ranks on this host, from their start to their last line.
 #pragma once
 
-#include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
@@ -17,9 +15,10 @@
 #include "lockstep/launch/processes/poller.h"
 #include "lockstep/launch/processes/process.h"
 #include "lockstep/launch/processes/signals.h"
-#include "lockstep/launch/processes/worker_log.h"
+#include "lockstep/launch/rank_output.h"
 #include "lockstep/launch/rank_variables.h"
 #include "lockstep/launch/watch/rank_watch.h"
+#include "lockstep/launch/world.h"
 
 namespace lockstep::launch {
 
@@ -37,13 +36,16 @@ struct Surroundings {
 
 class LocalRanks {
  public:
-  LocalRanks(const Surroundings& around, int generation);
+  LocalRanks(const Surroundings& around, World world);
   ~LocalRanks();
   LocalRanks(const LocalRanks&) = delete;
   LocalRanks& operator=(const LocalRanks&) = delete;
 
   // Starts the ranks and returns when none of them is left.
   Outcome run();
+  // Of this node: whose ranks have failed by themselves, and not because others had. Once they have
+  // ended.
+  std::vector<int> lost_places() const;
 
  private:
   struct Worker {
@@ -51,6 +53,7 @@ class LocalRanks {
     std::optional<Process> process;  // empty if it could not be started
     std::optional<ExitStatus> status;
     bool told_to_stop = false;
+    bool by_itself = false;       // a signal that is not the launcher's has ended it
     std::string why_killed = {};  // where the launcher did it
   };
 
@@ -58,10 +61,6 @@ class LocalRanks {
   void start(int local_rank, const std::vector<int>& cores);
   void start_process(Worker& worker, const Command& command) const;
   void add_log(Fd pipe, int rank, Console::Stream stream);
-  void watch_log(int fd);
-  void pump_log(int fd);
-  void pause(Console::Stream stream);
-  void resume();
 
   void on_signal();
   void on_child();
@@ -70,6 +69,8 @@ class LocalRanks {
   void on_worker_end(Worker& worker);
   void stop(int signal);
   void pass_stop_on();
+  void ask_to_resize();
+  bool is_resized() const;
 
   // The ending of a job: SIGTERM at one time, SIGKILL at a later one; both only ever move forward.
   void end_soon(milliseconds until_term, milliseconds until_kill);
@@ -82,22 +83,27 @@ class LocalRanks {
   void drain(milliseconds time);
 
   // Which of the log folder's.
-  int attempt() const { return around_.options.first_attempt + generation_; }
+  int attempt() const { return around_.options.first_attempt + world_.generation; }
   std::string describe(const Worker& worker, const std::string& how) const;
-  Outcome local_failure(const Worker& worker);
+  Outcome local_failure(Worker& worker);
   Outcome stop_outcome() const;
+  bool any_left() const;  // with kSaved
+  int64_t ran_ms() const;
   Outcome outcome() const;
 
   const Surroundings around_;
-  const int generation_;
+  const World world_;
   const Clock::time_point start_;
   RankWatch watch_;
   std::vector<Worker> workers_;
-  std::map<int, std::unique_ptr<WorkerLog>> logs_;  // by descriptor
-  std::set<Console::Stream> paused_;
+  RankOutput output_;
   std::optional<Outcome> failure_, global_end_;
   int stop_signal_ = 0, stop_count_ = 0;
   bool told_done_ = false;
+  std::optional<size_t> failed_;  // the worker that did first
+  std::set<int> sent_;            // signals: a rank that they end is not lost
+  bool resizing_ = false;         // the ranks have been asked
+  std::optional<Clock::time_point> resize_at_;
   Clock::time_point next_look_;
   std::optional<Clock::time_point> term_at_, kill_at_, give_up_at_;
   std::optional<Clock::time_point> hard_end_;  // of a stop that shows life for ever

@@ -7,45 +7,38 @@
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <cstdio>
-#include <map>
+#include <set>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
-#include "lockstep/core/version.h"
 #include "lockstep/launch/rendezvous/network_interface.h"
 #include "lockstep/launch/rendezvous/socket.h"
 
 namespace lockstep::launch {
 namespace {
 
-constexpr milliseconds kProgressEvery{5'000};
-constexpr milliseconds kPoll{50};
 constexpr milliseconds kLeaveTime{3'000};
 // So that nodes that join too late, after the start has failed, can still be told why.
 constexpr milliseconds kLateComers{1'000};
 
-// Between the number of ranks that a node starts and their version.
-constexpr std::string_view kOfVersion = " ranks of Lockstep ";
+constexpr milliseconds kProgressEvery{5'000};
+constexpr milliseconds kPoll{50};
 
-// Which of the two, where nodes start different ones.
-std::string_view what_differs(const std::vector<std::string>& starts) {
-  const auto ranks_of = [](const std::string& start) {
-    return start.substr(0, start.find(kOfVersion));
-  };
-  const auto version_of = [&](const std::string& start) {
-    return start.substr(ranks_of(start).size());
-  };
-  bool ranks = false, version = false;
-  for (const std::string& start : starts) {
-    ranks |= ranks_of(start) != ranks_of(starts.front());
-    version |= version_of(start) != version_of(starts.front());
-  }
-  return !version ? "-n differs" : ranks ? "-n and the version differ" : "the version differs";
+Outcome lost_outcome(const std::string& text, bool restartable = false) {
+  return {Outcome::Kind::failed, 1, restartable, text};
 }
 
-Outcome lost_outcome(const std::string& text) { return {Outcome::Kind::failed, 1, false, text}; }
+// The nodes that have ranks, as go/G has them.
+std::string pack_members(const std::vector<int>& members) { return join(members, " "); }
+
+std::vector<int> unpack_members(const std::string& text) {
+  std::istringstream words(text);
+  std::vector<int> members;
+  for (int node = 0; words >> node;) members.push_back(node);
+  return members;
+}
 
 // For what must not fail the job by itself: where the rendezvous is gone, the listener sees it too
 // and says so.
@@ -67,6 +60,8 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
       nodes_(options.nodes),
       node_rank_(options.node_rank),
       meet_time_(options.meet_time),
+      life_(make_token().substr(0, 12)),
+      places_(options.node_bounds(), options.grow_after, {}),
       news_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!news_fd_.valid()) throw SystemError("eventfd", errno);
   const Deadline deadline(meet_time_);
@@ -91,194 +86,227 @@ NodeLink::NodeLink(LaunchOptions& options, const std::string& token, Console& co
     meet(options, token, deadline);
     try {
       exchange_facts(options);
-    } catch (const Error&) {
-      leave();  // the others shall see the reason, not a rendezvous that is gone
+    } catch (const Error& failure) {
+      leave(lost_outcome(
+          failure.what()));  // the others shall see the reason, not a rendezvous that is gone
       throw;
     }
   }
 }
 
-// As the other nodes do; without it there is nothing to listen on.
-void NodeLink::wait_for_own_name(const Deadline& deadline) {
-  if (wait_for_name(master_addr_, Deadline(milliseconds{0}))) return;
-  console_.message(format("node 0 waits until this host can resolve the name '{}'", master_addr_));
-  while (!wait_for_name(master_addr_, Deadline(milliseconds{500})) && !deadline.passed())
-    signals_.pause(milliseconds{0});
-}
-
-void NodeLink::warn_of_address() {
-  const std::string bound = host_of(master_port_holder_);
-  if (bound == "0.0.0.0" || bound == "::") {
-    console_.message(format("--rendezvous {}: listens on every address of this machine", address_));
+World NodeLink::begin(int generation, const Places::Start& here) {
+  World world{.generation = generation,
+              .size = static_cast<int>(here.places.size()),
+              .places = here.places,
+              .grows_at = here.grows_at,
+              .layout = here.layout};
+  if (alone()) {
+    server_->begin_generation(generation, world.size);
+    if (stop_) post({.stop = stop_});  // so that the ranks hear of it once they can save
+    return world;
   }
-  // Debian's /etc/hosts gives a machine's own name such an address.
-  const bool meant = is_loopback(master_addr_) || master_addr_ == "localhost";
-  if (!alone() && is_loopback(bound) && !meant) {
-    console_.message(
-        format("--rendezvous {}: on this host the name resolves to {}, which other nodes cannot "
-               "reach; give an address, or --interface",
-               address_, bound));
-  }
-}
-
-void NodeLink::meet(const LaunchOptions& options, const std::string& token,
-                    const Deadline& deadline) {
-  Deadline progress(kProgressEvery);
-  const auto start = Clock::now();
-  while (!client_) {
-    try {
-      client_ = std::make_unique<RendezvousClient>(address_, token,
-                                                   Identity{node_rank_, nodes_, kControlGeneration},
-                                                   Deadline(milliseconds{500}), start);
-    } catch (const TimeoutError& failure) {
-      if (deadline.passed()) {
-        throw TimeoutError(format("node {}: {}, or wait longer with --rendezvous-timeout",
-                                  node_rank_, failure.what()));
-      }
-    } catch (const CommError& failure) {
-      throw CommError(format("node {}: {}", node_rank_, failure.what()));
-    }
-    if (!client_ && progress.passed()) {
-      console_.message(format("node {} waits for node 0 at {}", node_rank_, address_));
-      progress = Deadline(kProgressEvery);
-    }
-    signals_.pause(milliseconds{0});
-  }
-  client_->set(format("attempt/{}", node_rank_), std::to_string(options.first_attempt));
-  client_->set(format("node/{}", node_rank_),
-               format("{}{}{}", options.ranks, kOfVersion, LOCKSTEP_VERSION));
-}
-
-void NodeLink::exchange_facts(LaunchOptions& options) {
+  listener_ = {};  // of the generation before
+  take_news();
+  const std::vector<int> before = members_;
   if (node_rank_ == 0) {
-    const std::string verdict = judge(options);
-    if (!client_->find(kJoinedKey)) client_->set(kJoinedKey, verdict);
+    choose_members(generation, world.size);
+  } else {
+    await_members();
   }
-  std::optional<std::string> verdict;
-  // Longer than node 0 waits: it can say who is missing.
-  wait_until([&] { return (verdict = client_->find(kJoinedKey)).has_value(); },
-             meet_time_ + kLeaveTime, [] { return std::string("the other nodes"); });
-  const std::string facts = join_result(*verdict);
-  char run_id[64] = "";
-  if (std::sscanf(facts.c_str(), "%d %d %hu %63s", &options.max_restarts, &options.first_attempt,
-                  &master_port_, run_id) != 4) {
-    throw CommError(format("rendezvous {}: the job's facts are malformed", address_));
-  }
-  run_id_ = run_id;
+  const auto me = std::find(members_.begin(), members_.end(), node_rank_) - members_.begin();
+  world.generation = generation_;
+  world.first_rank = world.size * static_cast<int>(me);
+  world.size *= static_cast<int>(members_.size());
+  world.nodes = static_cast<int>(members_.size());
+  world.node = static_cast<int>(me);
+  world.lost = lost_of(before);
+  listener_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
+  return world;
 }
 
-// Waits for all nodes and compares what they start. Returns the result for all of them.
-std::string NodeLink::judge(const LaunchOptions& options) {
-  std::vector<std::string> starts;
-  const auto find_node = [&](int node) { return client_->find(format("node/{}", node)); };
-  const auto missing = [&] {
-    std::vector<int> nodes;
-    for (int node = 0; node < nodes_; ++node) {
-      if (!find_node(node)) nodes.push_back(node);
-    }
-    return format("node{} {}", nodes.size() > 1 ? "s" : "", join(nodes));
-  };
-  const auto all_came = [&] {
-    while (static_cast<int>(starts.size()) < nodes_) {
-      const auto found = find_node(static_cast<int>(starts.size()));
-      if (!found) return client_->find(kJoinedKey).has_value();
-      starts.push_back(*found);
-    }
-    return true;
-  };
-  try {
-    wait_until(all_came, meet_time_, missing);
-  } catch (const TimeoutError& late) {
-    return format("late {}", late.what());
-  }
-  const auto differs = [&](const std::string& start) { return start != starts.front(); };
-  if (std::none_of(starts.begin(), starts.end(), differs)) {
-    int attempt = 0;  // free in the log folders of all nodes
-    for (int node = 0; node < nodes_; ++node) {
-      const auto free = client_->find(format("attempt/{}", node));
-      attempt = std::max(attempt, std::stoi(free.value_or("0")));
-    }
-    return format("met {} {} {} {}", options.max_restarts, attempt, master_port_, run_id_);
-  }
-  std::vector<std::string> parts;
-  std::map<std::string, std::vector<size_t>> holders;
-  for (size_t node = 0; node < starts.size(); ++node) holders[starts[node]].push_back(node);
-  for (const auto& [start, nodes] : holders) {
-    parts.push_back(format("node{} {} {} {}", nodes.size() > 1 ? "s" : "", join(nodes),
-                           nodes.size() > 1 ? "start" : "starts", start));
-  }
-  return format("refused {}: {}; it must be the same on every node", what_differs(starts),
-                join(parts, "; "));
+std::string NodeLink::lost_of(const std::vector<int>& before) const {
+  std::vector<int> lost;
+  std::set_difference(before.begin(), before.end(), members_.begin(), members_.end(),
+                      std::back_inserter(lost));
+  return lost.empty() ? "" : format("node{} {}", lost.size() > 1 ? "s" : "", join(lost));
 }
 
-void NodeLink::wait_until(const std::function<bool()>& done, milliseconds patience,
-                          const std::function<std::string()>& what) {
-  const Deadline deadline(patience);
+// On node 0. A node that is lost is seen here too: it does not become ready.
+void NodeLink::choose_members(int generation, int ranks) {
+  const Deadline deadline(meet_time_);
   Deadline progress(kProgressEvery);
-  while (!done()) {
-    if (const auto stop = client_->find("stop")) throw Interrupted{std::stoi(*stop)};
+  std::set<int> failed;  // members of the generation before
+  set_ready(generation);
+  while (true) {
+    const auto [here, ready] = look_for(generation);
+    const bool settled = ready.size() == here || deadline.passed();
+    for (int node = 0; node < nodes_; ++node) places_.set_present(node, ready.contains(node));
+    for (const int node : members_) {
+      const auto life = ready.find(node);
+      const bool same = life != ready.end() && life->second == lives_[node];
+      if (settled && !same && failed.insert(node).second) places_.fail({node}, Clock::now());
+    }
+    const std::vector<int> chosen = places_.next(Clock::now()).places;
+    if (settled && !chosen.empty()) {
+      members_ = chosen;
+      lives_ = ready;
+      break;
+    }
+    std::vector<int> missing;
     for (int node = 0; node < nodes_; ++node) {
-      const auto how = client_->find(lost_key(node));
-      if (how) throw CommError(format("node {} was lost: {}", node, *how));
+      if (!ready.contains(node)) missing.push_back(node);
     }
-    if (deadline.passed()) {
-      throw TimeoutError(
-          format("node {} has waited {} s for {}", node_rank_, patience.count() / 1000, what()));
-    }
+    const std::string names = format("node{} {}", missing.size() > 1 ? "s" : "", join(missing));
+    if (deadline.passed())
+      throw TimeoutError(format("node 0 has waited {} s for {}", meet_time_.count() / 1000, names));
     if (progress.passed()) {
-      console_.message(format("node {} waits for {}", node_rank_, what()));
+      console_.message(format("node 0 waits for {}", names));
       progress = Deadline(kProgressEvery);
+    }
+    pause_between_looks();
+  }
+  generation_ = generation;
+  server_->begin_generation(generation, ranks * static_cast<int>(members_.size()));
+  client_->set(format("go/{}", generation), pack_members(members_));
+  client_->set("generation", std::to_string(generation));
+}
+
+// On the others. A node that is not among them waits for the next start.
+void NodeLink::await_members() {
+  const auto after_latest = [&] {
+    const auto latest = client_->find("generation");
+    return latest ? std::stoi(*latest) + 1 : 0;
+  };
+  int target = members_.empty() ? after_latest() : generation_ + 1;
+  if (target > 0 && members_.empty())
+    console_.message(format("node {} waits until the job continues with more nodes", node_rank_));
+  set_ready(target);
+  while (true) {
+    if (const auto over = client_->find("over"))
+      throw JobOver{
+          unpack_outcome(*over).value_or(lost_outcome("node 0 sent a malformed outcome"))};
+    if (const auto why = client_->find("refused/" + life_)) throw ConfigError(*why);
+    if (const auto go = client_->find(format("go/{}", target))) {
+      members_ = unpack_members(*go);
+      generation_ = target;
+      if (std::find(members_.begin(), members_.end(), node_rank_) != members_.end()) return;
+      target = std::max(target + 1, after_latest());
+      set_ready(target);
+    }
+    pause_between_looks();
+  }
+}
+
+// A stop signal that comes here after ranks have stopped to be more must reach them: their state
+// may be in memory only.
+void NodeLink::pause_between_looks() {
+  try {
+    if (!stop_) {
+      if (const auto stop = client_->find("stop")) throw Interrupted{std::stoi(*stop)};
     }
     signals_.pause(kPoll);
+  } catch (const Interrupted& interrupted) {
+    try_telling([&] { client_->set("stop", std::to_string(interrupted.signal)); });
+    if (!must_start_) throw;
+    stop_ = interrupted.signal;
   }
 }
 
-void NodeLink::wait_for(const std::string& key) {
-  wait_until([&] { return client_->find(key).has_value(); }, meet_time_,
-             [] { return std::string("the other nodes"); });
+void NodeLink::set_ready(int generation) {
+  client_->set(format("ready/{}/{}", generation, node_rank_), life_);
 }
 
-void NodeLink::begin(int generation) {
-  if (alone()) return server_->begin_generation(generation);
-  listener_ = {};  // of the generation before
-  generation_ = generation;
-  take_news();
-  const std::string full = format("full/{}", generation), go = format("go/{}", generation);
-  if (client_->add(format("ready/{}", generation), 1) == nodes_) client_->set(full, "yes");
-  if (node_rank_ == 0) {
-    wait_for(full);
-    server_->begin_generation(generation);
-    client_->set(go, "yes");
+// The nodes that are connected, and those of them that have nothing running and wait for it.
+NodeLink::Found NodeLink::look_for(int generation) {
+  Found found;
+  for (int node = 0; node < nodes_; ++node) {
+    const auto there = find_node(node);
+    if (!there || client_->find(lost_key(node)) || client_->find(format("left/{}", node))) continue;
+    if (there->starts != starts_) {
+      client_->set("refused/" + there->life,
+                   format("node {} starts {}, the job {}; it must be the same on every node", node,
+                          there->starts, starts_));
+      continue;
+    }
+    ++found.here;
+    if (client_->find(format("ready/{}/{}", generation, node)) == there->life)
+      found.ready[node] = there->life;
   }
-  wait_for(go);
-  listener_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
+  return found;
+}
+
+RestartPolicy::Decision NodeLink::agree(RestartPolicy& policy, const Outcome& outcome) {
+  using Kind = Outcome::Kind;
+  must_start_ = outcome.kind == Kind::resized;
+  const bool ends = outcome.kind != Kind::resized &&
+                    !(outcome.kind == Kind::failed && outcome.restartable && restarts_);
+  if (alone() || node_rank_ == 0) {
+    const auto decision = policy.after(outcome);
+    if (!alone() && !ends) client_->set(format("next/{}", generation_), pack(decision));
+    return decision;
+  }
+  if (ends) return {};
+  std::optional<std::string> next;
+  while (!(next = client_->find(format("next/{}", generation_)))) {
+    if (const auto over = client_->find("over"))
+      throw JobOver{
+          unpack_outcome(*over).value_or(lost_outcome("node 0 sent a malformed outcome"))};
+    pause_between_looks();
+  }
+  const auto decision = unpack_decision(*next);
+  if (!decision)
+    throw CommError(format("rendezvous {}: node 0 sent a malformed decision", address_));
+  return *decision;
 }
 
 // Polls, so that one thread watches several keys and no wait outlives the job.
 void NodeLink::listen(const std::stop_token& stop) {
   std::mutex mutex;
   std::condition_variable_any tick;
-  bool stop_told = false;
+  bool stop_told = false, resize_told = false;
   const std::string end_key = format("end/{}", generation_);
+  const std::string resize_key = format("resize/{}", generation_);
   while (!stop.stop_requested()) {
     try {
       if (const auto number = client_->find("stop"); number && !std::exchange(stop_told, true)) {
-        post({std::stoi(*number), std::nullopt});
+        post({.stop = std::stoi(*number)});
       }
       if (const auto text = client_->find(end_key)) {
-        return post({std::nullopt, unpack_outcome(*text).value_or(
-                                       lost_outcome("a node sent a malformed outcome"))});
+        return post({.end = unpack_outcome(*text).value_or(
+                         lost_outcome("a node sent a malformed outcome"))});
       }
-      for (int node = 1; server_ && node < nodes_; ++node) {
-        const auto how = client_->find(lost_key(node));
-        if (how) tell_end(lost_outcome(format("node {} was lost: {}", node, *how)));
+      if (server_) look_after_members();
+      if (!resize_told && client_->find(resize_key)) {
+        resize_told = true;
+        post({.resize = true});
       }
     } catch (const std::exception& failure) {
-      return post({std::nullopt, lost_outcome(format("node 0 was lost: {}", failure.what()))});
+      return post({.end = lost_outcome(format("node 0 was lost: {}", failure.what()))});
     }
     std::unique_lock lock(mutex);
     tick.wait_for(lock, stop, kPoll, [] { return false; });
   }
+}
+
+// Node 0: whether one of those that run is lost, or more can run.
+void NodeLink::look_after_members() {
+  for (const int node : members_) {
+    if (node == node_rank_) continue;
+    const auto how = client_->find(lost_key(node));
+    const auto there = find_node(node);
+    if (!how && there && there->life == lives_[node]) continue;
+    return tell_end(lost_outcome(
+        format("node {} was lost: {}", node, how ? *how : "another launcher has taken its place"),
+        restarts_));
+  }
+  if (!elastic_) return;
+  const auto ready = look_for(generation_ + 1).ready;
+  for (int node = 0; node < nodes_; ++node) {
+    const bool runs = std::find(members_.begin(), members_.end(), node) != members_.end();
+    places_.set_present(node, runs || ready.contains(node));
+  }
+  if (places_.next(Clock::now()).places.size() > members_.size())
+    client_->set(format("resize/{}", generation_), "yes");
 }
 
 void NodeLink::post(const News& news) {
@@ -286,6 +314,7 @@ void NodeLink::post(const News& news) {
     const std::lock_guard lock(news_mutex_);
     if (news.stop) news_.stop = news.stop;
     if (news.end) news_.end = news.end;
+    news_.resize |= news.resize;
   }
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(news_fd_.get(), &one, sizeof one);
@@ -299,6 +328,7 @@ NodeLink::News NodeLink::take_news() {
 }
 
 void NodeLink::tell_stop(int signal) {
+  stop_ = signal;
   if (alone()) return;
   try_telling([&] { client_->set("stop", std::to_string(signal)); });
 }
@@ -315,7 +345,8 @@ void NodeLink::tell_end(const Outcome& outcome) {
 void NodeLink::tell_done() {
   if (alone()) return;
   try_telling([&] {
-    if (client_->add(format("done/{}", generation_), 1) == nodes_) tell_end(Outcome{});
+    if (client_->add(format("done/{}", generation_), 1) == static_cast<int>(members_.size()))
+      tell_end(Outcome{});
   });
 }
 
@@ -323,10 +354,11 @@ void NodeLink::mark_lost(int rank, const std::string& how) {
   if (server_) server_->mark_lost(rank, how);
 }
 
-void NodeLink::leave() {
+void NodeLink::leave(const Outcome& outcome) {
   listener_ = {};
   if (alone()) return;
   try_telling([&] {
+    if (server_) client_->set("over", pack(outcome));
     client_->set(format("left/{}", node_rank_), "yes");
     const Deadline deadline(kLeaveTime), late(kLateComers);
     for (int node = 1; server_ && node < nodes_ && !deadline.passed();) {

@@ -25,7 +25,7 @@ std::optional<Outcome> unpack_outcome(std::string_view text) {
   if (std::sscanf(head.c_str(), "%d %d %d %ld %ld", &kind, &code, &restartable, &step, &ran_ms) !=
       5)
     return std::nullopt;
-  if (kind < 0 || kind > static_cast<int>(Outcome::Kind::stopped)) return std::nullopt;
+  if (kind < 0 || kind > static_cast<int>(Outcome::Kind::resized)) return std::nullopt;
   return Outcome{static_cast<Outcome::Kind>(kind),  code, restartable != 0,
                  std::string(text.substr(end + 1)), step, ran_ms};
 }

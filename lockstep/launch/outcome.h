@@ -9,8 +9,12 @@
 
 namespace lockstep::launch {
 
+// "My state is saved, start me again."
+inline constexpr int kSaved = 75;
+
 struct Outcome {
-  enum class Kind { finished, failed, stopped };
+  // resized: the ranks have stopped so that more of them are started.
+  enum class Kind { finished, failed, stopped, resized };
   Kind kind = Kind::finished;
   int code = 0;              // what the launcher exits with
   bool restartable = false;  // trying again may help

@@ -3,13 +3,17 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <map>
+#include <sstream>
 
 #include "lockstep/core/format.h"
 #include "lockstep/flight/recorder.h"
 #include "lockstep/launch/processes/affinity.h"
+#include "lockstep/launch/recovery_memory.h"
 
 namespace lockstep::launch {
 
@@ -31,12 +35,36 @@ bool torchrun_set_threads() {
   return true;
 }
 
+// GPU i belongs to place i where there is one for each, so that one that has failed is left out
+// with its place. Empty: nothing is to be said.
+std::string devices_of(const World& world, int places) {
+  bool in_place = true;
+  for (int i = 0; i < world.ranks(); ++i) in_place &= world.places[static_cast<size_t>(i)] == i;
+  if (in_place) return {};
+  std::vector<std::string> devices;
+  if (const char* const chosen = std::getenv("CUDA_VISIBLE_DEVICES")) {
+    std::istringstream words(chosen);
+    for (std::string word; std::getline(words, word, ',');) devices.push_back(word);
+  } else {
+    std::error_code none;
+    for (std::filesystem::directory_iterator gpu("/proc/driver/nvidia/gpus", none), end;
+         !none && gpu != end; gpu.increment(none))
+      devices.push_back(std::to_string(devices.size()));
+  }
+  if (static_cast<int>(devices.size()) != places) return {};
+  std::string list;
+  for (const int place : world.places)
+    list += (list.empty() ? "" : ",") + devices[static_cast<size_t>(place)];
+  return list;
+}
+
 }  // namespace
 
 bool user_set_threads() { return std::getenv(kThreads) != nullptr && !torchrun_set_threads(); }
 
 std::vector<std::string> rank_variables(const LaunchOptions& options, const JobFacts& facts,
-                                        int local_rank, int generation, int flight_fd) {
+                                        const World& world, int local_rank, int generation,
+                                        int flight_fd) {
   std::map<std::string, std::string> values;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text(*entry);
@@ -47,14 +75,14 @@ std::vector<std::string> rank_variables(const LaunchOptions& options, const JobF
   values.erase("LOCKSTEP_TOKEN");
 
   const auto number = [](long value) { return std::to_string(value); };
-  const std::string rank = number(options.first_rank() + local_rank);
-  const std::string world_size = number(options.world_size());
+  const std::string rank = number(world.first_rank + local_rank);
+  const std::string world_size = number(world.size);
   values["RANK"] = rank;
   values["WORLD_SIZE"] = world_size;
   values["LOCAL_RANK"] = number(local_rank);
-  values["LOCAL_WORLD_SIZE"] = number(options.ranks);
-  values["GROUP_RANK"] = number(options.node_rank);
-  values["GROUP_WORLD_SIZE"] = number(options.nodes);
+  values["LOCAL_WORLD_SIZE"] = number(world.ranks());
+  values["GROUP_RANK"] = number(world.node);
+  values["GROUP_WORLD_SIZE"] = number(world.nodes);
   values["ROLE_RANK"] = rank;
   values["ROLE_WORLD_SIZE"] = world_size;
   values["ROLE_NAME"] = "default";
@@ -68,9 +96,18 @@ std::vector<std::string> rank_variables(const LaunchOptions& options, const JobF
   values["LOCKSTEP_TOKEN_FD"] = number(facts.token_fd);
   values["LOCKSTEP_GENERATION"] = number(generation);
   values[flight::kVariable] = number(flight_fd);
+  values.erase(kRecoveryVariable);
+  if (facts.recovery_fd >= 0) values[kRecoveryVariable] = number(facts.recovery_fd);
+
+  values.erase(kMaxWorldVariable);
+  if (options.is_elastic()) values[kMaxWorldVariable] = number(options.world_size());
+  values.erase(kChangeVariable);
+  if (!world.change.empty()) values[kChangeVariable] = world.change;
+  const std::string devices = devices_of(world, options.ranks);
+  if (!devices.empty()) values["CUDA_VISIBLE_DEVICES"] = devices;
 
   // emplace: what the user set stays.
-  const std::string threads = number(threads_per_rank(facts.cores, options.ranks));
+  const std::string threads = number(threads_per_rank(facts.cores, world.ranks()));
   values.emplace("OMP_NUM_THREADS", threads);
   values.emplace("OPENBLAS_NUM_THREADS", threads);
   if (!options.interface.empty()) {

@@ -2,6 +2,7 @@
 #include "lockstep/launch/restart_policy.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "lockstep/core/format.h"
 
@@ -18,6 +19,10 @@ constexpr int kDoNotRestart = 93;
 
 RestartPolicy::Decision RestartPolicy::after(const Outcome& outcome) {
   now_ += milliseconds{outcome.ran_ms};
+  if (outcome.kind == Outcome::Kind::resized) {
+    best_step_ = std::max(best_step_, outcome.step);
+    return {.restart = true, .text = {}};
+  }
   if (outcome.kind != Outcome::Kind::failed || !outcome.restartable || max_restarts_ == 0)
     return {};
   const bool progress =
@@ -46,6 +51,22 @@ RestartPolicy::Decision RestartPolicy::after(const Outcome& outcome) {
                          wait.count() > 0
                              ? format(", in {:.1f} s", std::chrono::duration<double>(wait).count())
                              : "")};
+}
+
+std::string pack(const RestartPolicy::Decision& decision) {
+  return format("{} {} {}\n{}", decision.restart ? 1 : 0, decision.wait.count(), decision.code,
+                decision.text);
+}
+
+std::optional<RestartPolicy::Decision> unpack_decision(std::string_view text) {
+  int restart = 0, code = 0;
+  long wait = 0;
+  const size_t end = text.find('\n');
+  if (end == std::string_view::npos) return std::nullopt;
+  const std::string head(text.substr(0, end));
+  if (std::sscanf(head.c_str(), "%d %ld %d", &restart, &wait, &code) != 3) return std::nullopt;
+  return RestartPolicy::Decision{restart != 0, milliseconds{wait},
+                                 std::string(text.substr(end + 1)), code};
 }
 
 }  // namespace lockstep::launch

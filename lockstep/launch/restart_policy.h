@@ -3,15 +3,16 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "lockstep/core/clock.h"
 #include "lockstep/launch/outcome.h"
 
 namespace lockstep::launch {
 
-// The launchers of all nodes ask their own, with the same outcomes, and get the same answers: time
-// is that of the outcomes.
+// Of several nodes, node 0 asks for all. Time is that of the outcomes.
 class RestartPolicy {
  public:
   explicit RestartPolicy(int max_restarts) : max_restarts_(max_restarts) {}
@@ -33,5 +34,9 @@ class RestartPolicy {
   int64_t best_step_ = -1;
   int starts_ = 0, without_progress_ = 0;
 };
+
+// In a form that the launchers of several nodes can exchange.
+std::string pack(const RestartPolicy::Decision& decision);
+std::optional<RestartPolicy::Decision> unpack_decision(std::string_view text);
 
 }  // namespace lockstep::launch

@@ -103,6 +103,29 @@ void for_each_run(const Box& part, const Box& from, const Box& to,
   }
 }
 
+std::vector<Box> subtract(const std::vector<Box>& boxes, const Box& cut) {
+  std::vector<Box> rest;
+  for (const Box& from : boxes) {
+    const Box common = from.intersect(cut);
+    if (common.empty()) {
+      rest.push_back(from);
+      continue;
+    }
+    Box core = from;
+    for (size_t dim = 0; dim < from.ranges.size(); ++dim) {
+      const auto [begin, end] = core.ranges[dim];
+      const auto [inner_begin, inner_end] = common.ranges[dim];
+      for (const auto& range : {Range{begin, inner_begin}, Range{inner_end, end}}) {
+        if (range.empty()) continue;
+        rest.push_back(core);
+        rest.back().ranges[dim] = range;
+      }
+      core.ranges[dim] = common.ranges[dim];
+    }
+  }
+  return rest;
+}
+
 std::vector<Box> pieces(const Box& box, int64_t max_numel) {
   if (max_numel < 1)
     throw ConfigError(format("[pieces] {} elements, must be at least 1", max_numel));

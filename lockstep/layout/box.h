@@ -62,6 +62,9 @@ struct ContiguousRun {
 void for_each_run(const Box& part, const Box& from, const Box& to,
                   const std::function<void(const ContiguousRun&)>& function);
 
+// What is left of the boxes without `cut`: of each, two boxes at most for each dimension.
+std::vector<Box> subtract(const std::vector<Box>& boxes, const Box& cut);
+
 // The box, cut into boxes of at most `max_numel` elements (at least 1), each a run of its
 // row-major array, in order. None where it is empty.
 std::vector<Box> pieces(const Box& box, int64_t max_numel);

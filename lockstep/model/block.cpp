@@ -8,6 +8,7 @@
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention.h"
 #include "lockstep/nn/attention_heads.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::model {
 
@@ -80,8 +81,10 @@ at::Tensor AttentionImpl::attend_new(const at::Tensor& qkv, const at::Tensor& ro
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation,
-                                  Decoding* decoding) {
-  const at::Tensor qkv = qkv_(x);
+                                  Decoding* decoding, const nn::Documents* documents) {
+  const at::Tensor rows = qkv_(x);
+  // Packed rows are one long row, in which each begins another document.
+  const at::Tensor qkv = documents != nullptr ? rows.reshape({1, -1, rows.size(2)}) : rows;
   if (decoding != nullptr && decoding->are_new()) return out_(attend_new(qkv, rotation, *decoding));
   const int64_t ranks = qkv_->ranks();
   nn::HeadOptions options{
@@ -91,9 +94,11 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotatio
     options.k_norm = k_norm_;
   }
   const auto [q, k, v] = nn::split_heads(qkv, options);
-  const at::Tensor mixed = decoding != nullptr ? decoding->attend(layer_, q, k, v)
-                                               : nn::causal_attention(q, k, v, window_);
-  return out_(mixed.transpose(1, 2).flatten(2));  // (B, T, H, D)
+  const at::Tensor mixed = decoding != nullptr    ? decoding->attend(layer_, q, k, v)
+                           : documents != nullptr ? nn::document_attention(q, k, v, *documents)
+                                                  : nn::causal_attention(q, k, v, window_);
+  const at::Tensor joined = mixed.transpose(1, 2).flatten(2);  // (B, T, H * D)
+  return out_(documents != nullptr ? joined.reshape({rows.size(0), rows.size(1), -1}) : joined);
 }
 
 at::Tensor AttentionImpl::add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
@@ -123,7 +128,7 @@ at::Tensor MlpImpl::add_to(const at::Tensor& x, const Norm& norm) {
   return nn::fused_linear(nn::fused_linear(x, up), down);
 }
 
-BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
+BlockImpl::BlockImpl(Parts& parts, int64_t layer, int64_t tile) : tile_(tile) {
   const std::string prefix = format("blocks.{}.", layer);
   const double dropout = parts.spec().dropout;
   norm1_ = parts.norm(*this, prefix, "norm1");
@@ -134,11 +139,17 @@ BlockImpl::BlockImpl(Parts& parts, int64_t layer) {
   dropout2_ = register_module("dropout2", nn::Dropout(dropout));
 }
 
-at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding) {
+at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding,
+                              const nn::Documents* documents) {
   if (decoding != nullptr && decoding->are_new() && nn::can_fuse(x) && !attention_->is_shared())
     return mlp_->add_to(attention_->add_to(x, norm1_, rotation, *decoding), norm2_);
-  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation, decoding));
-  return y + dropout2_(mlp_(norm2_(y)));
+  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation, decoding, documents));
+  if (tile_ == 0 || decoding != nullptr || y.size(1) <= tile_)
+    return y + dropout2_(mlp_(norm2_(y)));
+  const auto path = [norm = norm2_, mlp = mlp_](const at::Tensor& part, int64_t) mutable {
+    return mlp(norm(part));
+  };
+  return y + dropout2_(parallel::in_tiles(path, y, {.dim = 1, .size = tile_}));
 }
 
 }  // namespace lockstep::model

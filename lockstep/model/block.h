@@ -15,6 +15,7 @@
 
 #include "lockstep/config/model/model_spec.h"
 #include "lockstep/model/decoding.h"
+#include "lockstep/nn/document_attention.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
 #include "lockstep/nn/kernels/linear_map.h"
@@ -76,8 +77,10 @@ class AttentionImpl : public torch::nn::Module {
 
   // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned. With sequence
   // parallelism, x and the result are this rank's part of T. While texts are generated, x is
-  // (1, N, C) of the tokens of `decoding`, and the rotation has their positions.
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr);
+  // (1, N, C) of the tokens of `decoding`, and the rotation has their positions. With `documents`
+  // the rotation has the positions of all tokens, row after row.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr,
+                     const nn::Documents* documents = nullptr);
   // The same by fused kernels, for few new tokens: x is not normed yet, and is added to the result.
   at::Tensor add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
                     Decoding& decoding);
@@ -108,15 +111,18 @@ TORCH_MODULE(Mlp);
 
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl(Parts& parts, int64_t layer);
+  // The MLP and its norm compute `tile` tokens of each row at once; 0: all.
+  BlockImpl(Parts& parts, int64_t layer, int64_t tile = 0);
 
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr);
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr,
+                     const nn::Documents* documents = nullptr);
 
  private:
   Norm norm1_, norm2_;
   Attention attention_{nullptr};
   Mlp mlp_{nullptr};
   nn::Dropout dropout1_, dropout2_;
+  int64_t tile_;
 };
 TORCH_MODULE(Block);
 

@@ -20,8 +20,9 @@ LanguageModelImpl::LanguageModelImpl(config::ModelSpec spec, LanguageModelOption
                              *this, options.recompute, {.random = random_, .store = options.store});
 }
 
-at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens) {
+at::Tensor LanguageModelImpl::forward(const at::Tensor& tokens, const at::Tensor& positions) {
   parallel::Tensors x{tokens};
+  if (positions.defined()) x.push_back(positions);
   for (const parallel::LayerForward& layer : layers_) x = layer(x);
   return x[0];
 }

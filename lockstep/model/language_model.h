@@ -42,8 +42,10 @@ class LanguageModelImpl : public torch::nn::Module {
   // The spec must be resolved.
   explicit LanguageModelImpl(config::ModelSpec spec, LanguageModelOptions options = {});
 
-  // Tokens (B, T), at most spec().positions long, to logits (B, T, V).
-  at::Tensor forward(const at::Tensor& tokens);
+  // Tokens (B, T), at most spec().positions long, to logits (B, T, V). Rows that hold several
+  // documents, which do not see each other, have the position of each token in its document too,
+  // (B, T) on the CPU: data::Batch::positions.
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions = {});
 
   const config::ModelSpec& spec() const { return spec_; }
   // Where in the run the model is, which its dropout depends on. Set it before each forward.

@@ -6,13 +6,17 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/model/block.h"
 #include "lockstep/nn/attention_heads.h"
+#include "lockstep/nn/context/context.h"
+#include "lockstep/nn/document_attention.h"
 #include "lockstep/nn/dropout.h"
 #include "lockstep/nn/embedding.h"
+#include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::model {
 namespace {
@@ -44,13 +48,51 @@ std::vector<double> rotary_frequencies(const config::ModelSpec& spec) {
   return frequencies;
 }
 
+// The documents of the rows that blocks compute now, found once for all blocks.
+class PackedRows {
+ public:
+  PackedRows(int64_t window, nn::ContextRanks context)
+      : window_(window), context_(std::move(context)) {}
+
+  struct Found {
+    at::Tensor of;      // held, so that no other tensor takes its place
+    at::Tensor values;  // that it had
+    nn::Documents documents;
+    at::Tensor rotation;  // of all tokens, where positions are rotary
+  };
+
+  Found at(const at::Tensor& positions, const at::Tensor& rotation, c10::Device device) {
+    if (found_.of.is_same(positions) && found_.values.equal(positions)) return found_;
+    found_ = {positions, positions.clone(), nn::documents_of(positions, device, window_, context_),
+              at::Tensor()};
+    if (rotation.defined()) found_.rotation = rotation.index_select(1, found_.documents.positions);
+    return found_;
+  }
+
+  // The positions of this rank's tokens (B, T / ranks), of those of whole rows.
+  at::Tensor local(const at::Tensor& positions) const {
+    const comm::Group& group = context_.group;
+    if (group.size() == 1) return positions;
+    return positions.index_select(
+        1,
+        at::tensor(nn::context_places(positions.size(1), group.size(), group.rank()), at::kLong));
+  }
+
+ private:
+  int64_t window_;
+  nn::ContextRanks context_;
+  Found found_;
+};
+
 // What the layers on one rank share.
 struct Shared {
   const config::ModelSpec spec;
   const at::TensorOptions tensors;
   const std::shared_ptr<nn::RandomContext> random;
   const std::shared_ptr<Decoding> decoding;  // may be null
-  at::Tensor rotation = {};                  // llama: made by the first block
+  const std::shared_ptr<PackedRows> packed;
+  const std::shared_ptr<Tiling> tiling;  // may be null
+  at::Tensor rotation = {};              // llama: made by the first block
 
   Parts parts() const { return {spec, tensors}; }
 };
@@ -66,8 +108,8 @@ LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
   if (shared.spec.kind == ModelKind::gpt) positions = parts.embedding(stage, "positions");
   nn::Dropout dropout = stage.register_module("dropout", nn::Dropout(shared.spec.dropout));
   nn::attach_random(*dropout, shared.random, "dropout");
-  return [embed, positions, dropout, limit = shared.spec.positions,
-          decoding = shared.decoding](const Tensors& in) mutable {
+  return [embed, positions, dropout, limit = shared.spec.positions, decoding = shared.decoding,
+          packed = shared.packed](const Tensors& in) mutable {
     const at::Tensor& tokens = in.at(0);
     if (const Decoding* const now = active(decoding)) {
       const at::Tensor x = embed(tokens);
@@ -78,8 +120,18 @@ LayerForward build_embedding(const Shared& shared, torch::nn::Module& stage) {
                                join(tokens.sizes()), limit));
     }
     at::Tensor x = embed(tokens);
-    if (!positions.is_empty()) x = x + positions->first(tokens.size(1));
-    return Tensors{dropout(x)};
+    if (in.size() == 1) {
+      if (!positions.is_empty()) x = x + positions->first(tokens.size(1));
+      return Tensors{dropout(x)};
+    }
+    const at::Tensor places = packed->local(in[1]);
+    if (places.sizes() != tokens.sizes()) {
+      throw ConfigError(
+          format("[LanguageModel] tokens are ({}), their positions ({}), must be alike",
+                 join(tokens.sizes()), join(places.sizes())));
+    }
+    if (!positions.is_empty()) x = x + positions(places.to(tokens.device()));
+    return Tensors{dropout(x), in[1]};
   };
 }
 
@@ -89,29 +141,38 @@ LayerForward build_block(Shared& shared, int64_t layer, torch::nn::Module& stage
                           .to(shared.tensors.device());
   }
   Parts parts = shared.parts();
-  Block block(parts, layer);
+  Block block(parts, layer, shared.tiling ? shared.tiling->size : 0);
   const std::string path = format("blocks.{}", layer);
   nn::attach_random(*block, shared.random, path + ".");
   parallel::register_layer(stage, path, block.ptr());
-  return
-      [block, rotation = shared.rotation, decoding = shared.decoding](const Tensors& in) mutable {
-        if (Decoding* const now = active(decoding)) {
-          const at::Tensor turned = rotation.defined() && !now->are_new()
-                                        ? rotation.index_select(1, now->positions())
-                                        : rotation;
-          return Tensors{block(in.at(0), turned, now)};
-        }
-        return Tensors{block(in.at(0), rotation)};
-      };
+  return [block, rotation = shared.rotation, decoding = shared.decoding,
+          packed = shared.packed](const Tensors& in) mutable {
+    if (Decoding* const now = active(decoding)) {
+      const at::Tensor turned = rotation.defined() && !now->are_new()
+                                    ? rotation.index_select(1, now->positions())
+                                    : rotation;
+      return Tensors{block(in.at(0), turned, now)};
+    }
+    if (in.size() == 1) return Tensors{block(in[0], rotation)};
+    const PackedRows::Found rows = packed->at(in.at(1), rotation, in[0].device());
+    return Tensors{block(in[0], rows.rotation, nullptr, &rows.documents), in[1]};
+  };
 }
 
 LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
   Parts parts = shared.parts();
   // The logits of the vectors that are wanted, normed; of few new tokens by one kernel.
-  const auto head = [norm = parts.norm(stage, "", "norm"), decoding = shared.decoding](
-                        const at::Tensor& x, const auto& layer, const at::Tensor& bias,
-                        const auto& logits) {
+  const auto head = [norm = parts.norm(stage, "", "norm"), decoding = shared.decoding,
+                     tiling = shared.tiling](const at::Tensor& x, const auto& layer,
+                                             const at::Tensor& bias, const auto& logits) {
     const Decoding* const now = active(decoding);
+    if (tiling && tiling->loss) {
+      const auto path = [norm, logits, loss = std::exchange(tiling->loss, {})](
+                            const at::Tensor& part, int64_t begin) {
+        return loss(logits(norm(part)), begin).view({1, 1});
+      };
+      return Tensors{parallel::in_tiles(path, x, {.dim = 1, .size = tiling->size}).sum()};
+    }
     if (now != nullptr && now->are_new() && nn::can_fuse(x) && !layer->sharing)
       return Tensors{nn::fused_linear(x, fused(layer->weight, bias, norm))};
     const bool selects = now != nullptr && !now->are_new();
@@ -120,7 +181,7 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
   if (!shared.spec.is_tied()) {
     return [head, linear = parts.linear(stage, "", "head").ptr()](const Tensors& in) {
       return head(in.at(0), linear, linear->bias,
-                  [&](const at::Tensor& x) { return linear->forward(x); });
+                  [linear](const at::Tensor& x) { return linear->forward(x); });
     };
   }
   const auto found = parallel::find_layer(stage, kEmbedding);
@@ -128,7 +189,7 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
                            : parts.embedding(stage, kEmbedding).ptr();
   return [head, embed](const Tensors& in) {
     return head(in.at(0), embed, at::Tensor(),
-                [&](const at::Tensor& x) { return embed->logits(x); });
+                [embed](const at::Tensor& x) { return embed->logits(x); });
   };
 }
 
@@ -137,9 +198,12 @@ LayerForward build_head(const Shared& shared, torch::nn::Module& stage) {
 std::vector<parallel::Layer> language_model_layers(const config::ModelSpec& spec,
                                                    at::TensorOptions tensors,
                                                    std::shared_ptr<nn::RandomContext> random,
-                                                   std::shared_ptr<Decoding> decoding) {
-  const auto shared =
-      std::make_shared<Shared>(Shared{spec, tensors, std::move(random), std::move(decoding)});
+                                                   std::shared_ptr<Decoding> decoding,
+                                                   const nn::ContextRanks& context,
+                                                   std::shared_ptr<Tiling> tiling) {
+  const auto shared = std::make_shared<Shared>(
+      Shared{spec, tensors, std::move(random), std::move(decoding),
+             std::make_shared<PackedRows>(spec.window, context), std::move(tiling)});
   std::vector<parallel::Layer> layers;
   layers.push_back({[shared](torch::nn::Module& stage) { return build_embedding(*shared, stage); },
                     /*recompute=*/false});

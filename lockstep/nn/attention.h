@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace lockstep::nn {
 
@@ -16,9 +17,22 @@ namespace lockstep::nn {
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             int64_t window = 0);
 
+// Queries [begin, begin + count) of q are the positions from `position` on.
+struct QueryRun {
+  int64_t begin = 0, position = 0, count = 0;
+};
+
+struct QueryPlaces {
+  // (T) int64 on the CPU, that never fall and are at most t: position t sees none before starts[t].
+  at::Tensor starts = {};
+  std::vector<QueryRun> runs = {};  // that are all of q; empty: q has every position
+};
+
 inline constexpr int64_t kAttentionBlock = 128;
-// The second of the two, on any libtorch. `block` positions of q at a time.
+// The second of the two, on any libtorch. `block` positions of q at a time. With places.runs, q is
+// (B, H, Q, D), of Q of the T positions of k and v.
 at::Tensor blockwise_causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                      int64_t block = kAttentionBlock, int64_t window = 0);
+                                      int64_t block = kAttentionBlock, int64_t window = 0,
+                                      const QueryPlaces& places = {});
 
 }  // namespace lockstep::nn

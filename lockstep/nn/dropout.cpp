@@ -5,12 +5,15 @@
 #include <ATen/Dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/autograd/capsule.h"
+#include "lockstep/nn/context/context.h"
 #include "lockstep/nn/random/random_cuda.h"
 #include "lockstep/nn/random/random_kernels.h"
 #include "lockstep/nn/random/random_runs.h"
@@ -115,19 +118,49 @@ DropoutImpl::DropoutImpl(double p, DropoutOptions options)
 at::Tensor DropoutImpl::forward(const at::Tensor& input) {
   if (!is_training() || p_ == 0) return input;
   const RandomKey key = this->key("dropout");
-  if (sharing && sharing->sequence_parallel) return dropout(input, p_, key, slice_of(input));
+  const bool has_part = sharing && sharing->sequence_parallel;
+  if (has_part || context->token_ranks > 1) return drop_tokens(input, key, has_part);
   if (!context->rows) return dropout(input, p_, key);
   return masked(input, p_, key, rows_of(input, *context->rows));
 }
 
-// Of what all ranks that share the sequence have, and of the batch that the context's rows are of.
-Slice DropoutImpl::slice_of(const at::Tensor& part) const {
+// Of rows whose tokens ranks share: in chunks, by context parallelism, and each rank's chunks in
+// parts, by sequence parallelism.
+at::Tensor DropoutImpl::drop_tokens(const at::Tensor& input, const RandomKey& key,
+                                    bool has_part) const {
+  if (input.dim() < 2) {
+    throw ConfigError(format("[dropout] a tensor of {} has no tokens that ranks could share",
+                             layout::describe(input.sizes().vec())));
+  }
+  const int64_t length = input.size(-2), parts = has_part ? sharing->group.size() : 1;
+  const int64_t begin = has_part ? sharing->group.rank() * length : 0;
+  const int ranks = context->token_ranks;
+  if (ranks == 1) {
+    return dropout(input, p_, key, slice_of(input, parts * length, {begin, begin + length}));
+  }
+  const int64_t chunk = parts * length / 2;
+  const std::array<int64_t, 2> chunks = zig_zag_chunks(ranks, context->token_rank);
+  std::vector<at::Tensor> dropped;
+  for (const int64_t half : {0, 1}) {
+    const layout::Range held =
+        layout::Range{half * chunk, (half + 1) * chunk}.intersect({begin, begin + length});
+    if (held.empty()) continue;
+    const int64_t moved = (chunks[static_cast<size_t>(half)] - half) * chunk;
+    const at::Tensor part = input.narrow(-2, held.begin - begin, held.size());
+    dropped.push_back(dropout(
+        part, p_, key, slice_of(part, 2 * ranks * chunk, {held.begin + moved, held.end + moved})));
+  }
+  return at::cat(dropped, -2);
+}
+
+// Of what all ranks that share the tokens have, and of the batch that the context's rows are of.
+Slice DropoutImpl::slice_of(const at::Tensor& part, int64_t length,
+                            const layout::Range& tokens) const {
   layout::Shape shape = part.sizes().vec();
   layout::Box box = layout::Box::whole(shape);
   const size_t sequence = shape.size() - 2;
-  const int64_t length = shape[sequence];
-  shape[sequence] *= sharing->group.size();
-  box.ranges[sequence] = {sharing->group.rank() * length, (sharing->group.rank() + 1) * length};
+  shape[sequence] = length;
+  box.ranges[sequence] = tokens;
   if (context->rows) {
     if (shape.size() < 3 || context->rows->size() != shape[0]) {
       throw ConfigError(

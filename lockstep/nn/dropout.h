@@ -51,7 +51,8 @@ class DropoutImpl : public torch::nn::Cloneable<DropoutImpl>,
   double p() const { return p_; }
 
  private:
-  Slice slice_of(const at::Tensor& part) const;
+  at::Tensor drop_tokens(const at::Tensor& input, const RandomKey& key, bool has_part) const;
+  Slice slice_of(const at::Tensor& part, int64_t length, const layout::Range& tokens) const;
 
   double p_;
 };

@@ -2,7 +2,9 @@
 #include "lockstep/nn/linear.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
+#include "lockstep/nn/float8/float8_linear.h"
 #include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/tensor/column_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
@@ -21,13 +23,20 @@ void LinearImpl::reset() {
   } else {
     bias = register_parameter("bias", {}, /*requires_grad=*/false);
   }
+  float8_weight_ = std::make_shared<Float8Weight>();
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& input) {
-  if (!sharing) return linear_map(input, weight, bias);
-  if (sharing->style != layout::TensorStyle::row)
-    return column_linear(input, weight, bias, *sharing);
-  const at::Tensor sum = sum_outputs(linear_map(input, weight, {}), *sharing);
+  const bool row = sharing && sharing->style == layout::TensorStyle::row;
+  const bool in_8_bits = float8 && at::GradMode::is_enabled();
+  const auto product = [&](const at::Tensor& added) {
+    return in_8_bits ? float8_linear(input, weight, added, sharing,
+                                     float8_cached ? float8_weight_.get() : nullptr)
+                     : linear_map(input, weight, added);
+  };
+  if (!sharing || (in_8_bits && !row)) return product(bias);
+  if (!row) return column_linear(input, weight, bias, *sharing);
+  const at::Tensor sum = sum_outputs(product({}), *sharing);
   return bias.defined() ? sum + bias : sum;
 }
 
@@ -38,7 +47,7 @@ bool LinearImpl::supports(layout::TensorStyle style) const {
 
 void LinearImpl::pretty_print(std::ostream& stream) const {
   stream << "lockstep::nn::Linear(in=" << in_ << ", out=" << out_
-         << ", bias=" << (options_.bias ? "true" : "false") << ")";
+         << ", bias=" << (options_.bias ? "true" : "false") << (float8 ? ", float8" : "") << ")";
 }
 
 }  // namespace lockstep::nn

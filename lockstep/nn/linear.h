@@ -7,11 +7,14 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <memory>
 #include <ostream>
 
 #include "lockstep/nn/tensor/sharing.h"
 
 namespace lockstep::nn {
+
+class Float8Weight;
 
 struct LinearOptions {
   bool bias = true;
@@ -33,10 +36,18 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
 
   at::Tensor weight;  // (out, in)
   at::Tensor bias;    // (out), or undefined
+  // Compute in 8-bit floats while gradients are recorded; the results have the input's type. Both
+  // sizes, with tensor parallelism those of this rank's part, must be multiples of 16.
+  bool float8 = false;
+  // Keep the codes of the weight until its version changes: one cast for all micro-batches of a
+  // step. Writes that leave the version as it is, such as those of torch::optim::SGD, of
+  // `weight.data()` and of collectives, are then not seen.
+  bool float8_cached = false;
 
  private:
   int64_t in_, out_;
   LinearOptions options_;
+  std::shared_ptr<Float8Weight> float8_weight_;
 };
 
 class Linear : public torch::nn::ModuleHolder<LinearImpl> {

@@ -59,15 +59,18 @@ struct Links {
 
 // What the training program does. The defaults are Lockstep's.
 struct Software {
-  double gradient_bytes = 0;      // of a gradient that is reduced; 0: as the parameter
-  double accumulate_bytes = 0;    // moved for each parameter in every micro-batch
-  double optimizer_bytes = 36;    // moved for each parameter in an update
-  double logit_bytes = 40;        // moved for each logit in forward and backward
-  double score_bytes = 0;         // moved for each attention score in forward; 0: fused attention
-  double overlap = 0.7;           // part of the last backward that reductions can hide under
-  bool overlap_scatter = true;    // also the reduce-scatters of a sharded optimizer
-  bool reduce_each = false;       // sharded gradients are reduced in every micro-batch
-  double slowdown = 0.3;          // of computation, in parts of the communication hidden under it
+  double gradient_bytes = 0;    // of a gradient that is reduced; 0: as the parameter
+  double accumulate_bytes = 0;  // moved for each parameter in every micro-batch
+  double optimizer_bytes = 36;  // moved for each parameter in an update
+  double logit_bytes = 40;      // moved for each logit in forward and backward
+  double score_bytes = 0;       // moved for each attention score in forward; 0: fused attention
+  double overlap = 0.7;         // part of the last backward that reductions can hide under
+  bool overlap_scatter = true;  // also the reduce-scatters of a sharded optimizer
+  bool reduce_each = false;     // sharded gradients are reduced in every micro-batch
+  double slowdown = 0.3;        // of computation, in parts of the communication hidden under it
+  // Of computation that ranks lose in waiting for each other at the collectives inside a layer: a
+  // part for each doubling of the ranks that share it.
+  double waiting = 0;
   bool regather = false;          // sequence parallelism gathers inputs again in backward
   bool scatter_messages = false;  // stages send 1/tp of their output from each rank
   double pipeline_launch = 0;  // seconds of a block's forward pass and tensor-parallel rank, where

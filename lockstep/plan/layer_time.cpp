@@ -2,6 +2,7 @@
 // Seconds of the passes over one layer: products at a part of the peak that grows with their size,
 // all else at a part of the memory's bandwidth, and no less than the host needs to launch it.
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "lockstep/plan/step_time.h"
@@ -16,23 +17,26 @@ using layout::ShardingStrategy;
 // for each element of the stream, rotations, biases and activations for each element inside.
 constexpr double kStreamBytes = 10, kHeadBytes = 6, kGatedBytes = 3, kPlainBytes = 4;  // elements
 
+constexpr double kFloat8Speed = 1.65;  // of large products, in multiples of 16-bit ones
+
 class LayerClock {
  public:
   LayerClock(const ModelShape& model, const Layout& layout, const Cluster& cluster)
       : model_(model),
         layout_(layout),
         cluster_(cluster),
-        tokens_(static_cast<double>(layout.sequence * layout.micro_batch)),
+        tokens_(static_cast<double>(layout.local_tokens())),
         tp_(layout.dims.tp),
         tp_group_(shape_of(layout, layout::Axis::tp, cluster.devices_per_node)),
         shard_group_(shard_shape()) {}
 
-  LayerTime block() const {
+  LayerTime block() const { return block(layout_.recompute); }
+  LayerTime block(Recompute recompute) const {
     const double width = static_cast<double>(model_.heads * model_.head_size);
     const double kv = static_cast<double>(model_.kv_heads * model_.head_size);
     const double h = hidden(), f = static_cast<double>(model_.ffn);
-    const double products = product(h * (width + 2 * kv)) + product(width * h) +
-                            product(h * f * (model_.gated ? 2 : 1)) + product(f * h);
+    const double products = block_product(h, width + 2 * kv) + block_product(width, h) +
+                            block_product(h, f * (model_.gated ? 2 : 1)) + block_product(f, h);
     const double stream = kStreamBytes * h / (layout_.sequence_parallel ? tp_ : 1.0);
     const double inside =
         (kHeadBytes * width + (model_.gated ? kGatedBytes : kPlainBytes) * f) / tp_;
@@ -52,13 +56,17 @@ class LayerClock {
     time.input.tensor = 2 * each;
     if (layout_.sequence_parallel && cluster_.software.regather)
       time.weight.tensor = 2 * collective(Collective::all_gather, stream_bytes);
+    wait(time);
+    exchange(time, kv, attend, attend_back);
     double passes = 1;
-    if (layout_.recompute == Recompute::full) {
+    if (recompute == Recompute::full) {
       time.input.compute += time.forward.compute;
       time.input.tensor += time.forward.tensor;
+      time.input.context += time.forward.context;
       passes = 2;
-    } else if (layout_.recompute == Recompute::selective) {
+    } else if (recompute == Recompute::selective) {
       time.input.compute += attend;
+      if (!layout_.ring) time.input.context += time.forward.context;
     }
     const double latency = each > 0 ? 2 * stream_latency() : 0;
     floor(time.forward, time.forward.total(), 1, latency);
@@ -97,6 +105,7 @@ class LayerClock {
     time.input.compute = time.weight.compute = layer.backward / 2 / tp_;
     time.forward.tensor = time.input.tensor =
         2 * collective(Collective::all_reduce, layer.output_bytes);
+    wait(time);
     if (layout_.recompute == Recompute::full) {
       time.input.compute += time.forward.compute;
       time.input.tensor += time.forward.tensor;
@@ -113,6 +122,15 @@ class LayerClock {
     const double flop = 2 * tokens_ * elements / tp_;
     const Efficiency& efficiency = cluster_.efficiency;
     return (flop + efficiency.product_half) / (cluster_.device.flops * efficiency.product);
+  }
+  // In 8 bits, which the device multiplies faster. Inputs and gradients of outputs are read twice
+  // and written twice, in one third of the products that they are for.
+  double block_product(double in, double out) const {
+    const double seconds = product(in * out);
+    if (!layout_.fp8_min || std::min(in, out) < static_cast<double>(*layout_.fp8_min))
+      return seconds;
+    const double bytes = 2 * layout_.element + 2;
+    return seconds / kFloat8Speed + memory(bytes * tokens_ * (in + out) / tp_ / 3);
   }
   double memory(double bytes) const {
     return bytes / (cluster_.device.bandwidth * cluster_.efficiency.memory);
@@ -150,6 +168,35 @@ class LayerClock {
     return {products + scores, 2 * (products + scores)};
   }
 
+  // Keys and values of the ranks that share rows, and in backward their gradients in float32. A
+  // ring sends them while attention is computed, which slows down by a part of what it hides.
+  void exchange(LayerTime& time, double kv, double attend, double attend_back) const {
+    const int ranks = layout_.cp;
+    if (ranks == 1) return;
+    const GroupShape all = shape_of(layout_, layout::Axis::dp, cluster_.devices_per_node);
+    const int per_host = std::clamp(all.ranks / all.hosts, 1, ranks);
+    const GroupShape group{ranks, (ranks + per_host - 1) / per_host};
+    const double elements = 2 * tokens_ * kv / tp_;  // of one rank
+    if (!layout_.ring) {
+      time.forward.context = collective_time(cluster_, Collective::all_gather, group,
+                                             ranks * elements * layout_.element);
+      time.input.context = collective_time(cluster_, Collective::reduce_scatter, group,
+                                           ranks * elements * std::max(4.0, layout_.element));
+      return;
+    }
+    const auto round = [&](double hops, double bytes) {
+      return hops * message_time(cluster_, group.hosts == 1, bytes);
+    };
+    const auto exposed = [&](double seconds, double hidden_under) {
+      const double slow = cluster_.software.slowdown * std::min(seconds, hidden_under);
+      return std::max(0.0, seconds - hidden_under) + slow;
+    };
+    const double keys = round(ranks - 1, elements * layout_.element);
+    time.forward.context = exposed(keys, attend);
+    time.input.context =
+        exposed(keys + round(ranks, elements * std::max(4.0, layout_.element)), attend_back);
+  }
+
   GroupShape shard_shape() const {
     const GroupShape all = shape_of(layout_, layout::Axis::dp, cluster_.devices_per_node);
     const int per_host = std::max(1, all.ranks / all.hosts);
@@ -165,6 +212,13 @@ class LayerClock {
       least +=
           passes * cluster_.software.pipeline_launch * tp_ + (tp_group_.hosts > 1 ? latency : 0);
     pass.host = std::max(0.0, least - work);
+  }
+
+  // Ranks that share a layer are never equally fast, and meet at every collective.
+  void wait(LayerTime& time) const {
+    const double part = cluster_.software.waiting * std::log2(tp_);
+    for (PassTime* pass : {&time.forward, &time.input, &time.weight})
+      pass->tensor += part * pass->compute;
   }
 
   // Parameters that are sharded are gathered under the computation, which slows down by a part of
@@ -212,13 +266,14 @@ class LayerClock {
 PassTime& PassTime::operator+=(const PassTime& other) {
   compute += other.compute;
   tensor += other.tensor;
+  context += other.context;
   gather += other.gather;
   host += other.host;
   return *this;
 }
 
 PassTime PassTime::operator*(double times) const {
-  return {compute * times, tensor * times, gather * times, host * times};
+  return {compute * times, tensor * times, context * times, gather * times, host * times};
 }
 
 PassTime LayerTime::backward() const {
@@ -245,7 +300,13 @@ double ModelShape::flops_per_token(int64_t sequence) const {
 
 LayerTimes layer_times(const ModelShape& model, const Layout& layout, const Cluster& cluster) {
   const LayerClock clock(model, layout, cluster);
-  return {clock.embedding(), clock.block(), clock.head()};
+  LayerTimes times{clock.embedding(), clock.block(), clock.head()};
+  if (layout.recompute_of_blocks.empty()) return times;
+  times.each.push_back(times.embedding);
+  for (const Recompute recompute : layout.recompute_of_blocks)
+    times.each.push_back(clock.block(recompute));
+  times.each.push_back(times.head);
+  return times;
 }
 
 LayerTimes layer_times(const std::vector<MeasuredLayer>& layers, const Layout& layout,
@@ -260,7 +321,7 @@ LayerTimes layer_times(const std::vector<MeasuredLayer>& layers, const Layout& l
 ModelShape measured_shape(const std::vector<MeasuredLayer>& layers, const Layout& layout) {
   double widest = 0;
   for (const MeasuredLayer& layer : layers) widest = std::max(widest, layer.output_bytes);
-  const double rows = static_cast<double>(layout.sequence * layout.micro_batch) * layout.element;
+  const double rows = static_cast<double>(layout.local_tokens()) * layout.element;
   return {.layers = static_cast<int64_t>(layers.size()) - 2,  // and an embedding and a head
           .hidden = std::max<int64_t>(1, static_cast<int64_t>(widest / rows))};
 }

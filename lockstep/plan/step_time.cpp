@@ -111,6 +111,7 @@ class StepClock {
     passes = passes * times;
     step.compute = passes.compute;
     step.tensor = passes.tensor;
+    step.context = passes.context;
     step.gather = passes.gather;
     step.host = passes.host;
     const double whole = how == Pipelined::simulated ? simulated() : estimated();
@@ -193,8 +194,8 @@ class StepClock {
 
   double message_bytes() const {
     const bool parts = layout_.sequence_parallel || cluster_.software.scatter_messages;
-    return static_cast<double>(layout_.sequence * layout_.micro_batch * model_.hidden) *
-           layout_.element / (parts ? layout_.dims.tp : 1);
+    return static_cast<double>(layout_.local_tokens() * model_.hidden) * layout_.element /
+           (parts ? layout_.dims.tp : 1);
   }
   bool same_host(int from, int to) const {
     const layout::RankMap map(layout_.dims, layout_.order);
@@ -214,13 +215,14 @@ class StepClock {
   schedule::Hop hops() const {
     const double near = message_time(cluster_, true, message_bytes());
     const double far = message_time(cluster_, false, message_bytes());
-    std::vector<bool> same(static_cast<size_t>(layout_.dims.pp * layout_.dims.pp));
+    const auto ranks = static_cast<size_t>(layout_.dims.pp);
+    std::vector<bool> same(ranks * ranks);
     for (int from = 0; from < layout_.dims.pp; ++from) {
       for (int to = 0; to < layout_.dims.pp; ++to)
-        same[static_cast<size_t>(from * layout_.dims.pp + to)] = same_host(from, to);
+        same[static_cast<size_t>(from) * ranks + static_cast<size_t>(to)] = same_host(from, to);
     }
-    return [near, far, same, ranks = layout_.dims.pp](int from, int to) {
-      return same[static_cast<size_t>(from * ranks + to)] ? near : far;
+    return [near, far, same, ranks](int from, int to) {
+      return same[static_cast<size_t>(from) * ranks + static_cast<size_t>(to)] ? near : far;
     };
   }
 
@@ -365,10 +367,15 @@ double mfu(const ModelShape& model, const Layout& layout, const Cluster& cluster
 double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster, double seconds) {
   const auto width = static_cast<double>(model.layers * model.heads * model.head_size);
   const double attention = 4 * width * static_cast<double>(layout.sequence);
+  const double block = 2 * model.block_parameters();
+  const auto layers = static_cast<double>(model.layers);
+  std::vector<layout::Recompute> blocks = layout.recompute_of_blocks;
+  if (blocks.empty()) blocks.assign(static_cast<size_t>(model.layers), layout.recompute);
   double again = 0;
-  if (layout.recompute == layout::Recompute::selective) again = attention;
-  if (layout.recompute == layout::Recompute::full)
-    again = 2 * static_cast<double>(model.layers) * model.block_parameters() + attention;
+  for (const layout::Recompute recompute : blocks) {
+    again += recompute == layout::Recompute::none ? 0 : attention / layers;
+    again += recompute == layout::Recompute::full ? block : 0;
+  }
   return mfu(model, layout, cluster, seconds) *
          (1 + again / model.flops_per_token(layout.sequence));
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,20 +45,31 @@ struct Layout {
   std::string schedule_file = {};
   std::vector<int> layers_per_stage = {};  // with a pipeline; embedding and head count as layers
   int64_t sequence = 1, micro_batch = 1, micro_batches = 1;
+  int64_t rows = 0;  // of a step, where some ranks have fewer micro-batches; 0: all have as many
   layout::Recompute recompute = layout::Recompute::none;
+  std::vector<layout::Recompute> recompute_of_blocks = {};  // where they differ
   bool sequence_parallel = false;
+  // Ranks that share rows, of those on the axis dp, and whether keys and values go around a ring.
+  int cp = 1;
+  bool ring = false;
   bool offload_params = false, offload_grads = false, offload_optimizer = false;
   double element = 2;  // bytes of a parameter
+  // Of products in 8 bits the smallest size; none: no product.
+  std::optional<int64_t> fp8_min = std::nullopt;
 
-  int64_t tokens() const { return sequence * micro_batch * micro_batches * dims.dp; }
+  int64_t tokens() const {
+    return sequence * (rows > 0 ? rows : micro_batch * micro_batches * dims.dp / cp);
+  }
+  // Of one micro-batch, on each rank.
+  int64_t local_tokens() const { return sequence / cp * micro_batch; }
   bool operator==(const Layout&) const = default;
 };
 
 // Seconds of a pass over one layer. `host`: what the launches take beyond the device's work.
 struct PassTime {
-  double compute = 0, tensor = 0, gather = 0, host = 0;
+  double compute = 0, tensor = 0, context = 0, gather = 0, host = 0;
 
-  double total() const { return compute + tensor + gather + host; }
+  double total() const { return compute + tensor + context + gather + host; }
   PassTime& operator+=(const PassTime& other);
   PassTime operator*(double times) const;
 };
@@ -92,10 +104,11 @@ ModelShape measured_shape(const std::vector<MeasuredLayer>& layers, const Layout
 // Parts of a step in seconds; they add up to it.
 struct StepTime {
   double compute = 0;
-  double tensor = 0, data = 0, pipeline = 0, gather = 0;  // exposed communication, by kind
+  // Exposed communication, by kind. context: keys and values.
+  double tensor = 0, context = 0, data = 0, pipeline = 0, gather = 0;
   double bubble = 0, optimizer = 0, host = 0, fixed = 0;
 
-  double communication() const { return tensor + data + pipeline + gather; }
+  double communication() const { return tensor + context + data + pipeline + gather; }
   double total() const { return compute + communication() + bubble + optimizer + host + fixed; }
 };
 

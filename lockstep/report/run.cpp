@@ -160,6 +160,12 @@ std::string words_of(const std::string& kind, const Json& line) {
     return format("{:.0f} ranks{}", number_in(line, "ranks"),
                   from.empty() ? "" : ", resumed from " + from);
   }
+  if (kind == "world") {
+    const std::string lost = text_in(line, "lost");
+    return format("{:.0f} ranks ({}), where {:.0f} were{}", number_in(line, "ranks"),
+                  text_in(line, "layout"), number_in(line, "from"),
+                  lost.empty() ? "" : ", without " + lost);
+  }
   if (kind == "saved")
     return format("{} in {:.1f} s", text_in(line, "path"), number_in(line, "seconds"));
   if (kind == "slow")
@@ -257,9 +263,12 @@ double Run::flops_per_token() const {
   const config::ModelSpec& model = config->model;
   if (model.vocab <= 0) return kNone;
   try {
+    // Attention of packed rows is that of their documents, whose lengths are not recorded: the
+    // utilization is a lower bound then.
+    const int64_t seen = config->data.pack ? 0 : config->train.seq_len;
     return 6.0 * static_cast<double>(model.parameters()) +
            12.0 * static_cast<double>(model.layers * model.heads * model.head_size()) *
-               static_cast<double>(config->train.seq_len);
+               static_cast<double>(seen);
   } catch (const Error&) {
     return kNone;
   }
@@ -283,7 +292,7 @@ double Run::peak_flops() const {
   if (starts.empty()) return kNone;
   const auto ranks = starts.back().find("ranks");
   if (ranks == starts.back().end() || !ranks->is_array()) return kNone;
-  const bool half = config && config->train.dtype != config::Precision::float32;
+  const bool half = config && config->train.type() != config::Precision::float32;
   double sum = 0;
   std::set<std::string> devices;  // ranks may share one
   for (const Json& rank : *ranks) {

@@ -27,7 +27,9 @@ Evaluator::Evaluator(data::Corpus corpus, comm::Group group, EvaluatorOptions op
       options_(options),
       windows_(options.stride > 0
                    ? overlapping_windows(corpus_.size(), options.seq_len, options.stride)
-                   : data::evaluation_windows(corpus_, options.seq_len)) {
+                   : data::evaluation_windows(corpus_, options.seq_len)),
+      replicas_(group_.size() / options_.context.size()),
+      replica_(options_.replica.value_or(group_.rank())) {
   batches_ = (windows_ + options.rows - 1) / options.rows;
   if (options.max_tokens > 0) {
     const int64_t batch = options.seq_len * options.rows;
@@ -46,8 +48,7 @@ int64_t Evaluator::tokens() const {
     for (int64_t batch = 0; batch < batches_; ++batch) {
       const int64_t end = std::min(first_window(batch) + options_.rows, windows_);
       for (int64_t i = first_window(batch); i < end; ++i) {
-        const auto row = data::sample_row(corpus_, i, {.seq_len = options_.seq_len});
-        targets += row.count - row.unanswered;
+        targets += data::sample_size(corpus_, i, options_.seq_len).targets;
       }
     }
     return targets;
@@ -82,25 +83,27 @@ Scores Evaluator::score(TrainedModel& model, const std::function<void(double)>& 
   double sum = 0, tokens = 0, bytes = 0;
   // All ranks run the model equally often, which a sharded one needs; what is too much is not
   // counted.
-  const int64_t rounds = (batches_ + group_.size() - 1) / group_.size();
+  const int64_t rounds = (batches_ + replicas_ - 1) / replicas_;
+  // Ranks that share rows have the loss of their tokens; one of them counts the rows.
+  const bool counted = options_.context.rank() == 0;
   for (int64_t round = 0; round < rounds; round += model.batches_at_once()) {
     std::vector<Tensors> tensors;
     std::vector<double> counts;
     for (int64_t i = round; i < std::min(rounds, round + model.batches_at_once()); ++i) {
-      const int64_t batch = i * group_.size() + group_.rank();
+      const int64_t batch = i * replicas_ + replica_;
       const auto rows = batch_from(first_window(std::min(batch, batches_ - 1)));
-      tensors.push_back(to_tensors(rows, options_.seq_len, options_.device));
+      tensors.push_back(to_tensors(rows, options_.seq_len, options_.device, options_.context));
       std::vector<int64_t> targets = rows.target;
       std::erase(targets, data::kIgnoredTarget);
       counts.push_back(batch < batches_ ? static_cast<double>(targets.size()) : 0);
-      if (batch < batches_ && options_.bytes_of)
+      if (batch < batches_ && options_.bytes_of && counted)
         bytes += static_cast<double>(options_.bytes_of(targets));
     }
     const std::vector<double> losses = model.evaluate(tensors);
     for (size_t i = 0; i < losses.size(); ++i) {
       if (counts[i] == 0) continue;
       sum += losses[i];
-      tokens += counts[i];
+      if (counted) tokens += counts[i];
     }
     if (progress)
       progress(static_cast<double>(std::min(rounds, round + model.batches_at_once())) /

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 
 #include "lockstep/comm/group.h"
@@ -23,6 +24,10 @@ struct EvaluatorOptions {
   // How many bytes of text these tokens stand for; none: they are not counted.
   std::function<int64_t(std::span<const int64_t>)> bytes_of = {};
   c10::Device device = at::kCPU;
+  // Of the group, those that share the tokens of each row, and which of the ranks with rows of
+  // their own this one belongs to; not set: its rank in the group.
+  comm::Group context = {};
+  std::optional<int> replica = std::nullopt;
 };
 
 struct Scores {
@@ -53,6 +58,7 @@ class Evaluator {
   comm::Group group_;
   EvaluatorOptions options_;
   int64_t windows_, batches_;
+  int replicas_, replica_;  // ranks that evaluate other windows, and which of them this is
 };
 
 }  // namespace lockstep::train

@@ -8,10 +8,13 @@
 #include <new>
 #include <string_view>
 
+#include "lockstep/comm/collectives.h"
+#include "lockstep/config/plan/fit_recompute.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
+#include "lockstep/memory/device_size.h"
 #include "lockstep/memory/meter.h"
 #include "lockstep/train/device/device.h"
 #include "lockstep/train/observe/metrics.h"
@@ -50,6 +53,20 @@ plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optim
   }
   memory.activations = std::max<int64_t>(0, peak_tensor_bytes(device, &model) - memory.state());
   return memory;
+}
+
+config::TrainConfig fitted(config::TrainConfig config, const comm::Group& world) {
+  if (!config.train.fit) return config;
+  int64_t limit = config.memory.max_per_device;
+  if (limit == 0) {
+    const c10::Device device = choose_device(config, world);
+    limit = memory::device_bytes(device) / (device.is_cpu() ? world.local_size() : 1);
+  }
+  at::Tensor least = at::full({1}, limit, at::kLong);
+  if (world.backend() == "nccl") least = least.to(choose_device(config, world));
+  comm::all_reduce(least, world, {.op = comm::ReduceOp::min}).wait();
+  config::fit_recompute(config, config.model, world.size(), least.item<int64_t>());
+  return config;
 }
 
 std::string out_of_memory_message(const std::exception& error, const MemoryReport& report) {

@@ -24,6 +24,10 @@ bool is_out_of_memory(const std::exception& error);
 plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optimizer& optimizer,
                      bool has_stepped);
 
+// With train.recompute fit, the configuration says what is recomputed: what the smallest device of
+// the job has memory for, or memory.max_per_device. Collective then.
+config::TrainConfig fitted(config::TrainConfig config, const comm::Group& world);
+
 struct MemoryReport {
   int rank = 0;
   plan::Memory predicted = {};

@@ -4,12 +4,14 @@
 #include <set>
 #include <utility>
 
+#include "lockstep/config/float8.h"
 #include "lockstep/config/freeze.h"
 #include "lockstep/config/input_files.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/model/layers.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/train/progress.h"
 
@@ -25,20 +27,41 @@ bool is_unit(const std::string& path, torch::nn::Module&) {
   return path == "embed" || path == "positions" || path == "head";
 }
 
+// "blocks.3.attention.qkv" is an attention.qkv.
+void compute_in_8_bits(torch::nn::Module& stage, const std::set<std::string>& layers) {
+  const std::string blocks = "blocks.";
+  stage.apply([&](const std::string& path, torch::nn::Module& module) {
+    auto* const linear = dynamic_cast<nn::LinearImpl*>(&module);
+    if (linear == nullptr || !path.starts_with(blocks)) return;
+    linear->float8_cached = true;  // all that writes to weights here raises their version
+    linear->float8 = layers.contains(path.substr(path.find('.', blocks.size()) + 1));
+  });
+}
+
 }  // namespace
 
 std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device device,
                                           const std::shared_ptr<nn::RandomContext>& random,
-                                          const std::shared_ptr<model::Decoding>& decoding) {
-  auto layers =
-      model::language_model_layers(config.model, tensor_options(config, device), random, decoding);
+                                          const std::shared_ptr<model::Decoding>& decoding,
+                                          const comm::Group& context,
+                                          const std::shared_ptr<model::Tiling>& tiling) {
+  auto layers = model::language_model_layers(config.model, tensor_options(config, device), random,
+                                             decoding, {context, config.attends_in_ring()}, tiling);
+  if (config.train.fit) {
+    for (int64_t i = 0; i < config.model.layers; ++i)  // behind the embedding
+      layers[static_cast<size_t>(i) + 1].own_recompute = config.recompute_of(i);
+  }
   const auto frozen =
       std::make_shared<const std::set<std::string>>(config::frozen_tensors(config, config.model));
   const bool for_text = decoding != nullptr;  // no gradients, no optimizer state
-  if (frozen->empty() && !for_text) return layers;
+  const std::set<std::string> float8 =
+      for_text ? std::set<std::string>() : config::float8_layers(config, config.model);
+  if (frozen->empty() && float8.empty() && !for_text) return layers;
   for (parallel::Layer& layer : layers) {
-    layer.build = [build = std::move(layer.build), frozen, for_text](torch::nn::Module& stage) {
+    layer.build = [build = std::move(layer.build), frozen, float8,
+                   for_text](torch::nn::Module& stage) {
       parallel::LayerForward forward = build(stage);
+      if (!float8.empty()) compute_in_8_bits(stage, float8);
       for (const auto& parameter : stage.named_parameters()) {
         if (for_text || frozen->contains(parameter.key()))
           parameter.value().set_requires_grad(false);
@@ -50,7 +73,7 @@ std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device
 }
 
 at::TensorOptions tensor_options(const TrainConfig& config, c10::Device device) {
-  const bool half = config.train.dtype == config::Precision::bfloat16;
+  const bool half = config.train.type() == config::Precision::bfloat16;
   return at::TensorOptions().device(device).dtype(half ? at::kBFloat16 : at::kFloat);
 }
 
@@ -74,6 +97,8 @@ parallel::FullyShardOptions shard_options(const TrainConfig& config) {
 
 std::shared_ptr<parallel::ActivationStore> activation_store(const TrainConfig& config, int rank) {
   if (config.memory.strategy != layout::MemoryStrategy::extreme) return nullptr;
+  if (config.memory.store == config::ActivationStore::host)
+    return std::make_shared<parallel::ActivationStore>();
   return std::make_shared<parallel::ActivationStore>(config::activation_folder(config.memory),
                                                      memory::DiskStoreOptions{.rank = rank});
 }

@@ -12,6 +12,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/config/train_config.h"
 #include "lockstep/model/decoding.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/parallel/pipeline/layer.h"
 #include "lockstep/parallel/recompute/recompute.h"
@@ -23,7 +24,9 @@ namespace lockstep::train {
 // `decoding`, for any parameter.
 std::vector<parallel::Layer> model_layers(const config::TrainConfig& config, c10::Device device,
                                           const std::shared_ptr<nn::RandomContext>& random,
-                                          const std::shared_ptr<model::Decoding>& decoding = {});
+                                          const std::shared_ptr<model::Decoding>& decoding = {},
+                                          const comm::Group& context = {},
+                                          const std::shared_ptr<model::Tiling>& tiling = {});
 at::TensorOptions tensor_options(const config::TrainConfig& config, c10::Device device);
 parallel::MaterializeOptions initializer(const config::TrainConfig& config, c10::Device device);
 parallel::FullyShardOptions shard_options(const config::TrainConfig& config);

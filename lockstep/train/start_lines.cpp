@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/start_lines.h"
 
+#include "lockstep/config/float8.h"
+#include "lockstep/config/plan/fit_recompute.h"
 #include "lockstep/config/run_folder.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/version.h"
@@ -14,14 +16,19 @@ std::vector<std::string> start_lines(const StartFacts& facts) {
   const auto& [config, world, model, data, threads, device, global_batch, accumulation, samples,
                resumed_from, done] = facts;
   std::vector<std::string> lines;
-  const auto dims = config.dims(world.size());
   lines.push_back(format(
       "lockstep {}: {} rank{} ({}), {}, {} on {}", LOCKSTEP_VERSION, world.size(),
       world.size() > 1 ? "s" : "", world.size() > 1 ? world.backend() : "alone", threads,
-      config.train.dtype == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
+      config.train.type() == config::Precision::float32 ? "float32" : "bfloat16", device.str()));
   lines.push_back(format("model  {}; {} parameters", config.model.describe(),
                          short_number(static_cast<double>(config.model.parameters()))));
+  if (config.train.is_fp8()) {
+    lines.push_back(format("fp8    products of {} in each block",
+                           join(config::float8_layers(config, config.model))));
+  }
   for (const std::string& line : model.describe()) lines.push_back(line);
+  if (config.train.fit)
+    lines.push_back("       " + config::describe_fit(*config.train.fit, config.model.layers));
   lines.push_back(format("data   {}", describe(data)));
   if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {
@@ -34,17 +41,26 @@ std::vector<std::string> start_lines(const StartFacts& facts) {
   lines.push_back(
       format("batch  {} rows of {} tokens: {} dp x {} rows x {} accumulated; {} steps, "
              "{} epochs",
-             global_batch, config.train.seq_len, dims.dp, config.train.micro_batch, accumulation,
-             config.train.steps,
+             global_batch, config.train.seq_len, config.dp(world.size()), config.train.micro_batch,
+             accumulation, config.train.steps,
              format("{:.2f}", static_cast<double>(config.train.steps * global_batch) /
                                   static_cast<double>(samples))));
+  const int64_t places = int64_t{config.dp(world.size())} * accumulation,
+                micro_batches = global_batch / config.train.micro_batch;
+  if (places > micro_batches) {
+    lines.push_back(
+        format("       {} micro-batches on {} ranks of dp: {} of {} are computed for nothing; a "
+               "multiple of {} leaves no rank idle",
+               micro_batches, config.dp(world.size()), places - micro_batches, places,
+               config.dp(world.size())));
+  }
   if (!config.run.dir.empty())
     lines.push_back(format("run    {}", config::shown_path(config.run.dir)));
   if (!config.checkpoint.dir.empty() && config.checkpoint.every == 0)
     lines.push_back("save   at the end; --checkpoint.every N limits what a crash loses");
   if (!resumed_from.empty()) {
     const std::string from = config::shown_path(resumed_from);
-    lines.push_back(config.checkpoint.load == config::LoadWhat::all
+    lines.push_back(config.checkpoint.load == config::LoadWhat::all || done > 0
                         ? format("resume {} at step {}", from, done)
                         : format("weights of {}", from));
   }

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,7 @@ StepSums combine(const at::Tensor& losses, const RankFigures& figures, const mes
   const at::Tensor mine = at::empty({count + 3}, at::kDouble);
   mine.narrow(0, 0, count).copy_(losses);
   double* const own = mine.data_ptr<double>();
-  own[count] = figures.stop ? 1 : 0;
+  own[count] = static_cast<double>(figures.stop);
   own[count + 1] = figures.busy_ms;
   own[count + 2] = static_cast<double>(figures.peak_bytes);
   const at::Tensor all = at::empty({mesh.size(), count + 3}, at::kDouble);
@@ -35,7 +36,7 @@ StepSums combine(const at::Tensor& losses, const RankFigures& figures, const mes
   };
   for (int rank = 0; rank < mesh.size(); ++rank) {
     for (int64_t i = 0; i < count && counts(rank); ++i) sums.loss += values[rank][i];
-    sums.stop = sums.stop || values[rank][count] != 0;
+    sums.stop = std::max(sums.stop, static_cast<Stop>(static_cast<int>(values[rank][count])));
     const auto world_rank = static_cast<size_t>(group.members()[static_cast<size_t>(rank)]);
     sums.busy_ms[world_rank] = values[rank][count + 1];
     sums.peak_bytes[world_rank] = static_cast<int64_t>(values[rank][count + 2]);

@@ -8,19 +8,20 @@
 #include <vector>
 
 #include "lockstep/mesh/mesh.h"
+#include "lockstep/train/stop_request.h"
 
 namespace lockstep::train {
 
 // What a rank adds to the exchange: measured, of this step.
 struct RankFigures {
-  bool stop = false;   // it was asked to
-  double busy_ms = 0;  // without waiting for others
+  Stop stop = Stop::none;  // that it was asked for
+  double busy_ms = 0;      // without waiting for others
   int64_t peak_bytes = 0;
 };
 
 struct StepSums {
   double loss = 0;
-  bool stop = false;
+  Stop stop = Stop::none;            // of all ranks
   std::vector<double> busy_ms = {};  // of each rank
   std::vector<int64_t> peak_bytes = {};
 };

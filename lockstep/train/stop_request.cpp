@@ -3,21 +3,32 @@
 
 #include <atomic>
 
+#include "lockstep/launch/recovery_memory.h"
+
 namespace lockstep::train {
 namespace {
 
-volatile std::sig_atomic_t received = 0;
+volatile std::sig_atomic_t asked_to_end = 0, asked_to_resize = 0;
 std::atomic<int> alive{0};
 
-void note(int signal) { received = signal; }
+void note(int /*signal*/, siginfo_t* info, void* /*context*/) {
+  if (info->si_code == SI_QUEUE && info->si_value.sival_int == launch::kStopToResize) {
+    asked_to_resize = 1;
+  } else {
+    asked_to_end = 1;
+  }
+}
 
 }  // namespace
 
 StopRequest::StopRequest() {
-  if (alive++ == 0) received = 0;
+  if (alive++ == 0) {
+    asked_to_end = 0;
+    asked_to_resize = 0;
+  }
   struct sigaction action {};
-  action.sa_handler = note;
-  action.sa_flags = SA_RESTART;
+  action.sa_sigaction = note;
+  action.sa_flags = SA_RESTART | SA_SIGINFO;
   sigemptyset(&action.sa_mask);
   for (size_t i = 0; i < kSignals.size(); ++i) {
     sigaction(kSignals[i], nullptr, &previous_[i]);
@@ -31,6 +42,9 @@ StopRequest::~StopRequest() {
   for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &previous_[i], nullptr);
 }
 
-int StopRequest::signal() const { return received; }
+Stop StopRequest::asked() const {
+  if (asked_to_end != 0) return Stop::end;
+  return asked_to_resize != 0 ? Stop::resize : Stop::none;
+}
 
 }  // namespace lockstep::train

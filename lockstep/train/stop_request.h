@@ -7,6 +7,13 @@
 
 namespace lockstep::train {
 
+// What ranks are to do at the end of a step. Of two requests the later of these wins.
+enum class Stop {
+  none,
+  resize,  // end, because the job continues with another number of ranks
+  end
+};
+
 // From construction to destruction SIGTERM, SIGINT, SIGUSR1 and SIGHUP only raise a flag; SIGHUP
 // stays ignored under nohup. Those that are alive at one time share the flag: a signal that came
 // during the first is known to a second.
@@ -17,8 +24,8 @@ class StopRequest {
   StopRequest(const StopRequest&) = delete;
   StopRequest& operator=(const StopRequest&) = delete;
 
-  // The signal that came, or 0.
-  int signal() const;
+  // By the signals that came so far. SIGTERM with launch::kStopToResize asks for Stop::resize.
+  Stop asked() const;
 
  private:
   static constexpr std::array kSignals{SIGTERM, SIGINT, SIGUSR1, SIGHUP};

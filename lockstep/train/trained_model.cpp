@@ -44,9 +44,31 @@ parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::
   return options;
 }
 
-std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& config) {
+layout::Coordinate coordinate_of(const config::TrainConfig& config, const comm::Group& world) {
+  return layout::RankMap(config.dims(world.size()), config.parallel.order)
+      .coordinate_of(world.rank());
+}
+
+// Those with the same rows, and other coordinates that are the same. Collective.
+comm::Group context_group(const config::TrainConfig& config, const comm::Group& world) {
+  if (config.parallel.cp == 1) return {};
+  const layout::ParallelDims dims = config.dims(world.size());
+  const layout::Coordinate at = coordinate_of(config, world);
+  const auto [replica, rank] = config.context_place(at.dp, world.size());
+  return world.split((replica * dims.tp + at.tp) * dims.pp + at.pp, rank);
+}
+
+std::shared_ptr<model::Tiling> tiling_of(const config::TrainConfig& config, bool for_text) {
+  const int64_t size = for_text ? 0 : config.tile();
+  return size == 0 ? nullptr : std::make_shared<model::Tiling>(model::Tiling{.size = size});
+}
+
+std::shared_ptr<nn::RandomContext> random_context(const config::TrainConfig& config,
+                                                  const comm::Group& context) {
   auto random = std::make_shared<nn::RandomContext>();
   random->seed = static_cast<uint64_t>(config.train.seed);
+  random->token_ranks = context.size();
+  random->token_rank = context.rank();
   return random;
 }
 
@@ -73,15 +95,19 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const config::TrainConfig& conf
 TrainedModel::TrainedModel(const config::TrainConfig& config, c10::Device device,
                            const comm::Group& world,
                            const std::shared_ptr<model::Decoding>& decoding)
-    : random_(random_context(config)),
+    : context_(context_group(config, world)),
+      replica_(config.context_place(coordinate_of(config, world).dp, world.size()).replica),
+      random_(random_context(config, context_)),
+      tiling_(tiling_of(config, decoding != nullptr)),
       exact_norm_(config.train.reproducible),
       updates_in_backward_(config.offload.any() &&
                            config.offload.advanced.clip_mode == layout::ClipMode::none),
       vocab_(config.model.vocab),
       frozen_(describe_frozen(config)),
-      pipeline_(parallel::parallelize(model_layers(config, device, random_, decoding),
-                                      config::parallel_config(config, world.size()), world,
-                                      other_options(config, device, world, random_, watch_))) {}
+      pipeline_(
+          parallel::parallelize(model_layers(config, device, random_, decoding, context_, tiling_),
+                                config::parallel_config(config, world.size()), world,
+                                other_options(config, device, world, random_, watch_))) {}
 
 at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target,
                               double scale) const {
@@ -92,38 +118,57 @@ at::Tensor TrainedModel::loss(const at::Tensor& logits, const at::Tensor& target
                             .vocab = vocab_});
 }
 
+at::Tensor TrainedModel::loss_of(const parallel::Tensors& outputs, const Tensors& batch,
+                                 double scale) const {
+  return outputs[0].dim() == 0 ? outputs[0] : loss(outputs[0], batch.target, scale);
+}
+
+// A tile of ranks that share the sequence is of the tokens of all of them.
+void TrainedModel::prepare_tiles(const Tensors& batch, double scale) {
+  if (!tiling_) return;
+  const auto& tensor = pipeline_.tensor();
+  const int64_t ranks = tensor.options().sequence_parallel ? tensor.group().size() : 1;
+  const at::Tensor targets = batch.target.view({batch.input.size(0), ranks, -1});
+  if (targets.size(2) <= tiling_->size) return;
+  tiling_->loss = [this, targets, ranks, scale](const at::Tensor& logits, int64_t begin) {
+    const at::Tensor part = targets.narrow(2, begin, logits.size(1) / ranks);
+    return loss(logits, part.reshape({-1}), scale);
+  };
+}
+
 at::Tensor TrainedModel::step(const StepInput& input) {
   watch_.clear();
   std::vector<Tensors> batches;
   for (int i = 0; i < pipeline_.options().microbatches; ++i) batches.push_back(input.next());
   const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
-  return pipeline_.step({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
+  return pipeline_.step({.inputs = [&](int i) { return batch(i).inputs(); },
                          .loss =
                              [&](int i, const parallel::Tensors& outputs) {
-                               return loss(outputs[0], batch(i).target, input.loss_scale);
+                               return loss_of(outputs, batch(i), input.loss_scale);
                              },
                          .begin =
                              [&](int i) {
                                random_->position = {.step = input.step,
                                                     .micro_batch = input.first_micro_batch + i};
+                               prepare_tiles(batch(i), input.loss_scale);
                              }});
 }
 
 std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {
   const EvalMode eval(pipeline_);
   const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
-  const at::Tensor losses =
-      pipeline_.evaluate({.inputs = [&](int i) { return parallel::Tensors{batch(i).input}; },
-                          .loss =
-                              [&](int i, const parallel::Tensors& outputs) {
-                                return loss(outputs[0], batch(i).target, 1);
-                              }},
-                         static_cast<int>(batches.size()));
+  const at::Tensor losses = pipeline_.evaluate(
+      {.inputs = [&](int i) { return batch(i).inputs(); },
+       .loss = [&](int i,
+                   const parallel::Tensors& outputs) { return loss_of(outputs, batch(i), 1); },
+       .begin = [&](int i) { prepare_tiles(batch(i), 1); }},
+      static_cast<int>(batches.size()));
   return {losses.data_ptr<double>(), losses.data_ptr<double>() + losses.numel()};
 }
 
 at::Tensor TrainedModel::logits(const at::Tensor& sequence, int64_t position) {
   const EvalMode eval(pipeline_);
+  if (tiling_) tiling_->loss = {};
   const auto outputs = pipeline_.forward([&](int) { return parallel::Tensors{sequence}; });
   if (outputs.empty()) return at::empty({0}, at::kFloat);
   return outputs[0][0].flatten(0, 1)[position].to(at::kCPU, at::kFloat).contiguous();

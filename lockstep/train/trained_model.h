@@ -16,6 +16,7 @@
 #include "lockstep/config/train_config.h"
 #include "lockstep/mesh/mesh.h"
 #include "lockstep/model/decoding.h"
+#include "lockstep/model/layers.h"
 #include "lockstep/nn/random/random_context.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/pipeline/pipeline.h"
@@ -42,15 +43,19 @@ class TrainedModel {
 
   const parallel::Pipeline& pipeline() const { return pipeline_; }
 
-  // The ranks on the axes "dp", "tp" and "pp".
+  // The ranks on the axes "dp", "tp" and "pp". Those that share rows are on "dp".
   const mesh::Mesh& mesh() const { return pipeline_.mesh(); }
+  // The ranks that share the tokens of each row.
+  const comm::Group& context() const { return context_; }
+  // Which of the ranks with rows of their own this one belongs to.
+  int replica() const { return replica_; }
 
   // Forward and backward of all micro-batches. Their losses.
   at::Tensor step(const StepInput& input);
   // For each batch the sum of its tokens' losses, in eval mode.
   std::vector<double> evaluate(std::span<const Tensors> batches);
-  // Of a sequence (1, seq_len), in eval mode: this rank's columns of the logits at a position, as
-  // floats on the CPU. Nothing on ranks without the last stage.
+  // Of a whole sequence (1, seq_len), in eval mode: this rank's columns of the logits at a
+  // position, as floats on the CPU. Nothing on ranks without the last stage.
   at::Tensor logits(const at::Tensor& sequence, int64_t position);
   // How many batches evaluate() should be given at once.
   int64_t batches_at_once() const;
@@ -74,8 +79,15 @@ class TrainedModel {
 
  private:
   at::Tensor loss(const at::Tensor& logits, const at::Tensor& target, double scale) const;
+  // Of a model's outputs, which are the loss itself where rows are computed in tiles.
+  at::Tensor loss_of(const parallel::Tensors& outputs, const Tensors& batch, double scale) const;
+  // Before the forward of each micro-batch.
+  void prepare_tiles(const Tensors& batch, double scale);
 
+  comm::Group context_;
+  int replica_;
   std::shared_ptr<nn::RandomContext> random_;
+  std::shared_ptr<model::Tiling> tiling_;  // null: rows are computed at once
   bool exact_norm_;
   bool updates_in_backward_;
   int64_t vocab_;

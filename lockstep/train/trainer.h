@@ -13,7 +13,7 @@ namespace lockstep::train {
 
 enum class TrainingResult {
   finished,  // all steps are done
-  stopped    // a signal asked for an end; a checkpoint has what was done
+  stopped    // a signal asked for an end; a checkpoint, or copies in memory, have what was done
 };
 
 // One for each rank, all with the same configuration.

@@ -61,6 +61,33 @@ TEST(PlanTime, PartsAddUpToTheStep) {
   EXPECT_EQ(json["sensitivity"].size(), 5U);
 }
 
+// Context parallelism is as it is given; the search chooses the other axes.
+TEST(PlanTime, KnowsRanksThatShareRows) {
+  const Words shared{"--parallel.cp",
+                     "2",
+                     "--train.micro_batch",
+                     "1",
+                     "--train.global_batch",
+                     "32",
+                     "--cluster",
+                     "h100",
+                     "--json"};
+  const Words given{"--parallel.dp", "2", "--parallel.tp", "2"};
+  const Result result = plan({"time"}, given + shared);
+  ASSERT_EQ(result.code, 0) << result.err;
+  const Json json = Json::parse(result.out);
+  EXPECT_EQ(json["layout"]["dp"], 2);
+  EXPECT_EQ(json["layout"]["cp"], 2);
+  EXPECT_EQ(json["ranks"], 8);
+  EXPECT_GT(json["communication"]["context_ms"].get<double>(), 0);
+  const Result found = plan({"layout", "-n", "16"}, shared);
+  ASSERT_EQ(found.code, 0) << found.err;
+  EXPECT_THAT(found.out, HasSubstr("--parallel.cp 2"));
+  expect_refused(plan({"layout", "-n", "15"}, shared), "parallel.cp is 2 ... 15");
+  expect_refused(plan({"layout", "-n", "16"}, shared + Words{"--train.seq_len", "4098"}),
+                 "train.seq_len is 4098 ... 4100");
+}
+
 TEST(PlanTime, ForPeople) {
   const Result result = plan({"time", "--cluster", "a100"}, kLayout);
   ASSERT_EQ(result.code, 0) << result.err;

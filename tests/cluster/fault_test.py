@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """While hosts train, a cable is pulled or a daemon of mpirun is killed: all of them end, and those that remain say who is lost. A cable
 that is loose or slow ends nothing. usage: fault_test.py FOLDER_OF_PROGRAMS"""
+import json
 import os
 import pathlib
 import re
@@ -76,6 +77,43 @@ class Fault(hosts.HostsTest):
         first, second = jobs["gloo"]
         self.assertRegex(first.err, "node 1 was lost|rank [01] on node 0")
         self.assertRegex(second.err, "node 0 was lost|rank [23] on node 1")
+
+    def test_a_run_that_continues_without_a_host_and_with_it_again(self):
+        """Its ranks cannot reach the others any more, and write no checkpoint. The others have copies of its shards in memory."""
+        run = pathlib.Path(self.hosts.folder, "elastic")
+        argv = [*self.train("elastic"), "--train.global_batch", 6, "--run.dir", run, "--checkpoint.dir", "auto", "--checkpoint.every", 5,
+                "--checkpoint.resume", "auto", "--recovery", "memory", "--parallel.shard", "full"]
+
+        def start(names):
+            return self.hosts.lockstep_run(self.lockstep, 1, argv, names=names, nodes="2:3",
+                                           options=["--max-restarts", 3, "--grow-after", 1, "--stop-grace", 60000])
+
+        def describe():
+            return "\n".join(job.describe() for job in jobs)
+
+        def worlds():
+            events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+            return [(event["from"], event["ranks"], event["lost"]) for event in events if event["event"] == "world"]
+        jobs = first, second, third = start(["h0", "h1", "h2"])
+        self.wait_for_steps("elastic", jobs)
+        self.hosts.cut("h1")
+        self.eventually(lambda: worlds() == [(3, 2, "node 1")], describe)
+        self.finish(second, code=1)
+        self.assertRegex(second.err, "node 0 was lost|rank")
+        self.assertFalse(any("lockstep" in words for words in self.hosts.pids("h1").values()), second.describe())
+        self.hosts.plug("h1")
+        again, = start([None, "h1"])
+        jobs += [again]
+        self.eventually(lambda: len(worlds()) == 2, describe)
+        self.assertEqual(worlds()[1], (2, 3, ""))
+        self.eventually(lambda: first.out.count("memory at step") == 2, describe)
+        steps = len(self.metrics("elastic").read_text().splitlines())
+        self.eventually(lambda: len(self.metrics("elastic").read_text().splitlines()) > steps + 5, describe)
+        launcher, = [pid for pid, words in self.hosts.pids("h0").items() if words.startswith(f"{self.lockstep} run ")]
+        os.kill(launcher, signal.SIGTERM)
+        self.finish(first, third, again, code=75)
+        numbers = [json.loads(line)["step"] for line in self.metrics("elastic").read_text().splitlines() if '"loss"' in line]
+        self.assertEqual(numbers, list(range(1, len(numbers) + 1)))
 
     def test_a_loose_cable(self):
         """Off for a moment, twice: TCP sends again, and nobody is lost."""

@@ -188,12 +188,12 @@ class Hosts:
                 environment[key] = str(value)
         return Process(["sh", "-c", ENTER, name, *map(str, argv)], environment, self.folder)
 
-    def lockstep_run(self, lockstep, ranks, argv, rendezvous=f"h0:{PORT}", options=(), names=None, **variables):
+    def lockstep_run(self, lockstep, ranks, argv, rendezvous=f"h0:{PORT}", options=(), names=None, nodes=None, **variables):
         """`lockstep run` on each host, as its users start it."""
         names = names or self.names
         return [
-            self.start(name, lockstep, "run", "-n", ranks, "--nnodes", len(names), "--node-rank", node, "--rendezvous", rendezvous,
-                       "--token-file", self.token_file, *options, *argv, **variables) for node, name in enumerate(names)
+            self.start(name, lockstep, "run", "-n", ranks, "--nnodes", nodes or len(names), "--node-rank", node, "--rendezvous", rendezvous,
+                       "--token-file", self.token_file, *options, *argv, **variables) for node, name in enumerate(names) if name
         ]
 
     def mpirun(self, ranks, argv, names=None, options=(), **variables):

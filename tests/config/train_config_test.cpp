@@ -89,12 +89,15 @@ TEST(TrainConfig, BatchAndAccumulation) {
   EXPECT_EQ(config.accumulation(1), 6);
   EXPECT_EQ(config.global_batch(2), 48);
   EXPECT_NO_THROW(config.validate(2));
+  EXPECT_EQ(config.accumulation(4), 2);  // the last rank has none of the six
+  EXPECT_NO_THROW(config.validate(4));
+  EXPECT_EQ(parallel_config(config, 4).microbatches(), 2);
   expect_refused(
       2, [](auto& c) { c.train.global_batch = 20; },
-      "train.global_batch is 20 ... multiple of train.micro_batch 8 x dp 2 = 16: 16 or 32");
+      "train.global_batch is 20 ... multiple of train.micro_batch 8: 16 or 24");
   expect_refused(
       2, [](auto& c) { c.train.global_batch = 8; },
-      "train.global_batch is 8 ... multiple of train.micro_batch 8 x dp 2 = 16: 16");
+      "train.global_batch 8 / train.micro_batch 8 = 1 ... at least 2 ... train.global_batch 16");
   expect_refused(
       4, [](auto& c) { c.train.micro_batch = 1 << 30; },
       "train.micro_batch 1073741824 x dp 4 and train.global_batch 0 must be below 2^31");

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -71,6 +72,10 @@ std::vector<int64_t> samples_in(const Batch& batch) {
   return samples;
 }
 
+bool is_padding(const Batch& batch) {
+  return std::ranges::all_of(batch.target, [](int64_t target) { return target == kIgnoredTarget; });
+}
+
 // What all ranks together read in a step, in global order.
 std::vector<int64_t> steps_of(const Corpus& corpus, BatchPlan plan, int64_t steps) {
   std::vector<BatchReader> ranks;
@@ -81,8 +86,11 @@ std::vector<int64_t> steps_of(const Corpus& corpus, BatchPlan plan, int64_t step
   for (int64_t step = 0; step < steps; ++step) {
     for (BatchReader& rank : ranks) {
       for (int64_t j = 0; j < plan.accumulation; ++j) {
-        const auto more = samples_in(rank.next());
-        EXPECT_EQ(more.size(), static_cast<size_t>(plan.micro_batch));
+        const Batch batch = rank.next();
+        EXPECT_EQ(batch.rows, plan.micro_batch);
+        EXPECT_EQ(batch.step_targets, plan.global_batch() * kSeqLen);
+        if (plan.step_rows > 0 && is_padding(batch)) continue;
+        const auto more = samples_in(batch);
         samples.insert(samples.end(), more.begin(), more.end());
       }
     }
@@ -111,6 +119,18 @@ TEST_F(BatchReaderTest, AStepIsTheSameHoweverItIsCut) {
   for (const auto& [micro_batch, accumulation, dp] : cuts) {
     EXPECT_EQ(steps_of(data, plan_with(micro_batch, accumulation, dp), kSteps), expected)
         << micro_batch << " x " << accumulation << " x " << dp;
+  }
+}
+
+// Ranks without a micro-batch in a step read padding: every sample comes once.
+TEST_F(BatchReaderTest, RanksMayHaveFewerMicroBatches) {
+  const auto data = corpus();
+  const auto expected = steps_of(data, plan_with(12, 1, 1), 20);
+  const std::array<int64_t, 3> cuts[] = {{2, 2, 4}, {3, 2, 3}, {4, 2, 2}, {1, 3, 5}, {1, 5, 4}};
+  for (const auto& [micro_batch, accumulation, dp] : cuts) {
+    BatchPlan plan = plan_with(micro_batch, accumulation, dp);
+    plan.step_rows = 12;
+    EXPECT_EQ(steps_of(data, plan, 20), expected) << micro_batch << " x " << dp;
   }
 }
 
@@ -187,6 +207,10 @@ TEST_F(BatchReaderTest, RejectsBadPlans) {
   refused([](auto& plan) { plan.dp_rank = 2; }, "dp_rank is 2, must be in [0, 2)");
   refused([](auto& plan) { plan.dp_rank = -1; }, "dp_rank is -1");
   refused([](auto& plan) { plan.first_sample = -1; }, "first_sample is -1");
+  refused([](auto& plan) { plan.step_rows = 3; },
+          "step_rows is 3 ... multiple of micro_batch 1 ... accumulation 1 x dp 2 = 2");
+  refused([](auto& plan) { plan.micro_batch = 2, plan.step_rows = 3; }, "step_rows is 3");
+  refused([](auto& plan) { plan.step_rows = -1; }, "step_rows is -1");
   refused([](auto& plan) { plan.seq_len = 401; },
           "the data has 401 tokens, one sample needs seq_len + 1 = 402");
   auto longest = plan_with(1, 1, 1);

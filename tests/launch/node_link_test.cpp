@@ -33,11 +33,19 @@ class Nodes : public ::testing::Test {
   }
 
   std::unique_ptr<Subprocess> node(int node_rank, const std::string& script, int ranks = 2,
-                                   std::vector<std::string> options = {}, int nodes = 2) {
-    options.insert(options.end(),
-                   {"--nnodes", std::to_string(nodes), "--node-rank", std::to_string(node_rank),
-                    "--rendezvous", address_, "--token-file", token_file_});
+                                   const std::vector<std::string>& options = {}, int nodes = 2) {
+    return node_of(std::to_string(nodes), node_rank, script, ranks, options);
+  }
+  // `nodes` as --nnodes takes it.
+  std::unique_ptr<Subprocess> node_of(const std::string& nodes, int node_rank,
+                                      const std::string& script, int ranks,
+                                      std::vector<std::string> options) {
+    options.insert(options.end(), {"--nnodes", nodes, "--node-rank", std::to_string(node_rank),
+                                   "--rendezvous", address_, "--token-file", token_file_});
     return std::make_unique<Subprocess>(run_script(ranks, script, options));
+  }
+  static bool printed(const Subprocess& job, const std::string& text) {
+    return eventually([&] { return job.out().find(text) != std::string::npos; });
   }
 
   TempDir dir_;
@@ -141,6 +149,92 @@ TEST_F(Nodes, ALostNodeEndsTheOther) {
   }
 }
 
+// Ranks that say who they are, and run until the launcher asks them to stop, except where there is
+// a file.
+std::string until(const std::string& file) {
+  return "echo run $LOCKSTEP_GENERATION: $RANK of $WORLD_SIZE, node $GROUP_RANK of "
+         "$GROUP_WORLD_SIZE, $LOCKSTEP_WORLD_CHANGE; trap 'exit 75' TERM; until test -e " +
+         file + "; do sleep 0.01; done";
+}
+
+TEST_F(Nodes, TheJobContinuesWithoutALostNodeAndWithItAgain) {
+  const std::string done = dir_.path() + "/done";
+  const std::vector<std::string> options{"--max-restarts", "3", "--grow-after", "1"};
+  const auto start = [&](int node_rank) {
+    return node_of("2:3", node_rank, until(done), 1, options);
+  };
+  auto first = start(0), second = start(1), third = start(2);
+  ASSERT_TRUE(printed(*first, "run 0: 0 of 3") && printed(*second, "run 0: 1 of 3") &&
+              printed(*third, "run 0: 2 of 3"));
+  second->kill(SIGKILL);
+  ASSERT_TRUE(printed(*first, "run 1: 0 of 2, node 0 of 2, -1 3 node 1"));
+  ASSERT_TRUE(printed(*third, "run 1: 1 of 2, node 1 of 2"));  // ranks are numbered again
+  EXPECT_THAT(first->err(), says("2 of 3 ranks ... node 1 (restart 1 of 3)"));
+  auto again = start(1);
+  ASSERT_TRUE(printed(*again, "run 2: 1 of 3, node 1 of 3"));
+  ASSERT_TRUE(printed(*first, "run 2: 0 of 3, node 0 of 3, -1 2"));
+  ASSERT_TRUE(printed(*third, "run 2: 2 of 3"));
+  write_file(done, "");
+  for (const auto& node : {&first, &again, &third}) {
+    const Result result = (*node)->wait();
+    EXPECT_EQ(result.code, 0) << result.err;
+  }
+}
+
+TEST_F(Nodes, ALostNodeThatComesBackInTimeTakesItsPlace) {
+  const std::string done = dir_.path() + "/done";
+  const std::vector<std::string> options{"--max-restarts", "3"};
+  auto first = node(0, until(done), 1, options), second = node(1, until(done), 1, options);
+  ASSERT_TRUE(printed(*first, "run 0") && printed(*second, "run 0"));
+  second->kill(SIGKILL);
+  ASSERT_TRUE(
+      eventually([&] { return first->err().find("node 1 was lost") != std::string::npos; }));
+  auto again = node(1, until(done), 1, options);
+  ASSERT_TRUE(printed(*first, "run 1: 0 of 2") && printed(*again, "run 1: 1 of 2"));
+  write_file(done, "");
+  EXPECT_EQ(first->wait().code, 0);
+  EXPECT_EQ(again->wait().code, 0);
+}
+
+TEST_F(Nodes, WithoutEnoughNodesTheJobEndsAfterTheTimeout) {
+  const std::vector<std::string> options{"--max-restarts", "3", "--rendezvous-timeout", "2"};
+  const std::string never = until(dir_.path() + "/never");
+  auto first = node_of("2:3", 0, never, 1, options), second = node_of("2:3", 2, never, 1, options);
+  ASSERT_TRUE(printed(*first, "run 0: 0 of 2") && printed(*second, "run 0: 1 of 2"));
+  second->kill(SIGKILL);
+  const Result result = first->wait();
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.last_line(), says("waited 2 s ... nodes 1, 2"));
+}
+
+TEST_F(Nodes, TheLossOfNode0EndsAnElasticJob) {
+  const std::vector<std::string> options{"--max-restarts", "3"};
+  const std::string never = until(dir_.path() + "/never");
+  auto first = node_of("1:2", 0, never, 1, options), second = node_of("1:2", 1, never, 1, options);
+  ASSERT_TRUE(printed(*first, "run 0") && printed(*second, "run 0"));
+  first->kill(SIGKILL);
+  const Result result = second->wait();
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.last_line(), HasSubstr("node 0 was lost"));
+  EXPECT_TRUE(eventually([&] { return second->others().empty(); }));
+}
+
+// It came late and waits; the end of the job is its end, and it must start what the others do.
+TEST_F(Nodes, ALateNodeJoinsARunningJobOrIsRefused) {
+  const std::string done = dir_.path() + "/done";
+  const std::vector<std::string> options{"--max-restarts", "1", "--rendezvous-timeout", "1"};
+  auto first = node_of("1:2", 0, until(done), 2, options);
+  ASSERT_TRUE(printed(*first, "run 0: 0 of 2"));
+  const Result other = node_of("1:2", 1, "true", 1, options)->wait();
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.last_line(), says("node 1 starts 1 ranks ... 2 ranks"));
+  auto late = node_of("1:2", 1, until(done), 2, options);
+  ASSERT_TRUE(printed(*late, "run 1: 2 of 4") && printed(*first, "run 1: 0 of 4"));
+  write_file(done, "");
+  EXPECT_EQ(first->wait().code, 0);
+  EXPECT_EQ(late->wait().code, 0);
+}
+
 TEST_F(Nodes, ThatDisagreeAreRefused) {
   auto first = node(0, "true", 2), second = node(1, "true", 3);
   const Result a = first->wait(), b = second->wait();
@@ -177,7 +271,7 @@ TEST_F(Nodes, OfAnotherVersionAreRefused) {
   auto first = node(0, "true", 2);
   launch::RendezvousClient other(address_, launch::token_for_job("two-nodes-one-secret", ""),
                                  {1, 2, launch::kControlGeneration}, Deadline(kDefaultTimeout));
-  other.set("node/1", "2 ranks of Lockstep 9.9.9");
+  other.set("node/1", "life 2 ranks of Lockstep 9.9.9");
   EXPECT_THAT(other.get(launch::kJoinedKey, Deadline(kDefaultTimeout)),
               AllOf(HasSubstr("refused "), HasSubstr("node 1 starts 2 ranks of Lockstep 9.9.9")));
   other.set("left/1", "yes");

@@ -129,6 +129,20 @@ TEST(Box, RunsCopyWhatTwoBoxesShare) {
   EXPECT_EQ(calls, 1);
 }
 
+TEST(Box, SubtractLeavesWhatTheCutHasNot) {
+  const Box whole{{{0, 4}, {0, 6}}}, hole{{{1, 3}, {2, 9}}};
+  const auto rest = subtract({whole}, hole);
+  int64_t left = 0;
+  for (const Box& box : rest) {
+    EXPECT_TRUE(whole.contains(box));
+    EXPECT_TRUE(box.intersect(hole).empty());
+    left += box.numel();
+  }
+  EXPECT_EQ(left, 24 - 8);
+  EXPECT_EQ(subtract({whole}, {{{4, 5}, {0, 6}}}), std::vector<Box>{whole});
+  EXPECT_TRUE(subtract(rest, whole).empty());
+}
+
 TEST(Box, PiecesAreRunsInOrder) {
   for (const Box& box : boxes_in(2, 3, 3)) {
     for (int64_t most = 1; most <= 19; ++most) {

@@ -205,5 +205,51 @@ TEST(Generate, IsAFunctionOfTheSeedAndEndsWhenTold) {
   EXPECT_THROW(generate(*model, {50}, {}, [](int64_t) { return true; }), ConfigError);
 }
 
+// Two rows with documents of these lengths, each as if it were alone: losses and gradients.
+TEST(LanguageModel, PackedRowsHaveTheLossOfTheirDocuments) {
+  const std::vector<int64_t> lengths{5, 10, 1, 16};
+  for (ModelSpec spec : every()) {
+    spec.dropout = 0;
+    for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
+      LanguageModel model(spec, {.recompute = recompute});
+      initialize(*model, 3);
+      const at::Tensor tokens = some_tokens(2), flat = tokens.view({-1});
+      std::vector<at::Tensor> positions, alone;
+      const auto loss_of = [](const at::Tensor& logits, const at::Tensor& targets) {
+        return nn::cross_entropy(logits.flatten(0, 1), targets);
+      };
+      int64_t begin = 0;
+      for (const int64_t length : lengths) {
+        const at::Tensor document = flat.narrow(0, begin, length);
+        positions.push_back(at::arange(length, at::kLong));
+        alone.push_back(loss_of(model->forward(document.unsqueeze(0)), document));
+        begin += length;
+      }
+      const at::Tensor sum = at::stack(alone).sum();
+      sum.backward();
+      std::vector<at::Tensor> expected;
+      for (const at::Tensor& parameter : model->parameters())
+        expected.push_back(parameter.grad().clone());
+      model->zero_grad();
+      const at::Tensor packed =
+          loss_of(model->forward(tokens, at::cat(positions).view({2, 16})), flat);
+      packed.backward();
+      EXPECT_NEAR(packed.item<double>(), sum.item<double>(), 1e-5 * sum.item<double>());
+      for (size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), expected[i], 1e-4, 1e-5)) << i;
+    }
+    // A tensor that is filled again has other documents.
+    const at::NoGradGuard no_grad;
+    LanguageModel model(spec, {});
+    initialize(*model, 3);
+    const at::Tensor tokens = some_tokens(1), whole = at::arange(16, at::kLong).unsqueeze(0);
+    const at::Tensor positions = at::cat({at::arange(10), at::arange(6)}).unsqueeze(0);
+    const at::Tensor two = model->forward(tokens, positions);
+    positions.copy_(whole);
+    EXPECT_TRUE(at::equal(model->forward(tokens, positions), model->forward(tokens, whole)));
+    EXPECT_FALSE(at::allclose(two, model->forward(tokens, whole)));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::model

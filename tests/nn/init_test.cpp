@@ -100,8 +100,8 @@ TEST(Init, FansNeedTwoDimensions) {
 // One of each kind that has parameters.
 torch::nn::Sequential all_module_kinds() {
   using namespace torch::nn;
-  return Sequential(Linear(300, 200), Conv1d(20, 30, 3), Conv2d(20, 30, 3), Conv3d(10, 12, 3),
-                    ConvTranspose1d(20, 30, 3), ConvTranspose2d(20, 30, 3),
+  return Sequential(torch::nn::Linear(300, 200), Conv1d(20, 30, 3), Conv2d(20, 30, 3),
+                    Conv3d(10, 12, 3), ConvTranspose1d(20, 30, 3), ConvTranspose2d(20, 30, 3),
                     ConvTranspose3d(10, 12, 3), Embedding(EmbeddingOptions(100, 50).padding_idx(7)),
                     EmbeddingBag(100, 50), Bilinear(20, 30, 10), RNN(40, 50), LSTM(40, 50),
                     GRU(40, 50), RNNCell(40, 50), LSTMCell(40, 50), GRUCell(40, 50),

@@ -83,7 +83,7 @@ class Manual(unittest.TestCase):
         self.assertEqual(self.offered("lockstep", "plan", "inventory", "--lis"), {"--list"})
         self.assertEqual(self.offered("lockstep", "checkpoint", ""), {"inspect", "verify", "diff", "export", "import"})
         self.assertIn("--max-shard-size", self.offered("lockstep", "checkpoint", "export", "--"))
-        self.assertEqual(self.offered("lockstep", "train", "--train.dtype", ""), {"float32", "bfloat16"})
+        self.assertEqual(self.offered("lockstep", "train", "--train.dtype", ""), {"float32", "bfloat16", "auto"})
         self.assertEqual(self.offered("lockstep", "train", "--dtype", "b"), {"bfloat16"})
         self.assertEqual(self.offered("lockstep", "selftest", "--backend", "m"), {"mpi"})
         self.assertEqual(self.offered("lockstep", "train", "--data.path", ""), set())  # bash offers files then

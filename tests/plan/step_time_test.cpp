@@ -151,6 +151,46 @@ TEST(StepTime, WhatMoreHardwareChanges) {
   EXPECT_GT(bound.total(), 16 * 3);
 }
 
+// Each has its part of the tokens; keys and values of long rows hide under attention in a ring.
+TEST(StepTime, RanksThatShareRowsExchangeKeys) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  Layout layout{.dims = {8, 1, 1}, .sequence = 32768, .micro_batch = 1, .micro_batches = 2};
+  const Cluster cluster = typical_cluster("h100");
+  const StepTime alone = step_time(model, layout, cluster);
+  EXPECT_EQ(alone.context, 0);
+  EXPECT_EQ(layout.tokens(), 8 * 2 * 32768);
+  layout.cp = 4;
+  EXPECT_EQ(layout.tokens(), 2 * 2 * 32768);
+  const StepTime gathered = step_time(model, layout, cluster);
+  EXPECT_NEAR(gathered.compute, alone.compute / 4, 0.05 * alone.compute / 4);
+  EXPECT_GT(gathered.context, 0);
+  layout.ring = true;
+  const StepTime ring = step_time(model, layout, cluster);
+  EXPECT_GT(ring.context, 0);
+  EXPECT_LT(ring.context, 0.5 * gathered.context);
+  EXPECT_EQ(ring.compute, gathered.compute);
+  layout.sequence = 2048;  // too short to hide anything
+  const StepTime hidden = step_time(model, layout, cluster);
+  EXPECT_GT(hidden.context / hidden.compute, 5 * ring.context / ring.compute);
+}
+
+// A part of the computation for each doubling of the ranks that share a layer, and nothing for one.
+TEST(StepTime, RanksThatShareALayerWaitForEachOther) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  Layout layout{.dims = {1, 4, 1}, .sequence = 2048, .micro_batch = 8, .micro_batches = 2};
+  Cluster cluster = typical_cluster("h100");
+  const LayerTime before = layer_times(model, layout, cluster).block;
+  const double total = step_time(model, layout, cluster).total();
+  cluster.software.waiting = 0.1;
+  const LayerTime after = layer_times(model, layout, cluster).block;
+  EXPECT_NEAR(after.forward.tensor - before.forward.tensor, 0.2 * before.forward.compute, 1e-12);
+  EXPECT_NEAR(after.backward().tensor - before.backward().tensor, 0.2 * before.backward().compute,
+              1e-12);
+  EXPECT_GT(step_time(model, layout, cluster).total(), 1.1 * total);
+  layout.dims.tp = 1;
+  EXPECT_EQ(layer_times(model, layout, cluster).block.forward.tensor, 0);
+}
+
 TEST(StepTime, ShardingCostsGathersAndSavesUpdates) {
   const ModelShape model = gpt(16, 4096, 32, 50304);
   Layout layout{.dims = {64, 1, 1}, .sequence = 2048, .micro_batch = 1, .micro_batches = 2};

@@ -81,6 +81,17 @@ void tensor(TrainConfig& config) {
   config.parallel.sequence_parallel = true;
 }
 
+void context(TrainConfig& config, config::ContextKind kind) {
+  config.parallel.cp = 2;
+  config.parallel.context = kind;
+  config.train.seq_len = 384;
+}
+
+void tiles(TrainConfig& config) {
+  config.train.seq_len = 512;
+  config.train.tile = 64;
+}
+
 void pipeline(TrainConfig& config, PipelineSchedule schedule, int chunks = 1) {
   config.parallel.pp = 2;
   config.parallel.schedule = schedule;
@@ -111,6 +122,10 @@ const std::vector<Layout>& layouts() {
       {"gpt_dropout", 1, [](auto& c) { c.model.dropout = 0.1; }},
       {"gpt_micro_batches", 1, [](auto& c) { c.train.global_batch = 8; }},
       {"gpt_selective", 1, [](auto& c) { c.train.recompute = Recompute::selective; }},
+      {"gpt_fit", 1,
+       [](auto& c) {
+         c.train.fit = config::RecomputedBlocks{1, 1};
+       }},
       {"gpt_full", 1, [](auto& c) { c.train.recompute = Recompute::full; }},
       {"gpt_reproducible", 1,
        [](auto& c) {
@@ -139,6 +154,13 @@ const std::vector<Layout>& layouts() {
        [](auto& c) {
          qwen3(c);
          c.train.recompute = Recompute::selective;
+       }},
+      {"gpt_tiles", 1, [](auto& c) { tiles(c); }},
+      {"llama_tiles_full", 1,
+       [](auto& c) {
+         llama(c);
+         tiles(c);
+         c.train.recompute = Recompute::full;
        }},
       {"ddp", 2, [](auto&) {}},
       {"ddp_micro_batches", 2, [](auto& c) { c.train.global_batch = 16; }},
@@ -275,6 +297,12 @@ const std::vector<Layout>& layouts() {
          offload(c);
          pipeline(c, PipelineSchedule::interleaved, 2);
        }},
+      {"context_gather", 2, [](auto& c) { context(c, config::ContextKind::gather); }},
+      {"context_ring_llama", 2,
+       [](auto& c) {
+         llama(c);
+         context(c, config::ContextKind::ring);
+       }},
       {"tp_pipeline", 4,
        [](auto& c) {
          tensor(c);
@@ -370,8 +398,14 @@ Measured measure(const TrainConfig& config) {
   const int64_t rows = config.train.micro_batch, length = config.train.seq_len;
   const auto next = [&] {
     const at::Tensor tokens = at::randint(config.model.vocab, {rows, length + 1}, at::kLong);
-    return Tensors{tokens.narrow(1, 0, length).contiguous(),
-                   tokens.narrow(1, 1, length).reshape({-1})};
+    const auto values = [](const at::Tensor& some) {
+      const at::Tensor all = some.contiguous();
+      return std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel());
+    };
+    return to_tensors({.input = values(tokens.narrow(1, 0, length)),
+                       .target = values(tokens.narrow(1, 1, length)),
+                       .rows = rows},
+                      length, at::kCPU, model.context());
   };
   int64_t peak = 0;
   for (int step = 0; step < 5; ++step) {
@@ -389,6 +423,25 @@ Measured measure(const TrainConfig& config) {
 }
 
 class MemoryPrediction : public testing::TestWithParam<Layout> {};
+
+// Ranks with rows of their own against ranks that share them: of all that is not state, counted.
+TEST(MemoryPredictionOfContext, ActivationsAreThoseOfTheTokensOfARank) {
+  if (world().size() != 2) return;
+  const auto activations = [](int cp) {
+    TrainConfig config = base();
+    config.model.kind = ModelKind::llama;
+    config.train.seq_len = 1024;
+    config.parallel.cp = cp;
+    if (cp > 1) config.parallel.context = config::ContextKind::ring;
+    config.model = config.model.resolved(config.train.seq_len, config.model.vocab);
+    config.validate(world().size());
+    const plan::Memory memory =
+        plan::memory_per_rank(config::planned_run(config, config.model, world().size()))[0];
+    const int64_t state = memory.total() - memory.activations;
+    return static_cast<double>(measure(config).total - state);
+  };
+  EXPECT_NEAR(activations(1) / activations(2), 2, 0.25);
+}
 
 TEST_P(MemoryPrediction, IsWithinTenPercent) {
   TrainConfig config = base();

@@ -42,6 +42,29 @@ TEST_F(TrainNccl, EveryLayoutFollowsOneProcess) {
   check("tp and shard", {"-n", "4", "--parallel.tp", "2", "--parallel.shard", "full"});
 }
 
+// Sizes at which the GPU computes in 8 bits; ranks agree on scales.
+TEST_F(TrainNccl, EightBitsFollowOneProcess) {
+  const Words wide =
+      model_ + Words{"--model.kind",  "llama", "--model.hidden", "128",     "--model.ffn", "256",
+                     "--model.heads", "4",     "--train.dtype",  "bfloat16"};
+  const Words narrow = wide + Words{"--train.precision", "fp8", "--train.fp8_min", "0"};
+  const auto one = losses(steps("one", narrow + Words{"-n", "1"}));
+  const auto bfloat16 = losses(steps("bfloat16", wide + Words{"-n", "1"}));
+  ASSERT_EQ(one.size(), 8U);
+  expect_close(one, bfloat16, 0.02);
+  EXPECT_NE(one, bfloat16);
+  const auto check = [&](const std::string& name, const Words& layout) {
+    SCOPED_TRACE(name);
+    expect_close(losses(steps(name, narrow + Words{"--comm.backend", "nccl"} + layout)), one, 5e-3);
+  };
+  check("recompute", {"-n", "1", "--train.recompute", "full"});
+  check("dp", {"-n", "2"});
+  check("shard", {"-n", "4", "--parallel.shard", "full"});
+  check("pp", {"-n", "2", "--parallel.pp", "2"});
+  check("tp", {"-n", "4", "--parallel.tp", "4"});
+  check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
+}
+
 // Ranks may keep the same state in different places.
 TEST(ChecksumCuda, IsThatOfTheCpu) {
   at::manual_seed(3);

@@ -36,6 +36,24 @@ TEST_F(TrainPipeline, FollowsOneProcess) {
   check("sharded", pipeline(4, "1f1b") + Words{"--parallel.shard", "full"});
 }
 
+// A run that does not fit in its memory does with `fit`, and computes the same bits.
+TEST_F(TrainPipeline, FitRecomputesWhatTheMemoryDemands) {
+  const Words sizes{"--model.layers",      "8",   "--train.steps",        "3",
+                    "--model.dropout",     "0.1", "--train.seq_len",      "64",
+                    "--train.micro_batch", "16",  "--train.global_batch", "64",
+                    "--train.device",      "cpu", "--train.threads",      "1"};
+  const Words none{"--train.recompute", "none"}, fit{"--train.recompute", "fit"};
+  const Words limit{"--memory.max_per_device", "12MB"};
+  EXPECT_NE(run(sizes + none + limit).code, 0);
+  for (const Words& layout : {Words{"-n", "1"}, pipeline(2, "1f1b")}) {
+    const std::string ranks = layout[1];
+    const auto expected = steps("none" + ranks, sizes + layout + none);
+    // The limit is that of a process.
+    const auto found = steps_of_processes("fit" + ranks, sizes + layout + fit + limit);
+    EXPECT_EQ(losses(found), losses(expected)) << ranks;
+  }
+}
+
 TEST_F(TrainPipeline, ReproducibleRunsResumeInOtherLayouts) {
   const Words fixed = model_ + Words{"--train.reproducible", "true",    "--model.kind", "llama",
                                      "--optim.schedule",     "constant"};

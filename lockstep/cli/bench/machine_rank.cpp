@@ -19,6 +19,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/host_layout.h"
 #include "lockstep/config/plan/cluster_file.h"
+#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
@@ -27,9 +28,10 @@
 #include "lockstep/model/language_model.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/parallel/tensor/tensor.h"
 #include "lockstep/plan/step_time.h"
 #include "lockstep/train/device/device.h"
-#include "lockstep/train/threads.h"
+#include "lockstep/train/device/threads.h"
 
 namespace lockstep::cli {
 namespace {
@@ -44,7 +46,7 @@ class MachineBench {
   MachineBench(const Group& world, const config::TrainConfig& config, double seconds)
       : world_(world),
         device_(train::choose_device(config, world)),
-        dtype_(config.train.dtype == config::Precision::bfloat16 ? at::kBFloat16 : at::kFloat),
+        dtype_(config.train.type() == config::Precision::bfloat16 ? at::kBFloat16 : at::kFloat),
         seconds_(seconds) {
     if (device_.is_cuda()) train::make_current(device_);
   }
@@ -67,6 +69,7 @@ class MachineBench {
     stage("collectives", [&] { collectives(); });
     stage("messages", [&] { messages(); });
     stage("overlap", [&] { overlap(); });
+    stage("waiting", [&] { waiting(); });
     if (world_.rank() == 0) std::cerr << "\n";
     cluster_.error = std::clamp(2 * worst_spread_, 0.08, 0.5);
     cluster_.note = format("measured with {} ranks, spread at most {:.0f} %", world_.size(),
@@ -75,7 +78,7 @@ class MachineBench {
   }
 
  private:
-  static constexpr int kStages = 7;
+  static constexpr int kStages = 8;
 
   static std::string today() {
     const std::time_t now = std::time(nullptr);
@@ -105,8 +108,9 @@ class MachineBench {
     return all.item<double>();
   }
 
-  // Seconds of the slowest rank: its lower quartile. All ranks repeat it as often.
-  double time_of(const std::function<void()>& work) {
+  // Seconds of the slowest rank: its lower quartile, because whatever else the machine does adds to
+  // some samples; or its median. All ranks repeat it as often.
+  double time_of(const std::function<void()>& work, size_t quarter = 1) {
     const auto once = [&] {
       comm::barrier(world_).wait();
       const auto start = Clock::now();
@@ -127,8 +131,7 @@ class MachineBench {
     const double spread =
         (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
     if (estimate > 1e-3) worst_spread_ = std::max(worst_spread_, slowest(spread));
-    // Whatever else the machine does adds to some samples.
-    return slowest(samples[samples.size() / 4]);
+    return slowest(samples[samples.size() * quarter / 4]);
   }
 
   at::Tensor random(std::vector<int64_t> shape) const {
@@ -193,8 +196,8 @@ class MachineBench {
   struct Sizes {
     int64_t hidden, vocab, batch, length;
   };
-  // Forward and backward of a whole model.
-  double model_time(int64_t layers, const Sizes& sizes) {
+  // Forward and backward of a whole model, or of one that a group shares.
+  double model_time(int64_t layers, const Sizes& sizes, const Group* sharing = nullptr) {
     const config::ModelSpec spec = config::ModelSpec{.kind = config::ModelKind::llama,
                                                      .layers = layers,
                                                      .hidden = sizes.hidden,
@@ -204,20 +207,26 @@ class MachineBench {
     model::LanguageModel model(spec,
                                {.tensors = at::TensorOptions().dtype(dtype_).device(device_)});
     model::initialize(*model, 1);
+    if (sharing != nullptr) parallel::tensor_parallel(model, *sharing, config::tensor_plan(spec));
     const at::Tensor tokens = at::randint(sizes.vocab, {sizes.batch, sizes.length},
                                           at::TensorOptions().dtype(at::kLong).device(device_));
-    return time_of([&] {
-      const at::Tensor logits = model->forward(tokens);
-      const double scale = 1.0 / static_cast<double>(tokens.numel());
-      nn::cross_entropy(logits.reshape({-1, sizes.vocab}), tokens.reshape({-1}), {.scale = scale})
-          .backward();
-    });
+    return time_of(
+        [&] {
+          const at::Tensor logits = model->forward(tokens);
+          if (sharing != nullptr)
+            return logits.sum().backward();  // each rank has a part of the vocabulary
+          const double scale = 1.0 / static_cast<double>(tokens.numel());
+          nn::cross_entropy(logits.reshape({-1, sizes.vocab}), tokens.reshape({-1}),
+                            {.scale = scale})
+              .backward();
+        },
+        sharing == nullptr ? 1 : 2);  // ranks that wait for each other wait in every sample
   }
-  double block_time(const Sizes& sizes) {
-    return (model_time(3, sizes) - model_time(1, sizes)) / 2;
+  double block_time(const Sizes& sizes, const Group* sharing = nullptr) {
+    return (model_time(3, sizes, sharing) - model_time(1, sizes, sharing)) / 2;
   }
   // As plan/ has it with the constants so far.
-  plan::LayerTimes planned(const Sizes& sizes) const {
+  plan::LayerTimes planned(const Sizes& sizes, int tp = 1) const {
     const plan::ModelShape shape{.layers = 1,
                                  .hidden = sizes.hidden,
                                  .heads = sizes.hidden / 64,
@@ -226,7 +235,8 @@ class MachineBench {
                                  .ffn = (sizes.hidden * 8 / 3 + 63) / 64 * 64,
                                  .vocab = sizes.vocab,
                                  .gated = true};
-    const plan::Layout layout{.sequence = sizes.length,
+    const plan::Layout layout{.dims = {.tp = tp},
+                              .sequence = sizes.length,
                               .micro_batch = sizes.batch,
                               .element = dtype_ == at::kBFloat16 ? 2.0 : 4.0};
     return plan::layer_times(shape, layout, cluster_);
@@ -314,6 +324,23 @@ class MachineBench {
     plan::Links& links = cluster_.links;
     links.host_latency = small;
     links.host_bandwidth = (4 << 20) / std::max(large - small, 1e-9);
+  }
+
+  // Blocks that the ranks of a host share: what they take beyond their computation and their
+  // collectives, each measured alone, ranks have waited for each other.
+  void waiting() {
+    const int tp = cluster_.devices_per_node;
+    if (tp < 2 || (tp & (tp - 1)) != 0 || world_.size() % tp != 0) return;  // uneven parts
+    const Group group =
+        tp == world_.size() ? world_ : world_.split(world_.rank() / tp, world_.rank());
+    const bool cuda = device_.is_cuda();
+    const int64_t unit = 64 * tp;  // a head for each rank at least
+    const Sizes sizes{((cuda ? 2048 : 256) + unit - 1) / unit * unit, cuda ? 32768 : 4096,
+                      cuda ? 16 : 4, cuda ? 512 : 64};
+    const plan::LayerTime block = planned(sizes, tp).block;
+    const double compute = block.forward.compute + block.backward().compute;
+    const double beyond = block_time(sizes, &group) - whole(block);
+    cluster_.software.waiting = std::max(0.0, beyond / compute / std::log2(tp));
   }
 
   // A product while an all-reduce is in flight: what of the all-reduce it hides, and by how much

@@ -36,15 +36,16 @@ void show_progress(double part) {
 // ---- text ----
 
 // The validation data of the run, and how the trainer cuts it.
-data::Corpus validation_of(const ModelOptions& options, const ModelSource& source,
+data::Corpus validation_of(const EvalOptions& options, const ModelSource& source,
                            const data::Tokenizer& tokenizer) {
   config::TrainConfig trained = source.trained;
+  if (trained.data.pack && options.seq_len > 0) trained.train.seq_len = options.seq_len;
   trained.data.tokenizer = tokenizer.name();
   trained.train.eval_first = true;
   const config::Data data = config::open_data(trained);
   if (data.validation.size() < 2) {
-    throw ConfigError(
-        format("eval: the run of {} has no validation data; add --data.path", options.checkpoint));
+    throw ConfigError(format("eval: the run of {} has no validation data; add --data.path",
+                             options.model.checkpoint));
   }
   return data.validation;
 }
@@ -79,10 +80,12 @@ train::EvaluatorOptions windows_of(const EvalOptions& options, const ModelSource
 
 void evaluate_text(const EvalOptions& options, const ModelSource& source,
                    const data::Tokenizer& tokenizer, LoadedModel& model) {
-  const data::Corpus corpus = options.data.empty() ? validation_of(options.model, source, tokenizer)
+  const data::Corpus corpus = options.data.empty() ? validation_of(options, source, tokenizer)
                                                    : data::Corpus::open(options.data, tokenizer);
   if (options.stride > 0 && corpus.has_examples())
-    throw ConfigError("eval: --stride is for text, not for prompts with completions; leave it out");
+    throw ConfigError(
+        "eval: --stride is for a stream of text, not for packed documents or prompts with "
+        "completions; leave it out");
   const train::Evaluator evaluator(corpus, model.model.mesh()["dp"],
                                    windows_of(options, source, tokenizer, corpus, model.device));
   if (evaluator.empty())

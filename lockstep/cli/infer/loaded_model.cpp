@@ -7,7 +7,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/memory/device_size.h"
 #include "lockstep/train/device/device.h"
-#include "lockstep/train/threads.h"
+#include "lockstep/train/device/threads.h"
 
 namespace lockstep::cli {
 namespace {

@@ -113,11 +113,15 @@ ModelSource open_model(const ModelOptions& options) {
   config.train.micro_batch = 1;
   config.train.seq_len = config.model.positions;
   config.train.recompute = layout::Recompute::none;
+  config.train.fit.reset();
   config.comm.timeout = 0;
   config::Schema schema = config::train_schema(config);
   for (const auto& [key, value] : options.layout) schema.set_flag(key, value);
   if (config.parallel.sequence_parallel)
     throw ConfigError("parallel.sequence_parallel is for training; leave it out");
+  if (config.parallel.cp > 1)
+    throw ConfigError(
+        format("parallel.cp is {}: it is for training; leave it out", config.parallel.cp));
   // Nothing is trained: what is offloaded is the parameters.
   if (config.offload.any()) {
     config.offload.params = true;

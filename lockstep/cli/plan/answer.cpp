@@ -37,7 +37,8 @@ Json to_json(const config::Prediction& found, const config::ModelSpec& model,
   const double total = time.total();
   Json json;
   json["layout"] = {
-      {"dp", layout.dims.dp},
+      {"dp", layout.dims.dp / layout.cp},
+      {"cp", layout.cp},
       {"tp", layout.dims.tp},
       {"pp", layout.dims.pp},
       {"order", layout::name_of(layout.order)},
@@ -62,6 +63,7 @@ Json to_json(const config::Prediction& found, const config::ModelSpec& model,
                    {"checkpoint_ms", 0.0},
                    {"stall_ms", in_ms(time.fixed)}};
   json["communication"] = {{"tensor_ms", in_ms(time.tensor)},
+                           {"context_ms", in_ms(time.context)},
                            {"data_parallel_ms", in_ms(time.data)},
                            {"pipeline_ms", in_ms(time.pipeline)},
                            {"gather_ms", in_ms(time.gather)}};
@@ -76,7 +78,7 @@ Json to_json(const config::Prediction& found, const config::ModelSpec& model,
 
 std::string short_text(const config::Prediction& found) {
   const plan::Layout& layout = found.layout;
-  std::string text = layout.dims.describe();
+  std::string text = found.config.describe_dims(found.world);
   if (layout.order != layout::Order::pp_fastest)
     text += format(", {}", layout::name_of(layout.order));
   if (layout.shard != layout::ShardingStrategy::no_shard)
@@ -104,6 +106,7 @@ std::string seconds_text(double seconds) {
 std::vector<Part> parts_of(const plan::StepTime& time) {
   return {{"compute", time.compute},
           {"tensor-parallel", time.tensor},
+          {"keys and values", time.context},
           {"gathers of parameters", time.gather},
           {"reduction of gradients", time.data},
           {"messages between stages", time.pipeline},

@@ -5,11 +5,13 @@
 #include <iostream>
 
 #include "lockstep/config/freeze.h"
+#include "lockstep/config/plan/fit_recompute.h"
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/plan/would_fit.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/plan/offload.h"
@@ -57,7 +59,11 @@ std::string doubts(bool cuda) {
 int plan_memory(const Words& arguments) {
   const auto request = read_request(arguments);
   if (!request) return 0;
-  const auto& [config, model, world, origins] = *request;
+  const auto& [given, model, world, origins] = *request;
+  config::TrainConfig config = given;
+  require(!config.train.fit || config.memory.max_per_device > 0,
+          "train.recompute fit needs to know what it must fit in: give memory.max_per_device");
+  config::fit_recompute(config, model, world, config.memory.max_per_device);
   const plan::Run run = config::planned_run(config, model, world);
   const std::vector<plan::Memory> ranks = plan::memory_per_rank(run);
   std::cout
@@ -67,6 +73,7 @@ int plan_memory(const Words& arguments) {
       << "\n"
       << device_line(config, run.cuda) << "\n"
       << freeze_line(config, model);
+  if (config.train.fit) std::cout << config::describe_fit(*config.train.fit, model.layers) << "\n";
   if (config.offload.any())
     std::cout << describe(config.offload) << "\n" << plan::offload_line(ranks) << "\n";
   const int64_t limit = config.memory.max_per_device;

@@ -44,7 +44,7 @@ std::optional<Request> parsed_request(const Words& arguments) {
 
 std::string layout_text(const TrainConfig& config, const config::ModelSpec& model, int world) {
   std::string text = format("{} on {} rank{}: {}", model.describe(), world, world > 1 ? "s" : "",
-                            config.dims(world).describe());
+                            config.describe_dims(world));
   if (config.parallel.order != layout::Order::pp_fastest)
     text += format(" in order {}", layout::name_of(config.parallel.order));
   if (config.parallel.shard != layout::ShardingStrategy::no_shard)
@@ -59,7 +59,7 @@ std::string layout_text(const TrainConfig& config, const config::ModelSpec& mode
   const int count = config.accumulation(world);
   return text + format("; {} micro-batch{} of {} x {} tokens, recompute {}", count,
                        count > 1 ? "es" : "", config.train.micro_batch, config.train.seq_len,
-                       layout::name_of(config.recompute()));
+                       config.train.fit ? "fit" : layout::name_of(config.recompute()));
 }
 
 std::optional<Request> read_open_request(const Words& arguments) {
@@ -76,7 +76,9 @@ std::optional<Request> read_request(const Words& arguments) {
                                              .tp = std::max(1, config.parallel.tp),
                                              .pp = std::max(1, config.parallel.pp)}
                             .world_size();
-  if (request->world == 0) request->world = static_cast<int>(std::min<int64_t>(least, 1 << 24));
+  if (request->world == 0)
+    request->world = static_cast<int>(
+        std::min<int64_t>(std::min<int64_t>(least, 1 << 24) * config.parallel.cp, 1 << 24));
   config.validate(request->world);
   request->model = model_of(config);
   config::validate_tensor(config, request->model);

@@ -45,7 +45,8 @@ Request request_of(const Request& base, const Words& names, const Words& cells) 
   }
   const config::LayoutConfig& parallel = row.config.parallel;
   row.world = static_cast<int>(
-      layout::ParallelDims{std::max(1, parallel.dp), parallel.tp, parallel.pp}.world_size());
+      layout::ParallelDims{std::max(1, parallel.dp), parallel.tp, parallel.pp}.world_size() *
+      parallel.cp);
   row.config.validate(row.world);
   row.model = row.config.model.resolved(row.config.train.seq_len, row.config.model.vocab);
   config::validate_tensor(row.config, row.model);
@@ -74,6 +75,8 @@ int time_rows(const std::string& path, const Request& base, bool memory, plan::P
   while (std::getline(file, line)) {
     try {
       const Request row = request_of(base, names, cells_of(line));
+      require(!row.config.train.fit,
+              "train.recompute fit has no rows: give none, selective or full");
       std::string cells = memory ? memory_cells(row) : "";
       const plan::ModelShape shape = config::shape_of(row.model);
       const plan::Layout layout = config::timed_layout(row.config, row.model, row.world);

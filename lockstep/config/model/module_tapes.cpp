@@ -65,10 +65,34 @@ struct Linear {
   // which is summed and scattered.
   int64_t sharing_in = 1, sharing_out = 1;
   bool bias = false;
+  bool float8 = false;
 };
+
+// Saves the codes of its input, a byte for each, turned around unless they are gathered. The CPU
+// decodes them for a product.
+Buffer float8_linear(Tape& tape, const LayerSizes& sizes, const Linear& shape) {
+  constexpr int64_t kMultiple = 16;  // of tokens that are summed over
+  const int64_t tokens = sizes.tokens(), in = tokens * shape.in, out = tokens * shape.out;
+  const int64_t padded = (tokens + kMultiple - 1) / kMultiple * kMultiple;
+  const int64_t matrix = shape.in * shape.out, decoded = sizes.kernels.cuda ? 0 : kFloat;
+  const bool gathers = shape.sharing_in > 1;
+  const int64_t bias = shape.bias ? shape.out : 0;
+  Node node{.saved = {tape.take(gathers ? in / shape.sharing_in : padded * shape.in)},
+            .gradient = in * sizes.element / shape.sharing_in,
+            .extra = 2 * out + std::max(matrix + decoded * (out + matrix), decoded * (out + in)),
+            .weights = (matrix + bias) * sizes.element};
+  if (gathers) node.extra += (sizes.element + 2) * in;
+  if (shape.sharing_out > 1) node.extra += out * sizes.element;
+  tape.record(std::move(node));
+  const Buffer codes = tape.take(in);
+  const Buffer values = tape.take(decoded * (in + matrix));
+  Buffer whole = tape.product(out * sizes.element);
+  return shape.sharing_out > 1 ? tape.take(out * sizes.element / shape.sharing_out) : whole;
+}
 
 // Saves its input (B, T, in).
 Buffer linear(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Linear& shape) {
+  if (shape.float8) return float8_linear(tape, sizes, shape);
   const int64_t in = sizes.tokens() * shape.in * sizes.element;
   const int64_t out = sizes.tokens() * shape.out * sizes.element;
   const int64_t bias = shape.bias ? shape.out : 0;
@@ -173,9 +197,13 @@ Buffer attention(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
                                          {.in = sizes.hidden,
                                           .out = outer,
                                           .sharing_in = sizes.stream_shares,
-                                          .bias = sizes.qkv_bias}));
-  const Linear out{
-      .in = inner, .out = sizes.hidden, .sharing_out = sizes.stream_shares, .bias = !sizes.llama};
+                                          .bias = sizes.qkv_bias,
+                                          .float8 = sizes.float8.qkv}));
+  const Linear out{.in = inner,
+                   .out = sizes.hidden,
+                   .sharing_out = sizes.stream_shares,
+                   .bias = !sizes.llama,
+                   .float8 = sizes.float8.out};
   if (sizes.kernels.fused_attention && !sizes.windowed())
     return linear(tape, sizes, fused_attention(tape, sizes, heads), out);
   const Buffer mixed = blockwise_attention(tape, sizes, heads);
@@ -185,15 +213,19 @@ Buffer attention(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
 // Saves the activation's input (B, T, F), or with a gate (B, T, 2 F), and its output (B, T, F).
 Buffer mlp(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const int64_t width = (sizes.llama ? 2 : 1) * sizes.ffn;
-  const Buffer inner = linear(
-      tape, sizes, x,
-      {.in = sizes.hidden, .out = width, .sharing_in = sizes.stream_shares, .bias = !sizes.llama});
+  const Buffer inner = linear(tape, sizes, x,
+                              {.in = sizes.hidden,
+                               .out = width,
+                               .sharing_in = sizes.stream_shares,
+                               .bias = !sizes.llama,
+                               .float8 = sizes.float8.up});
   tape.record({.saved = {inner}, .gradient = sizes.tokens() * width * sizes.element});
   return linear(tape, sizes, tape.take(sizes.tokens() * sizes.ffn * sizes.element),
                 {.in = sizes.ffn,
                  .out = sizes.hidden,
                  .sharing_out = sizes.stream_shares,
-                 .bias = !sizes.llama});
+                 .bias = !sizes.llama,
+                 .float8 = sizes.float8.down});
 }
 
 Buffer attention_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
@@ -201,9 +233,26 @@ Buffer attention_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   return dropout(tape, sizes, attention(tape, sizes, normed));
 }
 
-Buffer mlp_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
+// What a layer that computes some tokens at once, and again in backward, has for those.
+Buffer in_tiles(Tape& tape, const LayerSizes& sizes, const Buffer& x,
+                Buffer (*layer)(Tape& tape, const LayerSizes& sizes, const Buffer& x)) {
+  LayerSizes part = sizes;
+  part.length = sizes.tile * sizes.stream_shares;
+  part.tile = 0;
+  Buffer out = tape.recompute(x, [part, x, layer](Tape& inner) { return layer(inner, part, x); });
+  tape.record({.gradient = sizes.stream()});  // of all parts
+  return out;
+}
+
+Buffer normed_mlp(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
   const Buffer normed = norm(tape, sizes, x);
-  return dropout(tape, sizes, mlp(tape, sizes, normed));
+  return mlp(tape, sizes, normed);
+}
+
+Buffer mlp_path(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
+  if (!sizes.has_tiles()) return dropout(tape, sizes, normed_mlp(tape, sizes, x));
+  const Buffer parts = tape.take(sizes.stream()), part = in_tiles(tape, sizes, x, normed_mlp);
+  return dropout(tape, sizes, tape.take(sizes.stream()));
 }
 
 Buffer run_block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
@@ -243,6 +292,10 @@ Buffer block(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
 }
 
 Buffer head(Tape& tape, const LayerSizes& sizes, const Buffer& x) {
+  if (sizes.has_tiles()) {
+    in_tiles(tape, sizes, x, head);
+    return tape.take(0);
+  }
   const Buffer normed = norm(tape, sizes, x);
   const int64_t logits = sizes.tokens() * sizes.vocab * sizes.element;
   const int64_t losses = sizes.tokens() * sizes.vocab * kFloat;

@@ -17,6 +17,11 @@ struct Kernels {
   bool mean_saves = false;       // its input, as before 2.0; it has only to know the size
 };
 
+// Products of a block in 8 bits.
+struct Float8Products {
+  bool qkv = false, out = false, up = false, down = false;
+};
+
 // What a micro-batch is on one rank: with tensor parallelism the shares of one rank.
 struct LayerSizes {
   int64_t batch, length;           // B, T
@@ -26,13 +31,16 @@ struct LayerSizes {
   int64_t element;                 // bytes
   int64_t stream_shares;           // ranks that share the sequence between matrices
   int64_t window;                  // of attention; 0: none
+  int64_t tile;                    // tokens of a row that MLP and head compute at once; 0: all
   bool llama, qkv_bias, qk_norm, tensor_parallel;
   double dropout;
   layout::Recompute recompute;
   bool on_disk;  // what layers keep for backward: inputs of recomputed blocks, or all that is saved
   Kernels kernels;
+  Float8Products float8 = {};
 
   bool windowed() const { return window > 0 && window < length; }
+  bool has_tiles() const { return tile > 0 && tile < length / stream_shares; }
   bool stores_all() const { return on_disk && recompute == layout::Recompute::none; }
   int64_t tokens() const { return batch * length; }
   int64_t stream() const { return tokens() / stream_shares * hidden * element; }  // (B, T, C)

@@ -85,6 +85,7 @@ Schema cluster_schema(ClusterFile& file, Texts& texts) {
   schema.add("overlap_scatter", s.overlap_scatter, "Also reduce-scatters.");
   schema.add("reduce_each", s.reduce_each, "Sharded gradients are reduced per micro-batch.");
   schema.add("slowdown", s.slowdown, "Slowdown by hidden communication.", not_negative);
+  schema.add("waiting", s.waiting, "Computation lost per doubling of tp.", not_negative);
   schema.add("regather", s.regather, "Sequence parallelism gathers again.");
   schema.add("scatter_messages", s.scatter_messages, "Stages send parts.");
   schema.add("pipeline_launch", s.pipeline_launch, "Seconds per block and tp rank.", not_negative);

@@ -5,8 +5,10 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
+#include "lockstep/config/float8.h"
 #include "lockstep/config/freeze.h"
 #include "lockstep/config/model/layer_cost.h"
 #include "lockstep/config/pipeline_choice.h"
@@ -29,10 +31,19 @@ Kernels kernels_of(const TrainConfig& config) {
           .mean_saves = LOCKSTEP_LIBTORCH_MAJOR < 2};
 }
 
-LayerSizes sizes_of(const TrainConfig& config, const ModelSpec& model) {
+Float8Products float8_of(const TrainConfig& config, const ModelSpec& model) {
+  const std::set<std::string> layers = float8_layers(config, model);
+  return {.qkv = layers.contains("attention.qkv"),
+          .out = layers.contains("attention.out"),
+          .up = layers.contains("mlp.up") || layers.contains("mlp.gate_up"),
+          .down = layers.contains("mlp.down")};
+}
+
+LayerSizes sizes_of(const TrainConfig& config, const ModelSpec& model,
+                    layout::Recompute recompute) {
   const int64_t tp = config.parallel.tp;
   return {.batch = config.train.micro_batch,
-          .length = config.train.seq_len,
+          .length = config.train.seq_len / config.parallel.cp,
           .hidden = model.hidden,
           .heads = model.heads / tp,
           .kv_heads = model.num_kv_heads() / tp,
@@ -43,14 +54,17 @@ LayerSizes sizes_of(const TrainConfig& config, const ModelSpec& model) {
           .element = element_bytes_of(config),
           .stream_shares = config.parallel.sequence_parallel ? tp : 1,
           .window = model.window,
+          .tile = config.tile(),
           .llama = model.kind == ModelKind::llama,
           .qkv_bias = model.kind == ModelKind::gpt || model.qkv_bias,
           .qk_norm = model.qk_norm,
           .tensor_parallel = tp > 1,
           .dropout = model.dropout,
-          .recompute = config.recompute(),
-          .on_disk = config.memory.strategy == layout::MemoryStrategy::extreme,
-          .kernels = kernels_of(config)};
+          .recompute = recompute,
+          .on_disk = config.memory.strategy == layout::MemoryStrategy::extreme &&
+                     (config.memory.store == ActivationStore::disk || kernels_of(config).cuda),
+          .kernels = kernels_of(config),
+          .float8 = float8_of(config, model)};
 }
 
 // The layers of the model that are not blocks, and one block.
@@ -91,7 +105,8 @@ std::vector<plan::Unit> units_of(const std::vector<PartTensor>& tensors,
   const bool in_order = std::ranges::none_of(tensors, is_frozen);
   std::vector<plan::Unit> units;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [tensor, name] = tensors[i];
+    const TensorSpec& tensor = tensors[i].tensor;
+    const std::string& name = tensors[i].unit;
     const bool trained = !is_frozen(tensors[i]);
     auto found = std::ranges::find_if(units, [&](const plan::Unit& unit) {
       return unit.name == name && unit.trained == trained;
@@ -110,17 +125,53 @@ std::vector<plan::Unit> units_of(const std::vector<PartTensor>& tensors,
   return units;
 }
 
+// Bytes of a block's weights in 8 bits, which are kept next to weights that stay where they are.
+int64_t kept_codes(const TrainConfig& config, const ModelSpec& model,
+                   const std::vector<PartTensor>& tensors) {
+  if (config.parallel.shard != layout::ShardingStrategy::no_shard || config.offload.any()) return 0;
+  int64_t bytes = 0;
+  for (const std::string& layer : float8_layers(config, model)) {
+    for (const PartTensor& each : tensors) {
+      if (each.tensor.name.ends_with("." + layer + ".weight"))
+        bytes += layout::numel_of(each.tensor.shape) / config.parallel.tp;
+    }
+  }
+  return bytes;
+}
+
+// Ranks that share rows have the keys and values of whole rows, and their gradients in backward.
+// In a ring they have those of two ranks and, in backward, gradients that are computed, sent and
+// received.
+void add_exchanged_keys(const TrainConfig& config, const LayerSizes& sizes, plan::LayerCost& cost) {
+  const int64_t local = 2 * sizes.batch * sizes.length * sizes.kv_heads * sizes.width;
+  if (config.attends_in_ring()) {
+    const int64_t sums = 4 * sizes.batch * sizes.length * sizes.heads;  // of exponentials
+    if (sizes.recompute != layout::Recompute::full) cost.kept += sums;
+    cost.forward_peak += 2 * local * sizes.element + sums;
+    for (int64_t* const peak : {&cost.backward_peak, &cost.backward_peak_keeping, &cost.input_peak})
+      *peak += 2 * local * sizes.element + 3 * 4 * local + 2 * sums;
+    return;
+  }
+  const int64_t elements = local * config.parallel.cp;
+  const int64_t gathered = elements * sizes.element;
+  if (sizes.recompute != layout::Recompute::full) cost.kept += gathered;
+  cost.forward_peak += gathered;
+  for (int64_t* const peak : {&cost.backward_peak, &cost.backward_peak_keeping, &cost.input_peak})
+    *peak += 2 * gathered + 4 * elements;
+}
+
 // Frozen parameters leave no gradients behind. What else backward would not need for their sake is
 // not known, and counts.
 plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, Part part,
-                             const std::vector<PartTensor>& tensors,
+                             layout::Recompute recompute, const std::vector<PartTensor>& tensors,
                              const std::set<std::string>& frozen) {
-  const LayerSizes sizes = sizes_of(config, model);
+  const LayerSizes sizes = sizes_of(config, model, recompute);
   const LayerType type = part == Part::embedding ? LayerType::embedding
                          : part == Part::block   ? LayerType::block
                                                  : LayerType::head;
   plan::LayerKind kind{.cost = layer_cost(type, sizes)};
   const int tp = config.parallel.tp;
+  if (part == Part::block) kind.buffers = kept_codes(config, model, tensors);
   for (int rank = 0; rank < tp; ++rank)
     kind.units.push_back(units_of(tensors, frozen, model, {tp, rank}));
   int64_t unused = 0;
@@ -136,21 +187,24 @@ plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, 
   cost.backward_peak_keeping =
       std::min(cost.backward_peak_keeping, cost.backward_peak + cost.weights);
   cost.weight_peak_keeping = std::min(cost.weight_peak_keeping, cost.weight_peak + cost.weights);
+  if (part == Part::block && config.parallel.cp > 1) add_exchanged_keys(config, sizes, cost);
   return kind;
 }
 
 plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
-  const LayerSizes sizes = sizes_of(config, model);
+  const LayerSizes sizes = sizes_of(config, model, config.recompute());
   const std::set<std::string> frozen = frozen_tensors(config, model);
   plan::Model planned{.stream_bytes = sizes.stream()};
-  // Layers with the same frozen tensors are of one kind.
-  std::map<std::pair<Part, std::vector<bool>>, size_t> kinds;
+  // Layers that have the same frozen tensors, and recompute as much, are of one kind.
+  std::map<std::tuple<Part, layout::Recompute, std::vector<bool>>, size_t> kinds;
   const auto add = [&](const std::string& name, Part part, int64_t index) {
     const auto tensors = tensors_of(model, part, index);
     std::vector<bool> mask;
     for (const PartTensor& each : tensors) mask.push_back(frozen.contains(each.tensor.name));
-    const auto [kind, is_new] = kinds.emplace(std::pair(part, mask), planned.kinds.size());
-    if (is_new) planned.kinds.push_back(planned_kind(config, model, part, tensors, frozen));
+    const layout::Recompute again =
+        part == Part::block ? config.recompute_of(index) : config.recompute();
+    const auto [kind, is_new] = kinds.emplace(std::tuple(part, again, mask), planned.kinds.size());
+    if (is_new) planned.kinds.push_back(planned_kind(config, model, part, again, tensors, frozen));
     planned.layers.push_back({.name = name, .kind = kind->second});
   };
   add("", Part::embedding, 0);
@@ -171,7 +225,7 @@ int shards_of(const TrainConfig& config, int world) {
   const layout::ShardingStrategy shard = config.parallel.shard;
   const int size = config.parallel.shard_size;
   if (shard == layout::ShardingStrategy::no_shard) return 1;
-  return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dp(world);
+  return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dims(world).dp;
 }
 
 int64_t state_bytes_of(const TrainConfig& config) {
@@ -181,11 +235,11 @@ int64_t state_bytes_of(const TrainConfig& config) {
 }
 
 plan::LayerCost cost_of(LayerType type, const TrainConfig& config, const ModelSpec& model) {
-  return layer_cost(type, sizes_of(config, model));
+  return layer_cost(type, sizes_of(config, model, config.recompute()));
 }
 
 int64_t element_bytes_of(const TrainConfig& config) {
-  return config.train.dtype == Precision::bfloat16 ? 2 : 4;
+  return config.train.type() == Precision::bfloat16 ? 2 : 4;
 }
 
 plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int world) {
@@ -198,7 +252,7 @@ plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int wor
       .granularity = config.parallel.shard_granularity,
       .offload = config.offload_options(),
       .micro_batches = config.accumulation(world),
-      .dtype = config.train.dtype == Precision::bfloat16 ? DType::bfloat16 : DType::float32,
+      .dtype = config.train.type() == Precision::bfloat16 ? DType::bfloat16 : DType::float32,
       .state_bytes = state_bytes_of(config),
       .reproducible = config.train.reproducible,
       .cuda = kernels_of(config).cuda};

@@ -12,6 +12,7 @@
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/core/require.h"
 #include "lockstep/schedule/schedule.h"
 
 namespace lockstep::config {
@@ -99,7 +100,7 @@ class Search {
   TrainConfig config_of(const TriedLayout& candidate) const {
     TrainConfig config = base_;
     LayoutConfig& parallel = config.parallel;
-    parallel.dp = candidate.world / candidate.tp / candidate.pp;
+    parallel.dp = candidate.world / candidate.tp / candidate.pp / parallel.cp;
     parallel.tp = candidate.tp;
     parallel.pp = candidate.pp;
     parallel.order = candidate.order;
@@ -127,7 +128,7 @@ class Search {
   }
   int64_t batch_of(int world) const {
     return base_.train.global_batch > 0 ? base_.train.global_batch
-                                        : base_.train.micro_batch * world;
+                                        : base_.train.micro_batch * world / base_.parallel.cp;
   }
 
   void enumerate(int world, bool offload) {
@@ -136,7 +137,8 @@ class Search {
       if (world % tp != 0) continue;
       for (const int64_t pp : axis<int64_t>("parallel.pp", given.pp, divisors(world / tp))) {
         if (world / tp % pp != 0 || pp > model_.layers + 2) continue;
-        const int64_t dp = world / tp / pp;
+        if (world / tp / pp % given.cp != 0) continue;
+        const int64_t dp = world / tp / pp / given.cp;
         if (given.dp > 0 && is_fixed("parallel.dp") && dp != given.dp) continue;
         if (batch_of(world) % dp != 0) continue;
         TriedLayout candidate{.world = world,
@@ -214,8 +216,11 @@ class Search {
             .sequence = base_.train.seq_len,
             .micro_batch = candidate.micro_batch,
             .micro_batches = micro_batches,
+            .rows = batch_of(candidate.world),
             .recompute = candidate.recompute,
             .sequence_parallel = candidate.sequence_parallel,
+            .cp = base_.parallel.cp,
+            .ring = base_.parallel.cp > 1 && base_.attends_in_ring(),
             .offload_params = base_.offload.params,
             .offload_grads = base_.offload.grads,
             .offload_optimizer = base_.offload.optimizer || candidate.offload,
@@ -392,6 +397,13 @@ double ranked_time(const Prediction& prediction, int64_t limit) {
 SearchResult search_layouts(const TrainConfig& config, const ModelSpec& model,
                             const Origins& origins, const std::vector<int>& worlds,
                             const plan::Cluster& cluster) {
+  require(!config.train.fit,
+          "train.recompute is fit, but layouts are compared with none, selective and full; leave "
+          "it out, and give fit to the run");
+  validate_context(config);
+  const int cp = config.parallel.cp;
+  require(std::ranges::any_of(worlds, [cp](int world) { return world % cp == 0; }),
+          format("parallel.cp is {}, must divide the number of ranks: {}", cp, join(worlds, ", ")));
   return Search(config, model, origins, cluster).run(worlds);
 }
 
@@ -402,6 +414,9 @@ std::string layout_flags(const TrainConfig& config) {
   const auto add = [&](bool given, const char* key, const auto& value) {
     if (given) text += format(" --{} {}", key, value);
   };
+  add(parallel.cp > 1, "parallel.cp", parallel.cp);
+  add(parallel.context.has_value(), "parallel.context",
+      config.attends_in_ring() ? "ring" : "gather");
   add(parallel.order != Order::pp_fastest, "parallel.order", layout::name_of(parallel.order));
   add(parallel.shard != ShardingStrategy::no_shard, "parallel.shard", name_of(parallel.shard));
   add(parallel.shard_size > 0, "parallel.shard_size", parallel.shard_size);

@@ -2,7 +2,9 @@
 #include "lockstep/config/plan/timed_run.h"
 
 #include "lockstep/config/pipeline_choice.h"
+#include "lockstep/config/plan/fit_recompute.h"
 #include "lockstep/config/plan/planned_run.h"
+#include "lockstep/config/plan/search.h"
 #include "lockstep/plan/memory.h"
 #include "lockstep/plan/report.h"
 
@@ -30,12 +32,20 @@ plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int
                       .sequence = config.train.seq_len,
                       .micro_batch = config.train.micro_batch,
                       .micro_batches = config.accumulation(world),
+                      .rows = config.global_batch(world),
                       .recompute = config.recompute(),
                       .sequence_parallel = parallel.sequence_parallel,
+                      .cp = parallel.cp,
+                      .ring = parallel.cp > 1 && config.attends_in_ring(),
                       .offload_params = config.offload.params,
                       .offload_grads = config.offload.grads,
                       .offload_optimizer = config.offload.optimizer,
                       .element = static_cast<double>(element_bytes_of(config))};
+  if (config.train.fit) {
+    for (int64_t i = 0; i < model.layers; ++i)
+      layout.recompute_of_blocks.push_back(config.recompute_of(i));
+  }
+  if (config.train.is_fp8()) layout.fp8_min = config.train.fp8_min.value_or(kFp8Min);
   if (is_pipelined(parallel)) {
     const schedule::ScheduleOptions options = schedule_options(config, world);
     layout.schedule = options.kind;
@@ -49,9 +59,11 @@ plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int
 
 Prediction predict(const TrainConfig& config, const ModelSpec& model, int world,
                    const plan::Cluster& cluster) {
-  Prediction found{.config = config, .world = world, .layout = timed_layout(config, model, world)};
+  Prediction found{.config = config, .world = world};
+  fit_recompute(found.config, model, world, memory_limit(config, cluster));
+  found.layout = timed_layout(found.config, model, world);
   found.time = plan::step_time(shape_of(model), found.layout, cluster);
-  const auto ranks = plan::memory_per_rank(planned_run(config, model, world));
+  const auto ranks = plan::memory_per_rank(planned_run(found.config, model, world));
   found.largest_rank = plan::largest_total(ranks);
   found.memory = ranks[found.largest_rank].total();
   return found;

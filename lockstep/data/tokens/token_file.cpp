@@ -208,6 +208,26 @@ std::string index_path(const std::string& path) {
   return (path.ends_with(".bin") ? path.substr(0, path.size() - 4) : path) + ".idx";
 }
 
+std::optional<std::vector<int64_t>> document_ends_in(const std::string& path) {
+  struct stat status {};
+  if (stat(index_path(path).c_str(), &status) != 0) return std::nullopt;
+  const InputFile index(index_path(path));
+  check_index(index, InputFile(path).size());  // it may be another one than when it was opened
+  const auto head = start_of(index, kMegatronHeaderBytes);
+  const auto sequences = load<uint64_t>(head, 18), documents = load<uint64_t>(head, 26);
+  Numbers lengths(index, kMegatronHeaderBytes);
+  Numbers borders(index, kMegatronHeaderBytes + 12 * sequences);
+  std::vector<int64_t> ends;
+  int64_t sequence = 0, end = 0;
+  // Without borders every sequence is a document.
+  for (uint64_t i = 0; i < (documents > 0 ? documents : sequences); ++i) {
+    const auto last = documents > 0 ? borders.next<int64_t>() : sequence + 1;
+    for (; sequence < last; ++sequence) end += lengths.next<int32_t>();
+    ends.push_back(end);
+  }
+  return ends;
+}
+
 TokenFile TokenFile::open(const std::string& path) {
   InputFile file(path);
   struct stat status {};

@@ -5,10 +5,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "lockstep/data/tokens/token_source.h"
 
@@ -23,6 +25,10 @@ TokenLayout token_layout(std::string_view name);
 
 // data.bin -> data.idx.
 std::string index_path(const std::string& path);
+
+// Of a token file with an index of Megatron's: where in its tokens documents end. None where there
+// is no index.
+std::optional<std::vector<int64_t>> document_ends_in(const std::string& path);
 
 // Its documents are seen as one stream.
 class TokenFile {

@@ -62,4 +62,19 @@ int64_t TokenSource::max(int64_t begin, int64_t end) const {
   return largest;
 }
 
+std::vector<int64_t> TokenSource::find(int64_t token) const {
+  std::vector<int64_t> places, values;
+  int64_t begin = 0;
+  for_each(0, size_, [&](const TokenSpan& tokens) {
+    for (int64_t done = 0; done < tokens.size(); done += kReadBytes) {
+      values.resize(static_cast<size_t>(std::min(kReadBytes, tokens.size() - done)));
+      tokens.read(done, values);
+      for (auto at = values.begin(); (at = std::find(at, values.end(), token)) != values.end();)
+        places.push_back(begin + done + (at++ - values.begin()));
+    }
+    begin += tokens.size();
+  });
+  return places;
+}
+
 }  // namespace lockstep::data

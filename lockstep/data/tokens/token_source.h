@@ -30,6 +30,8 @@ class TokenSource {
   // As TokenSpan's.
   void read(int64_t begin, std::span<int64_t> out) const;
   int64_t max(int64_t begin, int64_t end) const;
+  // Where this token is.
+  std::vector<int64_t> find(int64_t token) const;
 
  private:
   // Calls `use` with one span after another that together are the tokens [begin, end).

@@ -21,6 +21,9 @@ std::string KeySpace::join(const wire::Hello& hello) {
     return format("{} {} is already connected: two processes have the same number", word,
                   hello.rank);
   }
+  // A node may come back to a job that runs, with another launcher.
+  if (generation_ == kControlGeneration && is_decided() && lost_.erase(hello.rank) > 0)
+    store_.remove(lost_key(hello.rank));
   if (lost_.contains(hello.rank)) {
     return format("{} {} was lost and cannot join again", word, hello.rank);
   }

@@ -42,8 +42,8 @@ class RendezvousServer {
   const std::string& address() const;
 
   // From now on only ranks of this generation are let in; keys and connections of the earlier one
-  // are gone. A new server is in generation 0.
-  void begin_generation(int64_t generation);
+  // are gone. A new server is in generation 0. `ranks`: how many will come, as in Expected.
+  void begin_generation(int64_t generation, int ranks);
 
   // Sets lost_key(rank) in the rank's latest incarnation and in all that follow in this generation:
   // for a launcher that saw a rank end and knows how.

@@ -61,10 +61,9 @@ class RendezvousServer::Impl {
   Impl(const std::string& token, const std::string& bind_address, const Expected& expected)
       : where_(parse_host_port(bind_address, "rendezvous")),
         token_(token),
-        ranks_(expected.ranks),
         single_(expected.single),
         control_(std::make_shared<KeySpace>(kControlGeneration, 0, expected.nodes)),
-        current_(std::make_unique<Generation>(0, ranks_, single_)) {
+        current_(std::make_unique<Generation>(0, expected.ranks, single_)) {
     if (token.empty() || token.size() > wire::kMaxToken) {
       throw ConfigError(format("rendezvous: the token has {} bytes, must have 1 to {}",
                                token.size(), wire::kMaxToken));
@@ -98,13 +97,13 @@ class RendezvousServer::Impl {
     done.get();
   }
 
-  void begin_generation(int64_t generation) {
+  void begin_generation(int64_t generation, int ranks) {
     std::vector<int> old;
     for (const auto& [fd, connection] : connections_) {
       if (connection.space && connection.space != control_) old.push_back(fd);
     }
     for (const int fd : old) forget(fd);
-    current_ = std::make_unique<Generation>(generation, ranks_, single_);
+    current_ = std::make_unique<Generation>(generation, ranks, single_);
   }
 
   void mark_lost(const std::shared_ptr<KeySpace>& space, int rank, const std::string& how) {
@@ -334,6 +333,10 @@ class RendezvousServer::Impl {
                               "incarnation of the job",
                               hello.rank));
     }
+    // A launcher that comes back before its end was noticed.
+    if (is_node && space->is_decided() && space->is_present(hello.rank))
+      return turn_away(connection, wire::Status::later,
+                       format("node {} is already connected", hello.rank));
     if (!is_node) {
       for (const auto& [rank, how] : current_->gone()) mark_lost(space, rank, how);
     }
@@ -420,7 +423,6 @@ class RendezvousServer::Impl {
   std::map<int, Connection> connections_;
   std::list<int> unproven_;  // oldest first
   std::optional<Clock::time_point> accept_again_;
-  const int ranks_;
   const bool single_;
   const std::shared_ptr<KeySpace> control_;
   std::unique_ptr<Generation> current_;
@@ -440,8 +442,8 @@ RendezvousServer::~RendezvousServer() = default;
 
 const std::string& RendezvousServer::address() const { return impl_->address(); }
 
-void RendezvousServer::begin_generation(int64_t generation) {
-  impl_->call([&] { impl_->begin_generation(generation); });
+void RendezvousServer::begin_generation(int64_t generation, int ranks) {
+  impl_->call([&] { impl_->begin_generation(generation, ranks); });
 }
 
 void RendezvousServer::mark_lost(int rank, const std::string& how) {

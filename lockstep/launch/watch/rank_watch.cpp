@@ -66,7 +66,8 @@ void RankWatch::started(int local_rank, pid_t process) {
   Rank& rank = ranks_[static_cast<size_t>(local_rank)];
   rank.process = process;
   rank.kills.emplace(process);
-  rank.moved_at = Clock::now();
+  // Starting it may have taken long: the first one waits for its libraries.
+  rank.moved_at = last_look_ = Clock::now();
 }
 
 void RankWatch::on_stop(int local_rank, int signal) {
@@ -339,18 +340,21 @@ void RankWatch::write(const std::vector<flight::Flight>& flights) {
 std::string RankWatch::note_failure(int local_rank, bool killed) {
   const Rank& rank = ranks_[static_cast<size_t>(local_rank)];
   noted_ = flights();
+  blamed_.reset();
   if (killed) {
     const auto why = rank.kills ? rank.kills->since() : std::nullopt;
     return why ? format(": {}", *why) : "";
   }
   for (const Rank& other : ranks_) {
     if (other.stopped_at) {
+      blamed_ = static_cast<size_t>(&other - ranks_.data());
       return format("; {} is stopped by {} for {:.1f} s", name(other),
                     signal_name(other.stop_signal), seconds(Clock::now() - *other.stopped_at));
     }
   }
   const auto culprit = flight::find_culprit(noted_, /*patient=*/true);
   if (!culprit || culprit->rank == first_rank_ + local_rank) return "";
+  blamed_ = static_cast<size_t>(culprit->rank - first_rank_);
   return "; " + culprit->text;
 }
 

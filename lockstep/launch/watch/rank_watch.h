@@ -53,6 +53,8 @@ class RankWatch {
   // What the ranks did when the first of them failed: kept for finish(). The words to add to that
   // failure: another rank that it waited for, or why the kernel killed it.
   std::string note_failure(int local_rank, bool killed);
+  // The rank that these words name.
+  std::optional<size_t> blamed() const { return blamed_; }
   // After all have ended; writes what was noted.
   void finish();
 
@@ -104,6 +106,7 @@ class RankWatch {
   std::vector<Report> reports_;
   std::optional<Deadline> dump_due_;
   std::vector<flight::Flight> noted_;
+  std::optional<size_t> blamed_;
   Clock::time_point last_look_;
   std::set<std::pair<int, uint64_t>> said_late_;  // rank, and the number of the operation
   bool said_silence_ = false;

@@ -2,6 +2,7 @@
 #include "lockstep/nn/kernels/activation_kernels.h"
 
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #ifndef LOCKSTEP_ISA
@@ -97,33 +98,48 @@ float over_lanes(int64_t count, float start, Combine combine, Value value) {
 inline float larger(float a, float b) { return a > b ? a : b; }
 inline float sum(float a, float b) { return a + b; }
 
-void softmax(float* row, int64_t valid, int64_t length, float scale) {
+float softmax(float* row, int64_t valid, int64_t length, float scale) {
   const float largest = scale * over_lanes(valid, -std::numeric_limits<float>::infinity(), larger,
                                            [row](int64_t i) { return row[i]; });
 #pragma GCC ivdep
   for (int64_t i = 0; i < valid; ++i) row[i] = exponential(scale * row[i] - largest);
-  const float factor = 1.0F / over_lanes(valid, 0.0F, sum, [row](int64_t i) { return row[i]; });
+  const float total = over_lanes(valid, 0.0F, sum, [row](int64_t i) { return row[i]; });
+  const float factor = 1.0F / total;
   for (int64_t i = 0; i < valid; ++i) row[i] *= factor;
   for (int64_t i = valid; i < length; ++i) row[i] = 0;
+  return largest + std::log(total);
 }
 
-void softmax_backward(const float* __restrict probabilities, float* __restrict grad, int64_t length,
-                      float scale) {
-  const float mean =
-      over_lanes(length, 0.0F, sum, [=](int64_t i) { return probabilities[i] * grad[i]; });
+void scaled_exponentials(float* row, int64_t count, float scale, float minus) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) row[i] = exponential(scale * row[i] - minus);
+}
+
+void softmax_backward_with_mean(const float* __restrict probabilities, float* __restrict grad,
+                                int64_t length, float scale, float mean) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < length; ++i) {
     grad[i] = scale * probabilities[i] * (grad[i] - mean);
   }
 }
 
+void softmax_backward(const float* __restrict probabilities, float* __restrict grad, int64_t length,
+                      float scale) {
+  const float mean =
+      over_lanes(length, 0.0F, sum, [=](int64_t i) { return probabilities[i] * grad[i]; });
+  softmax_backward_with_mean(probabilities, grad, length, scale, mean);
+}
+
 }  // namespace
 
-extern const ActivationKernels kActivations = {.gelu = gelu,
-                                               .gelu_backward = gelu_backward,
-                                               .swiglu = swiglu,
-                                               .swiglu_backward = swiglu_backward,
-                                               .softmax = softmax,
-                                               .softmax_backward = softmax_backward};
+extern const ActivationKernels kActivations = {
+    .gelu = gelu,
+    .gelu_backward = gelu_backward,
+    .swiglu = swiglu,
+    .swiglu_backward = swiglu_backward,
+    .softmax = softmax,
+    .scaled_exponentials = scaled_exponentials,
+    .softmax_backward = softmax_backward,
+    .softmax_backward_with_mean = softmax_backward_with_mean};
 
 }  // namespace lockstep::nn::LOCKSTEP_ISA

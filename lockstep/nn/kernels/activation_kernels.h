@@ -17,9 +17,15 @@ struct ActivationKernels {
   void (*swiglu_backward)(const float* gate, const float* up, const float* grad, float* grad_gate,
                           float* grad_up, int64_t count);
   // In place: softmax of scale * the first `valid` of a row of `length`; the others become 0.
-  void (*softmax)(float* row, int64_t valid, int64_t length, float scale);
+  // Returns the natural logarithm of what was divided by: the log-sum-exp of the scaled values.
+  float (*softmax)(float* row, int64_t valid, int64_t length, float scale);
+  // In place: exp(scale * x - minus), which is the softmax above where `minus` is its log-sum-exp.
+  void (*scaled_exponentials)(float* row, int64_t count, float scale, float minus);
   // In place: from the gradient of the probabilities to that of what they were made of.
   void (*softmax_backward)(const float* probabilities, float* grad, int64_t length, float scale);
+  // The same where the mean of the gradient under the probabilities is known.
+  void (*softmax_backward_with_mean)(const float* probabilities, float* grad, int64_t length,
+                                     float scale, float mean);
 };
 
 namespace baseline {

@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
 #include "lockstep/memory/tensor_bytes.h"
+#include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_kernels.h"
 
 namespace lockstep::nn::cuda {
@@ -13,12 +15,31 @@ namespace {
 
 void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
+// Where casts to 8 bits want the largest magnitude of what is written: zero so far.
+at::Tensor amax_cell(const at::Tensor& like) {
+  return notes_amax() ? at::zeros({1}, like.options().dtype(at::kFloat)) : at::Tensor();
+}
+float* cell_of(const at::Tensor& amax) { return amax.defined() ? amax.data_ptr<float>() : nullptr; }
+at::Tensor noted(at::Tensor out, const at::Tensor& amax) {
+  if (amax.defined()) note_amax(out, amax);
+  return out;
+}
+
 // Of (B, n, T, D).
 HeadStrides strides_of(const at::Tensor& heads) {
   return {heads.stride(0), heads.stride(2), heads.stride(1)};
 }
 
 }  // namespace
+
+// Ampere and later.
+bool has_flash_attention(const at::Tensor& heads) {
+  const auto type = heads.scalar_type();
+  if (!heads.is_cuda() || (type != at::kHalf && type != at::kBFloat16)) return false;
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, heads.get_device());
+  return major >= 8 && heads.size(3) % 8 == 0 && heads.size(3) <= 256;
+}
 
 bool has_fused_kernels(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -51,6 +72,7 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   const int64_t heads = q.size(1) + k.size(1) + v.size(1), row = heads * width;
   at::Tensor out = at::empty({batch, length, row}, q.options());
   if (out.numel() == 0) return out;
+  const at::Tensor amax = amax_cell(out);
   auto* place = static_cast<char*>(out.data_ptr());
   const auto put = [&](const at::Tensor& part, bool turned) {
     // Only the last dimension must be dense.
@@ -62,14 +84,15 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
                  .to = {length * row, row, width},
                  .table = rotation.data_ptr<float>(),
                  .table_positions = rotation.size(1),
-                 .sign = -1},
+                 .sign = -1,
+                 .amax = cell_of(amax)},
                 memory::dtype_of(part, "split_heads"), from.data_ptr(), place, current_stream());
     place += part.size(1) * width * part.element_size();
   };
   put(q, true);
   put(k, true);
   put(v, false);
-  return out;
+  return noted(out, amax);
 }
 
 at::Tensor swiglu(const at::Tensor& gate_up) {
@@ -79,9 +102,10 @@ at::Tensor swiglu(const at::Tensor& gate_up) {
   sizes.back() = width;
   at::Tensor out = at::empty(sizes, gate_up.options());
   if (out.numel() == 0) return out;
+  const at::Tensor amax = amax_cell(out);
   launch_swiglu(out.numel() / width, width, memory::dtype_of(gate_up, "swiglu"), gate_up.data_ptr(),
-                out.data_ptr(), current_stream());
-  return out;
+                out.data_ptr(), cell_of(amax), current_stream());
+  return noted(out, amax);
 }
 
 at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad) {
@@ -89,9 +113,11 @@ at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad) {
   const int64_t width = grad.size(-1);
   at::Tensor out = at::empty_like(gate_up);
   if (out.numel() == 0) return out;
+  const at::Tensor amax = amax_cell(out);
   launch_swiglu_backward(grad.numel() / width, width, memory::dtype_of(gate_up, "swiglu"),
-                         gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), current_stream());
-  return out;
+                         gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), cell_of(amax),
+                         current_stream());
+  return noted(out, amax);
 }
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignored,

@@ -13,6 +13,10 @@ namespace lockstep::nn::cuda {
 // Whether the functions below take tensors like this one.
 bool has_fused_kernels(const at::Tensor& tensor);
 
+// Whether torch's flash attention with documents of different lengths takes heads like these,
+// (1, H, N, D).
+bool has_flash_attention(const at::Tensor& heads);
+
 // A copy of qkv (B, T, n * D) whose first `rotated` heads are turned.
 at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated);
 // Gradients (B, n, T, D) of any strides to that of qkv; those of q and k are turned back.

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "lockstep/nn/kernels/amax.cuh"
 #include "lockstep/nn/kernels/fused_kernels.h"
 #include "lockstep/nn/kernels/packs.cuh"
 
@@ -15,12 +16,21 @@ __device__ int64_t thread_index() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
+// Of what write() stores of the values.
+template <class T, int N>
+__device__ unsigned largest_of(const float (&values)[N]) {
+  unsigned largest = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) largest = max(largest, magnitude(load(store<T>(values[k]))));
+  return largest;
+}
+
 // A thread moves N elements of the first half of a head, and their partners in the second.
 template <int N, class T>
-__global__ void turn_kernel(TurnOptions options, const T* in, T* out) {
+__device__ unsigned turn(const TurnOptions& options, const T* in, T* out) {
   const int64_t half = options.shape.width / 2, packs = half / N;
   int64_t index = thread_index();
-  if (index >= options.shape.batch * options.shape.length * options.heads * packs) return;
+  if (index >= options.shape.batch * options.shape.length * options.heads * packs) return 0;
   const int64_t i = index % packs * N;
   index /= packs;
   const int64_t head = index % options.heads;
@@ -48,14 +58,21 @@ __global__ void turn_kernel(TurnOptions options, const T* in, T* out) {
   }
   write(target, first);
   write(target + half, second);
+  return max(largest_of<T>(first), largest_of<T>(second));
+}
+
+template <int N, class T>
+__global__ void turn_kernel(TurnOptions options, const T* in, T* out) {
+  const unsigned largest = turn<N>(options, in, out);
+  if (options.amax != nullptr) add_amax(largest, options.amax);
 }
 
 __device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
 
 template <int N, class T>
-__global__ void swiglu_kernel(int64_t rows, int64_t width, const T* gate_up, T* out) {
+__device__ unsigned gate(int64_t rows, int64_t width, const T* gate_up, T* out) {
   const int64_t packs = width / N, index = thread_index();
-  if (index >= rows * packs) return;
+  if (index >= rows * packs) return 0;
   const int64_t row = index / packs, i = index % packs * N;
   float gate[N], up[N];
   read(gate_up + row * 2 * width + i, gate);
@@ -63,13 +80,20 @@ __global__ void swiglu_kernel(int64_t rows, int64_t width, const T* gate_up, T* 
 #pragma unroll
   for (int k = 0; k < N; ++k) up[k] *= gate[k] * sigmoid(gate[k]);
   write(out + row * width + i, up);
+  return largest_of<T>(up);
 }
 
 template <int N, class T>
-__global__ void swiglu_backward_kernel(int64_t rows, int64_t width, const T* gate_up, const T* grad,
-                                       T* grad_gate_up) {
+__global__ void swiglu_kernel(int64_t rows, int64_t width, const T* gate_up, T* out, float* amax) {
+  const unsigned largest = gate<N>(rows, width, gate_up, out);
+  if (amax != nullptr) add_amax(largest, amax);
+}
+
+template <int N, class T>
+__device__ unsigned gate_backward(int64_t rows, int64_t width, const T* gate_up, const T* grad,
+                                  T* grad_gate_up) {
   const int64_t packs = width / N, index = thread_index();
-  if (index >= rows * packs) return;
+  if (index >= rows * packs) return 0;
   const int64_t row = index / packs, i = index % packs * N;
   float gate[N], up[N], out[N];
   read(gate_up + row * 2 * width + i, gate);
@@ -84,6 +108,14 @@ __global__ void swiglu_backward_kernel(int64_t rows, int64_t width, const T* gat
   }
   write(grad_gate_up + row * 2 * width + i, gate);
   write(grad_gate_up + row * 2 * width + width + i, up);
+  return max(largest_of<T>(gate), largest_of<T>(up));
+}
+
+template <int N, class T>
+__global__ void swiglu_backward_kernel(int64_t rows, int64_t width, const T* gate_up, const T* grad,
+                                       T* grad_gate_up, float* amax) {
+  const unsigned largest = gate_backward<N>(rows, width, gate_up, grad, grad_gate_up);
+  if (amax != nullptr) add_amax(largest, amax);
 }
 
 // The largest logit seen and the sum of exp(logit - largest): what softmax needs to know of a row.
@@ -224,22 +256,22 @@ void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* 
 }
 
 void launch_swiglu(int64_t rows, int64_t width, DType dtype, const void* gate_up, void* out,
-                   void* stream) {
+                   float* amax, void* stream) {
   launch_for(dtype, "swiglu", width, {gate_up, out}, [&](auto type, auto pack) {
     using T = decltype(type);
     swiglu_kernel<pack>
         <<<blocks_for(rows * width / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, width, typed<T>(gate_up), typed<T>(out));
+            rows, width, typed<T>(gate_up), typed<T>(out), amax);
   });
 }
 
 void launch_swiglu_backward(int64_t rows, int64_t width, DType dtype, const void* gate_up,
-                            const void* grad, void* grad_gate_up, void* stream) {
+                            const void* grad, void* grad_gate_up, float* amax, void* stream) {
   launch_for(dtype, "swiglu", width, {gate_up, grad, grad_gate_up}, [&](auto type, auto pack) {
     using T = decltype(type);
     swiglu_backward_kernel<pack>
         <<<blocks_for(rows * width / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            rows, width, typed<T>(gate_up), typed<T>(grad), typed<T>(grad_gate_up));
+            rows, width, typed<T>(gate_up), typed<T>(grad), typed<T>(grad_gate_up), amax);
   });
 }
 

@@ -20,6 +20,7 @@ struct HeadShape {
 
 // Copies `heads` heads from one layout to another. Those below `turned` are turned by the angles,
 // or back by them where `sign` is -1. The table is (2, positions, D / 2).
+// Where `amax` is not null, it becomes at least the largest magnitude that is written.
 struct TurnOptions {
   HeadShape shape;
   int64_t heads, turned;
@@ -27,14 +28,15 @@ struct TurnOptions {
   const float* table;
   int64_t table_positions;
   float sign;
+  float* amax = nullptr;
 };
 void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* out, void* stream);
 
-// Rows of gate, up (2 * width) and of outputs (width).
+// Rows of gate, up (2 * width) and of outputs (width). `amax` as above.
 void launch_swiglu(int64_t rows, int64_t width, DType dtype, const void* gate_up, void* out,
-                   void* stream);
+                   float* amax, void* stream);
 void launch_swiglu_backward(int64_t rows, int64_t width, DType dtype, const void* gate_up,
-                            const void* grad, void* grad_gate_up, void* stream);
+                            const void* grad, void* grad_gate_up, float* amax, void* stream);
 
 struct CrossEntropyShape {
   int64_t rows, classes;

@@ -16,6 +16,7 @@ namespace {
 }  // namespace
 
 bool has_fused_kernels(const at::Tensor&) { return false; }
+bool has_flash_attention(const at::Tensor&) { return false; }
 at::Tensor rotate_heads(const at::Tensor&, const at::Tensor&, int64_t) { missing(); }
 at::Tensor merge_heads(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   missing();

@@ -23,6 +23,9 @@ struct RandomContext {
   uint64_t seed = 0;
   RunPosition position = {};
   std::optional<layout::Range> rows = {};
+  // Context parallelism: tensors (B, T, C) hold the tokens of each row that `token_rank` of so many
+  // ranks has, chunks token_rank and 2 token_ranks - 1 - token_rank of 2 token_ranks.
+  int token_ranks = 1, token_rank = 0;
 };
 
 // A layer that draws. Its numbers are a function of the context, of `layer_name`, which must be

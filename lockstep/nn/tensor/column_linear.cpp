@@ -7,7 +7,6 @@
 
 #include <optional>
 
-#include "lockstep/comm/collectives.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/nn/autograd/capsule.h"
 #include "lockstep/nn/autograd/one_derivative.h"
@@ -19,29 +18,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// The gradient of the input, on its way to being that of all ranks' outputs.
-class InputGradient {
- public:
-  InputGradient(const at::Tensor& partial, const Sharing& sharing) {
-    if (sharing.sequence_parallel) {
-      part_.emplace(partial, sharing.group);
-    } else {
-      whole_ = partial;
-      work_ = comm::all_reduce(whole_, sharing.group, {.tag = "tensor-parallel gradient"});
-    }
-  }
-  at::Tensor wait() {
-    if (part_) return part_->wait();
-    work_.wait();
-    return whole_;
-  }
-
- private:
-  std::optional<SequenceReduction> part_;
-  at::Tensor whole_;
-  comm::Work work_;
-};
 
 // Where autocast is on, products are of other types than the tensors that were given; backward
 // computes in the type of the gradient.
@@ -70,7 +46,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
 
     std::optional<SequenceGather> gather;
     if (sharing.sequence_parallel && wants_weight) gather.emplace(input.to(type), sharing.group);
-    std::optional<InputGradient> arriving;
+    std::optional<SharedInputGradient> arriving;
     if (context->needs_input_grad(0)) {
       std::vector<int64_t> sizes = gradients[0].sizes().vec();
       sizes.back() = input.size(-1);

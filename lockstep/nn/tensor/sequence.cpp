@@ -98,6 +98,21 @@ at::Tensor SequenceReduction::wait() {
   return part_;
 }
 
+SharedInputGradient::SharedInputGradient(const at::Tensor& partial, const Sharing& sharing) {
+  if (sharing.sequence_parallel) {
+    part_.emplace(partial, sharing.group);
+  } else {
+    whole_ = partial;
+    work_ = comm::all_reduce(whole_, sharing.group, {.tag = "tensor-parallel gradient"});
+  }
+}
+
+at::Tensor SharedInputGradient::wait() {
+  if (part_) return part_->wait();
+  work_.wait();
+  return whole_;
+}
+
 at::Tensor sum_outputs(const at::Tensor& partial, const Sharing& sharing) {
   return sharing.sequence_parallel ? SumToParts::apply(partial, sharing.group)
                                    : SumOverRanks::apply(partial, sharing.group);

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/work.h"
@@ -36,6 +37,19 @@ class SequenceReduction {
 
  private:
   at::Tensor blocks_, part_;
+  comm::Work work_;
+};
+
+// The gradient of the input of a layer whose outputs ranks share, on its way to being that of all
+// ranks' outputs; likewise, in the memory of `partial`.
+class SharedInputGradient {
+ public:
+  SharedInputGradient(const at::Tensor& partial, const Sharing& sharing);
+  at::Tensor wait();
+
+ private:
+  std::optional<SequenceReduction> part_;
+  at::Tensor whole_;
   comm::Work work_;
 };
 

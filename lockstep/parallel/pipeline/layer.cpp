@@ -32,6 +32,15 @@ std::shared_ptr<torch::nn::Module> find_layer(const torch::nn::Module& stage,
   return found != nullptr ? *found : nullptr;
 }
 
+Layer detail::module_layer(std::string name, std::function<CallableModule()> make) {
+  return {[name = std::move(name), make = std::move(make)](torch::nn::Module& stage) {
+    const CallableModule made = make();
+    register_layer(stage, name, made.module);
+    return LayerForward(
+        [made, name](const Tensors& in) { return made.call(made.object, name, in); });
+  }};
+}
+
 LayerForward detail::recomputed(LayerForward forward, layout::Recompute recompute,
                                 RecomputeOptions options) {
   if (recompute == layout::Recompute::none && !options.store) return forward;
@@ -72,14 +81,15 @@ std::vector<LayerForward> build_stage_layers(std::span<const Layer> layers,
     if (!layer.tied.empty() && !find_layer(stage, layer.tied)) untied.insert(layer.tied);
     LayerForward forward = layer.build(stage);
     RecomputeOptions again = options;
-    const bool leaves = recompute != layout::Recompute::none && !layer.recompute;
+    const layout::Recompute how = layer.own_recompute.value_or(recompute);
+    const bool leaves = how != layout::Recompute::none && !layer.recompute;
     for (const auto& module : stage.modules(/*include_self=*/false)) {
       if (known.insert(module).second) again.modules.push_back(module);
     }
     // It may compute with modules of layers before it.
     if (again.modules.empty()) again.modules.assign(known.begin(), known.end());
     built.push_back(leaves ? std::move(forward)
-                           : recomputed(std::move(forward), recompute, std::move(again)));
+                           : recomputed(std::move(forward), how, std::move(again)));
   }
   return built;
 }

@@ -13,6 +13,7 @@
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -38,6 +39,8 @@ struct Layer {
   bool recompute = true;
   // The path of a module that another layer has too, whose parameters are tied: see tied_layer().
   std::string tied = {};
+  // Instead of what the other layers do about their activations.
+  std::optional<layout::Recompute> own_recompute = std::nullopt;
 };
 
 // Builds the layers in the stage's module and returns what computes with them, with `recompute`
@@ -87,7 +90,8 @@ auto pointer_of(const Holder& module) {
 }
 
 template <class Module>
-Tensors call(Module& module, const std::string& name, const Tensors& in) {
+Tensors call(void* object, const std::string& name, const Tensors& in) {
+  Module& module = *static_cast<Module*>(object);
   Tensors out;
   const auto run = [&](const auto&... arguments) {
     if constexpr (requires { module.forward(arguments...); }) {
@@ -117,6 +121,22 @@ Tensors call(Module& module, const std::string& name, const Tensors& in) {
   return out;
 }
 
+// A module whose type is known to `call` alone, so that not every layer is a type of its own:
+// programs with many layers compile faster.
+struct CallableModule {
+  std::shared_ptr<torch::nn::Module> module;
+  void* object;
+  Tensors (*call)(void* object, const std::string& layer, const Tensors& in);
+};
+
+template <class Module>
+CallableModule callable(std::shared_ptr<Module> module) {
+  Module* const object = module.get();
+  return {std::move(module), object, &call<Module>};
+}
+
+Layer module_layer(std::string name, std::function<CallableModule()> make);
+
 }  // namespace detail
 
 // A layer that is one module, registered under `name`, in which dots separate modules. `make`
@@ -124,12 +144,9 @@ Tensors call(Module& module, const std::string& name, const Tensors& in) {
 // gives, or a std::vector of them, and returns a tensor, or tuples and vectors of such.
 template <class Make>
 Layer layer(std::string name, Make make) {
-  return {[name = std::move(name), make = std::move(make)](torch::nn::Module& stage) {
-    const auto shared = detail::pointer_of(make());
-    register_layer(stage, name, shared);
-    return LayerForward(
-        [shared, name](const Tensors& in) { return detail::call(*shared, name, in); });
-  }};
+  return detail::module_layer(std::move(name), [make = std::move(make)] {
+    return detail::callable(detail::pointer_of(make()));
+  });
 }
 
 // A layer that computes with the parameters of another layer, such as an output projection with the

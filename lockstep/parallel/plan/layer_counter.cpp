@@ -183,8 +183,10 @@ CountedLayer LayerCounter::count(const Layer& layer, size_t index, bool is_last,
     counted.buffers += static_cast<int64_t>(buffer.tensor.nbytes());
   const PipelineAdvancedOptions& how = options_.pipeline.advanced;
   const TracedLayer traced{
-      .forward = layer.recompute ? recomputed(built.forward, how.recompute, {.random = how.random})
-                                 : built.forward,
+      .forward = layer.recompute
+                     ? recomputed(built.forward, layer.own_recompute.value_or(how.recompute),
+                                  {.random = how.random})
+                     : built.forward,
       .loss = is_last ? options_.how.loss : nullptr};
   run(counted, *built.root, built.existed, traced, inputs);
   for (const NamedTensor& parameter : tensors.parameters)

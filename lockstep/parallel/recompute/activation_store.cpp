@@ -2,6 +2,7 @@
 #include "lockstep/parallel/recompute/recompute.h"
 
 #include <iterator>
+#include <utility>
 
 #include "lockstep/parallel/recompute/stored_inputs.h"
 
@@ -17,7 +18,7 @@ constexpr int64_t kMaxLearned = 1 << 20;
 }  // namespace
 
 ActivationStore::ActivationStore(const std::string& folder, memory::DiskStoreOptions options)
-    : disk_(folder, options) {}
+    : disk_(std::in_place, folder, options) {}
 
 int64_t ActivationStore::add(detail::StoredInputs* inputs) {
   const std::lock_guard lock(mutex_);

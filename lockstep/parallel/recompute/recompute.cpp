@@ -5,7 +5,7 @@
 // function is called again under hooks that collect the tensors in the same order.
 #include "lockstep/parallel/recompute/recompute.h"
 
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -24,85 +24,17 @@
 #include "lockstep/optim/autocast.h"
 #include "lockstep/parallel/intercept/interception.h"
 #include "lockstep/parallel/intercept/kept_products.h"
+#include "lockstep/parallel/recompute/past.h"
 #include "lockstep/parallel/recompute/saved_tensor_engine.h"
 #include "lockstep/parallel/recompute/stored_inputs.h"
 
 namespace lockstep::parallel::detail {
+
+using Tensors = std::vector<at::Tensor>;
+
 namespace {
 
 using torch::autograd::SavedVariableHooks;
-
-// The state of torch's generators: of the CPU, and of the current CUDA device.
-class GeneratorStates {
- public:
-  GeneratorStates() {
-    for (at::Generator& generator : all_) {
-      const std::lock_guard lock(generator.mutex());
-      states_.push_back(generator.get_state());
-    }
-  }
-  void restore() const {
-    for (size_t i = 0; i < states_.size(); ++i) {
-      at::Generator generator = all_[i];
-      const std::lock_guard lock(generator.mutex());
-      generator.set_state(states_[i]);
-    }
-  }
-
- private:
-  static std::vector<at::Generator> generators() {
-    std::vector<at::Generator> all{at::detail::getDefaultCPUGenerator()};
-    if (at::hasCUDA()) all.push_back(at::globalContext().defaultGenerator(at::kCUDA));
-    return all;
-  }
-  std::vector<at::Generator> all_ = generators();
-  std::vector<at::Tensor> states_;
-};
-
-// Sets generators and random context back for a scope, and leaves them as they were before it.
-class Past {
- public:
-  Past(const GeneratorStates& states, const std::shared_ptr<nn::RandomContext>& random,
-       const nn::RandomContext& was)
-      : random_(random) {
-    states.restore();
-    if (random_) now_ = std::exchange(*random_, was);
-  }
-  ~Past() {
-    present_.restore();
-    if (random_) *random_ = now_;
-  }
-  Past(const Past&) = delete;
-  Past& operator=(const Past&) = delete;
-
- private:
-  GeneratorStates present_;
-  std::shared_ptr<nn::RandomContext> random_;
-  nn::RandomContext now_;
-};
-
-// Leaves the buffers of modules as they were before it. Autograd is not told of the writes: a node
-// that has saved a buffer finds the values that it saved.
-class UnchangedBuffers {
- public:
-  explicit UnchangedBuffers(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
-    for (const auto& module : modules) {
-      for (const at::Tensor& buffer : module->buffers(/*recurse=*/false)) {
-        if (buffer.defined())
-          buffers_.emplace_back(buffer.variable_data(), buffer.detach().clone());
-      }
-    }
-  }
-  ~UnchangedBuffers() {
-    const at::NoGradGuard no_grad;
-    for (const auto& [buffer, was] : buffers_) buffer.copy_(was);
-  }
-  UnchangedBuffers(const UnchangedBuffers&) = delete;
-  UnchangedBuffers& operator=(const UnchangedBuffers&) = delete;
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
-};
 
 // Thrown out of the second call when all that was asked for is there.
 struct Enough {};
@@ -111,11 +43,12 @@ struct Enough {};
 
 // One call of a function, and its repetition.
 struct Frame {
-  using Again = std::function<void(const std::vector<at::Tensor>&)>;
+  using Again = std::function<void(const Tensors&)>;
+  using Inputs = std::function<Tensors()>;
 
-  Frame(Again again, const std::vector<at::Tensor>& inputs, RecomputeOptions options)
+  Frame(Again again, Inputs inputs, RecomputeOptions options)
       : again(std::move(again)),
-        inputs(std::move(options.store), inputs),
+        inputs(std::move(inputs)),
         random(std::move(options.random)),
         was(random ? *random : nn::RandomContext{}),
         modules(std::move(options.modules)),
@@ -131,7 +64,7 @@ struct Frame {
   void repeat();
 
   const Again again;
-  const StoredInputs inputs;
+  const Inputs inputs;
   const std::shared_ptr<nn::RandomContext> random;
   const nn::RandomContext was;
   const std::vector<std::shared_ptr<torch::nn::Module>> modules;
@@ -260,6 +193,42 @@ std::unique_ptr<SavedVariableHooks> hooks_for_saved_tensor() {
   return std::make_unique<Numbered>(top.frame);
 }
 
+// A tensor of which functions compute parts, until they are done: kept or, where a function is
+// recomputed around them, collected with what that keeps.
+class TiledInput {
+ public:
+  explicit TiledInput(const at::Tensor& x) : requires_grad_(x.requires_grad()) {
+    if (!active().empty() && active().back().frame) {
+      outer_ = active().back().frame;
+      index_ = outer_->keep(x);
+    } else if (!active().empty()) {
+      stored_ = active().back().stores->put(x);
+    } else {
+      stored_ = std::make_shared<StoredInputs>(nullptr, std::vector<at::Tensor>{x});
+    }
+  }
+  ~TiledInput() {
+    if (outer_) outer_->drop(index_);
+  }
+  TiledInput(const TiledInput&) = delete;
+  TiledInput& operator=(const TiledInput&) = delete;
+
+  at::Tensor part(int64_t dim, int64_t begin, int64_t size) const {
+    const at::Tensor whole = outer_ ? outer_->take(index_) : stored_->tensors()[0];
+    const at::Tensor found = whole.detach().narrow(dim, begin, size);
+    if (!requires_grad_) return found;
+    // Autocast keeps what it casts of leaves, and this is none.
+    const c10::AutoGradMode grad(true);
+    return found.set_requires_grad(true).view_as(found);
+  }
+
+ private:
+  bool requires_grad_;
+  std::shared_ptr<Frame> outer_;
+  size_t index_ = 0;
+  std::shared_ptr<StoredInputs> stored_;
+};
+
 // Without hooks the function is a plain call, whose activations are all kept.
 bool can_recompute() {
   static const bool allowed = [] {
@@ -308,7 +277,7 @@ std::shared_ptr<StoredInputs> SavedTensors::put(const at::Tensor& tensor) {
 void Frame::repeat() {
   values.clear();
   versions.clear();
-  const std::vector<at::Tensor> found = inputs.tensors();
+  const std::vector<at::Tensor> found = inputs();
   const trace::Span span("recompute", "recompute");
   const Past past(generators, random, was);
   const UnchangedBuffers buffers(modules);
@@ -383,11 +352,28 @@ RecomputeScope::RecomputeScope(std::function<void(const Tensors&)> again, const 
                                RecomputeOptions options) {
   if (!c10::GradMode::is_enabled() || !can_recompute()) return;
   install_saved_tensor_engine(&hooks_for_saved_tensor);
-  active_ = std::make_unique<Active>(
-      std::make_shared<Frame>(std::move(again), inputs, std::move(options)));
+  const auto stored = std::make_shared<StoredInputs>(std::move(options.store), inputs);
+  active_ = std::make_unique<Active>(std::make_shared<Frame>(
+      std::move(again), [stored] { return stored->tensors(); }, std::move(options)));
 }
 
 RecomputeScope::~RecomputeScope() = default;
+
+namespace {
+
+// Calls body(part, where it begins) and puts the results together.
+template <class Body>
+at::Tensor put_together(const at::Tensor& x, const TileOptions& options, Body body) {
+  std::vector<at::Tensor> parts;
+  int64_t begin = 0;
+  for (const at::Tensor& part : x.split(options.size, options.dim)) {
+    parts.push_back(body(part, begin));
+    begin += part.size(options.dim);
+  }
+  return at::cat(parts, options.dim);
+}
+
+}  // namespace
 
 StoreScope::StoreScope(std::shared_ptr<ActivationStore> store,
                        const std::vector<std::shared_ptr<torch::nn::Module>>& modules)
@@ -414,3 +400,32 @@ StoreScope::~StoreScope() {
 }
 
 }  // namespace lockstep::parallel::detail
+
+namespace lockstep::parallel {
+
+at::Tensor in_tiles(const TileFunction& function, const at::Tensor& x, const TileOptions& options) {
+  using namespace detail;
+  if (!c10::GradMode::is_enabled() || !can_recompute()) return put_together(x, options, function);
+  install_saved_tensor_engine(&hooks_for_saved_tensor);
+  // Products inside are not kept for the function around.
+  const KeptProducts::Scope none(nullptr);
+  if (!active().empty() && active().back().collects) {
+    // That is called again for what it keeps; parts have frames of their own, of the first call.
+    Collecting(*active().back().frame).call_pack_hook(x);
+    const c10::AutoGradMode no_grad(false);
+    return put_together(x, options, function).set_requires_grad(true);
+  }
+  const auto input = std::make_shared<TiledInput>(x);
+  return put_together(x, options, [&](const at::Tensor& part, int64_t begin) {
+    const auto frame = std::make_shared<Frame>(
+        [function, begin](const Tensors& again) { static_cast<void>(function(again[0], begin)); },
+        [input, dim = options.dim, begin, size = part.size(options.dim)] {
+          return Tensors{input->part(dim, begin, size)};
+        },
+        RecomputeOptions{.random = options.random});
+    const Entry entry({.frame = frame});
+    return function(part, begin);
+  });
+}
+
+}  // namespace lockstep::parallel

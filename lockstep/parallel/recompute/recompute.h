@@ -39,10 +39,13 @@ class StoredInputs;
 // A wrong guess costs time, nothing else. Thread safe.
 class ActivationStore {
  public:
+  // Without a folder, tensors of a GPU are in pinned host memory; others stay where they are.
+  ActivationStore() = default;
   // ConfigError unless a file can be made in `folder`. The file has no name: nothing is left.
   explicit ActivationStore(const std::string& folder, memory::DiskStoreOptions options = {});
 
-  memory::DiskStoreStats stats() const { return disk_.stats(); }
+  // Of the disk.
+  memory::DiskStoreStats stats() const { return disk_ ? disk_->stats() : memory::DiskStoreStats{}; }
 
  private:
   friend class detail::StoredInputs;
@@ -53,7 +56,7 @@ class ActivationStore {
   // What will be wanted after `number`, if all goes as before.
   std::optional<int64_t> guess(int64_t number) const;
 
-  memory::DiskStore disk_;
+  std::optional<memory::DiskStore> disk_;
   std::mutex mutex_;
   // Numbered as they are put; from 0 again when all are gone, so that those of equal steps have
   // equal numbers.
@@ -172,5 +175,18 @@ at::Tensor run_layers(const mesh::ModelParallelContext& context, Layers&& layers
   }
   return x;
 }
+
+struct TileOptions {
+  int64_t dim = 1, size = 1;                       // parts of at most so many along this dimension
+  std::shared_ptr<nn::RandomContext> random = {};  // as RecomputeOptions::random
+};
+
+using TileFunction = std::function<at::Tensor(const at::Tensor& part, int64_t begin)>;
+
+// What the function gives for each part and where it begins, put together along the dimension. The
+// parts must be independent of each other. Of what autograd would keep nothing is kept but x, and
+// in a function that is recomputed not even that: backward calls the function again for one part
+// after the other, so that the activations of one are in memory at a time.
+at::Tensor in_tiles(const TileFunction& function, const at::Tensor& x, const TileOptions& options);
 
 }  // namespace lockstep::parallel

@@ -45,7 +45,8 @@ StoredInputs::Input StoredInputs::put(const at::Tensor& tensor) const {
     input.version = torch::autograd::impl::version_counter(tensor);
     input.saved_version = input.version.current_version();
   }
-  if (!store_ || !tensor.defined() || !gains_by_disk(tensor)) {
+  const bool stays = store_ && !store_->disk_ && tensor.defined() && !tensor.is_cuda();
+  if (!store_ || stays || !tensor.defined() || !gains_by_disk(tensor)) {
     input.in_memory = tensor;
     return input;
   }
@@ -54,10 +55,18 @@ StoredInputs::Input StoredInputs::put(const at::Tensor& tensor) const {
   // keep their strides, so that the second call finds what the first one found.
   at::Tensor bytes = tensor.variable_data().resolve_conj().resolve_neg();
   if (!bytes.is_non_overlapping_and_dense()) bytes = bytes.contiguous();
+  if (!store_->disk_) {
+    // Copied in the order of the stream, which also comes to the memory's next use later.
+    const at::Tensor copy = at::empty_strided(bytes.sizes(), bytes.strides(),
+                                              bytes.options().device(at::kCPU).pinned_memory(true));
+    copy.copy_(bytes, /*non_blocking=*/true);
+    input.on_host.emplace(OnHost{copy, tensor.device(), tensor.requires_grad()});
+    return input;
+  }
   bytes = bytes.cpu();
   auto owner = std::make_shared<at::Tensor>(bytes);
   const std::span view(static_cast<const std::byte*>(bytes.data_ptr()), bytes.nbytes());
-  input.on_disk.emplace(OnDisk{.block = store_->disk_.put(view, std::move(owner)),
+  input.on_disk.emplace(OnDisk{.block = store_->disk_->put(view, std::move(owner)),
                                .options = tensor.options(),
                                .sizes = bytes.sizes().vec(),
                                .strides = bytes.strides().vec(),
@@ -66,23 +75,30 @@ StoredInputs::Input StoredInputs::put(const at::Tensor& tensor) const {
 }
 
 at::Tensor StoredInputs::get(const Input& input) const {
+  const auto as_it_was = [](const at::Tensor& tensor, bool requires_grad) {
+    if (!requires_grad) return tensor;
+    // Autocast keeps what it casts of leaves, and this was none.
+    const c10::AutoGradMode grad(true);
+    return tensor.set_requires_grad(true).view_as(tensor);
+  };
+  if (input.on_host) {
+    const OnHost& stored = *input.on_host;
+    return as_it_was(stored.copy.to(stored.device, /*non_blocking=*/true), stored.requires_grad);
+  }
   if (!input.on_disk) return input.in_memory;
   const OnDisk& stored = *input.on_disk;
-  auto bytes = store_->disk_.get(stored.block);
+  auto bytes = store_->disk_->get(stored.block);
   void* const data = const_cast<std::byte*>(bytes.get());
   at::Tensor tensor = at::from_blob(
       data, stored.sizes, stored.strides, [bytes = std::move(bytes)](void*) {},
       stored.options.device(at::kCPU));
   if (stored.options.device().is_cuda()) tensor = tensor.to(stored.options.device());
-  if (!stored.requires_grad) return tensor;
-  // Autocast keeps what it casts of leaves, and this was none.
-  const c10::AutoGradMode grad(true);
-  return tensor.set_requires_grad(true).view_as(tensor);
+  return as_it_was(tensor, stored.requires_grad);
 }
 
 void StoredInputs::prefetch() const {
   for (const Input& input : inputs_) {
-    if (input.on_disk) store_->disk_.prefetch(input.on_disk->block);
+    if (input.on_disk) store_->disk_->prefetch(input.on_disk->block);
   }
 }
 

@@ -36,8 +36,15 @@ class StoredInputs {
     std::vector<int64_t> sizes, strides;
     bool requires_grad;
   };
+  // In pinned memory, of a tensor of a GPU.
+  struct OnHost {
+    at::Tensor copy;
+    c10::Device device;
+    bool requires_grad;
+  };
   struct Input {
     at::Tensor in_memory;
+    std::optional<OnHost> on_host;
     std::optional<OnDisk> on_disk;
     c10::VariableVersion version;  // alive without the tensor
     uint32_t saved_version = 0;

@@ -6,6 +6,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
+#include "lockstep/nn/float8/float8.h"
 #include "lockstep/nn/kernels/can_multiply.h"
 #include "lockstep/parallel/data/ddp.h"
 
@@ -39,15 +40,25 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "train.device cpu, or auto, takes the CPU");
   }
   make_current(found);
-  if (config.train.dtype == config::Precision::bfloat16 &&
+  if (config.train.type() == config::Precision::bfloat16 &&
       !nn::can_multiply(at::kBFloat16, found)) {
     throw ConfigError(format(
         "train.dtype is bfloat16, but this libtorch cannot multiply bfloat16 matrices on {}; "
         "use train.dtype float32",
         found.str()));
   }
-  if (config.train.dtype == config::Precision::bfloat16 && group.rank() == 0) {
+  if (config.train.type() == config::Precision::bfloat16 && group.rank() == 0) {
     warn_if_slow(config.model.hidden, found);
+  }
+  if (config.train.is_fp8()) {
+    const std::string missing = nn::float8_missing(found);
+    if (!missing.empty()) {
+      throw ConfigError(format(
+          "train.precision is fp8, but {} cannot compute it: {}; use train.precision bfloat16",
+          found.str(), missing));
+    }
+    if (found.is_cpu() && group.rank() == 0)
+      log::warn("train.precision is fp8, which the CPU computes in software, slower than float32");
   }
   return found;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -18,6 +19,19 @@ constexpr int64_t kHopeless = 10;  // steps in a row that were not applied
 constexpr int64_t kMostRollbacks = 3;
 
 }  // namespace
+
+std::string BadSteps::state() const {
+  std::string text = format("{} {} {}", in_a_row_, rollbacks_, furthest_);
+  for (const double loss : accepted_) text += format(" {}", loss);  // reads back to the same bits
+  return text;
+}
+
+void BadSteps::restore(const std::string& state) {
+  std::istringstream words(state);
+  words >> in_a_row_ >> rollbacks_ >> furthest_;
+  accepted_.clear();
+  for (double loss = 0; words >> loss;) accepted_.push_back(loss);
+}
 
 double BadSteps::median() const {
   std::vector<double> sorted(accepted_.begin(), accepted_.end());

@@ -31,6 +31,10 @@ class BadSteps {
   // checkpoint is to be loaded.
   bool must_roll_back(const Step& step);
 
+  // What a copy of the run's state keeps of it, as text.
+  std::string state() const;
+  void restore(const std::string& state);
+
   // While the last step is a bad one, no checkpoint takes the place of a good one.
   bool last_is_bad() const { return in_a_row_ > 0; }
 

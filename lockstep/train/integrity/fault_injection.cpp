@@ -3,9 +3,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <fcntl.h>
 #include <torch/nn/module.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -16,6 +18,7 @@
 #include <thread>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
 
@@ -24,7 +27,8 @@ namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_FAULT";
 constexpr const char* kRule =
-    "rank=R,step=S,action=A[,start=each] or rank=R,message=N,action=flip:BIT, several separated by "
+    "rank=R,step=S,action=A[,start=each|once=FILE] or rank=R,message=N,action=flip:BIT, several "
+    "separated by "
     "';', where A is kill, stop, throw, exit:CODE, sleep:SECONDS, nan, scale:FACTOR, "
     "nan_grad:PARAMETER or flip:TENSOR:ELEMENT:BIT";
 
@@ -84,6 +88,13 @@ void parse_action(const std::string& text, std::string_view all, Fault& fault) {
   }
 }
 
+bool is_first(const std::string& file) {
+  const Fd created(open(file.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
+  if (!created.valid() && errno != EEXIST)
+    throw SystemError(format("{}: cannot make {}", kVariable, file), errno);
+  return created.valid();
+}
+
 // Through operators, so that it works on every device and in shards.
 void flip_bit(const Fault& fault, const checkpoint::NamedSlice& slice) {
   const at::NoGradGuard no_grad;
@@ -115,6 +126,7 @@ std::vector<Fault> parse_faults(std::string_view text) {
     if (each.find("message=") != std::string::npos) continue;  // that of comm::init
     std::optional<int64_t> rank, step;
     bool each_start = false;
+    std::string once;
     std::optional<std::string> action;
     for (const std::string& pair : parts_of(each, ',')) {
       const size_t equals = pair.find('=');
@@ -126,6 +138,8 @@ std::vector<Fault> parse_faults(std::string_view text) {
         step = number_in(value, kMost, each);
       } else if (key == "start" && value == "each") {
         each_start = true;
+      } else if (key == "once" && once.empty() && !value.empty()) {
+        once = value;
       } else if (key == "action" && !action) {
         action = value;
       } else {
@@ -133,7 +147,7 @@ std::vector<Fault> parse_faults(std::string_view text) {
       }
     }
     if (!rank || !step || *step == 0 || !action) refuse(each);
-    faults.push_back({.rank = *rank, .step = *step, .each_start = each_start});
+    faults.push_back({.rank = *rank, .step = *step, .each_start = each_start, .once = once});
     parse_action(*action, each, faults.back());
   }
   return faults;
@@ -144,8 +158,8 @@ FaultInjection::FaultInjection(int rank, int world) {
   if (text == nullptr) return;
   const bool again = RankEnv::detect().restart_count > 0;
   for (const Fault& fault : parse_faults(text)) {
-    if (again && !fault.each_start) continue;
-    if (fault.rank >= world) {
+    if (again && !fault.each_start && fault.once.empty()) continue;
+    if (fault.rank >= world && !again) {  // a restart may have fewer
       throw ConfigError(
           format("{} has rank {}, must be below the {} ranks", kVariable, fault.rank, world));
     }
@@ -159,7 +173,7 @@ std::vector<Fault> FaultInjection::take(int64_t step, bool flips) {
   std::erase_if(faults_, [&](const Fault& fault) {
     const bool is_flip = fault.action == Fault::Action::flip;
     if (fault.step != step || is_flip != flips || (!flips && !now.empty())) return false;
-    now.push_back(fault);
+    if (fault.once.empty() || is_first(fault.once)) now.push_back(fault);
     return true;
   });
   return now;

@@ -22,14 +22,15 @@ struct Fault {
 
   int64_t rank = 0, step = 0;  // steps count from 1
   bool each_start = false;     // also after a restart of the job
+  std::string once = {};       // a file that must not exist and is then made: once in all restarts
   Action action = Action::kill;
   double number = 0;      // the exit code, the seconds to sleep, the factor of the loss
   std::string name = {};  // of a parameter, for flip also of optimizer state as checkpoints name it
   int64_t element = 0, bit = 0;  // of this rank's slice
 };
 
-// "rank=2,step=7,action=nan", several separated by ";", each with "start=each" or only at the first
-// start of the job. ConfigError for anything else.
+// "rank=2,step=7,action=nan", several separated by ";", each with "start=each", "once=FILE" or only
+// at the first start of the job. ConfigError for anything else.
 std::vector<Fault> parse_faults(std::string_view text);
 
 // The faults of one rank. Each happens once, also where its step is done again.

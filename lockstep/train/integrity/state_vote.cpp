@@ -111,6 +111,9 @@ void StateVote::repair(const std::vector<Split>& splits,
   for (const NamedSlice& slice : slices) {
     if (slice.model && opened.insert(slice.model->shared().get()).second)
       parallel::ShardedModel(*slice.model).begin_update();
+    // What is made from weights, such as their 8-bit codes, is made by all ranks together: all see
+    // a change.
+    slice.tensor.unsafeGetTensorImpl()->bump_version();
   }
   for (const Split& split : splits) {
     if (split.item->mine < 0) continue;

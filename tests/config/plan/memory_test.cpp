@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "lockstep/config/plan/fit_recompute.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/size_text.h"
@@ -303,6 +304,53 @@ TEST(Memory, OfManyRanks) {
   const auto ranks = plan_for(config, 1024);
   ASSERT_EQ(ranks.size(), 1024u);
   EXPECT_EQ(ranks[1], ranks[17]);
+}
+
+// As few blocks as the limit allows, spread over the model; and never more than it allows.
+TEST(Memory, FitRecomputesAsLittleAsTheLimitAllows) {
+  TrainConfig config = large();
+  config.parallel.pp = 2;
+  config.train.global_batch = 16;
+  config.model = config.model.resolved(config.train.seq_len, 4096);
+  const auto peak = [&](const TrainConfig& of) {
+    const auto ranks = plan_for(of, 2);
+    return std::max(ranks[0].total(), ranks[1].total());
+  };
+  const auto with = [&](int64_t selective, int64_t full) {
+    TrainConfig other = config;
+    other.train.fit = RecomputedBlocks{selective, full};
+    return other;
+  };
+  const int64_t none = peak(with(0, 0)), all = peak(with(0, 8));
+  ASSERT_LT(all, none * 3 / 4);
+  int64_t before = 0;
+  for (int percent = 0; percent <= 110; percent += 10) {
+    const int64_t limit = (all + (none - all) * percent / 100) * 100 / 94 + 100;
+    TrainConfig fitted = with(0, 0);
+    fit_recompute(fitted, config.model, 2, limit);
+    const auto [selective, full] = *fitted.train.fit;
+    EXPECT_LE(peak(fitted), limit * 94 / 100 + 100) << percent;
+    const int64_t level = selective + 2 * full;
+    for (int64_t less = 0; less < level; ++less) {
+      const auto other = less <= 8 ? with(less, 0) : with(16 - less, less - 8);
+      EXPECT_GT(peak(other), limit / 100 * 94) << percent << " " << less;
+    }
+    if (percent > 0) {
+      EXPECT_LE(level, before);
+    }
+    before = level;
+    int64_t found_full = 0, found_selective = 0;
+    for (int64_t i = 0; i < 8; ++i) {
+      found_full += fitted.recompute_of(i) == Recompute::full ? 1 : 0;
+      found_selective += fitted.recompute_of(i) == Recompute::selective ? 1 : 0;
+    }
+    EXPECT_EQ(found_full, full);
+    EXPECT_EQ(found_selective, selective);
+  }
+  EXPECT_EQ(before, 0);
+  EXPECT_NE(with(0, 4).recompute_of(0), with(0, 4).recompute_of(1));
+  TrainConfig fitted = with(0, 0);
+  EXPECT_THROW(fit_recompute(fitted, config.model, 2, all), ConfigError);
 }
 
 TEST(Memory, RefusesStateThatDoesNotFit) {

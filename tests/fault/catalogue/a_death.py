@@ -100,6 +100,96 @@ def a2(trial):
     trial.within(slow, 2.0, "first step")
 
 
+RECOVERED = {  # with four ranks, as the promise has it
+    "dp": {},
+    "tp": {"parallel__tp": 2},
+    "sequence": {"parallel__tp": 2, "parallel__sequence_parallel": "true"},
+    "pp": {"parallel__pp": 2, "model__layers": 2},
+    "interleaved": {"parallel__pp": 2, "parallel__chunks": 2, "model__layers": 4},
+    "tp and pp": {"parallel__tp": 2, "parallel__pp": 2, "model__layers": 2},
+    "shard optimizer": {"parallel__shard": "optimizer"},
+    "shard grad_op": {"parallel__shard": "grad_op"},
+    "shard full": {"parallel__shard": "full"},
+    "hybrid": {"parallel__shard": "hybrid", "parallel__shard_size": 2},
+    "shard and pp": {"parallel__shard": "full", "parallel__pp": 2, "model__layers": 2},
+    "offload": {"parallel__shard": "full", "offload__params": "true", "offload__optimizer": "true"},
+}
+
+
+def recovered(trial, layout, name, lose):
+    """A run whose ranks die as lose() does it, and continue from memory; seconds from the last death to the next step, and the steps lost."""
+    steps = 60
+    whole = f"whole {layout}"
+    options = {"train__global_batch": 4, "checkpoint__every": 0, "run__recovery": None, **RECOVERED[layout]}
+    if not trial.metrics(whole).exists():
+        trial.finish(trial.train(4, whole, steps=steps, **options), 0, 180, measured=False)
+    job = trial.train(4, name, steps=steps, **{**options, "run__recovery": "memory", "run__max_restarts": 5})
+    trial.steps(job, trial.random.randrange(1, 40), name)
+    time.sleep(trial.random.random() * 0.03)
+    moment, old = lose(job)
+    trial.until(lambda: not any(map(is_alive, old)), "the old ranks do not end", 20)
+    reached = trial.last_step(name)
+    taken = restarted(trial, job, 4, old, name) - moment
+    trial.finish(job, 0, 180, measured=False)
+    resumed = [int(step) for step in re.findall(r"memory at step (\d+)", job.out)]
+    trial.require(resumed, lambda: f"{name}: not from memory: {job.err[-300:]}")
+    trial.require(weights(trial, name) == weights(trial, whole), f"{name}: the weights differ")
+    return taken, reached - resumed[-1]
+
+
+@case
+def a3(trial):
+    """Kill -9 of any of four ranks at any moment, in twelve layouts, with copies in memory and no checkpoint.
+
+    The ranks continue within 2 s (95 of 100), at most one step is lost, and they end with the bits of a run without the kill."""
+    taken, lost = [], []
+    for layout in RECOVERED:
+        for number in range(trial.count(1, 20)):
+            def kill_one(_):
+                old = trial.ranks(4)
+                os.kill(old[(number + len(taken)) % 4], signal.SIGKILL)
+                return time.monotonic(), list(old.values())
+            seconds, steps = recovered(trial, layout, f"{layout} {number}", kill_one)
+            taken.append(seconds)
+            lost.append(steps)
+    taken.sort()
+    slow = taken[int(len(taken) * 0.95 - 1e-9)]
+    trial.seen(detect=slow)
+    trial.notes.append(f"{len(taken)} kills: first step after {taken[len(taken) // 2]:.2f} s (median), {slow:.2f} s (95 of 100), "
+                       f"{taken[-1]:.2f} s (longest); {sum(lost) / len(lost):.2f} steps lost, at most {max(lost)}")
+    trial.require(max(lost) <= 1, f"{max(lost)} steps were lost")
+    trial.within(slow, 2.0, "first step")
+
+
+@case
+def a14(trial):
+    """Kill -9 of two ranks 100 ms apart, and of a rank during the recovery, with copies in memory.
+
+    The ranks continue from memory, and end with the bits of a run without the kills."""
+    def kill_two(_):
+        old = trial.ranks(4)
+        first, second = trial.random.sample(sorted(old), 2)
+        os.kill(old[first], signal.SIGKILL)
+        time.sleep(0.1)
+        if is_alive(old[second]):
+            os.kill(old[second], signal.SIGKILL)
+        return time.monotonic(), list(old.values())
+
+    def kill_again(job):
+        old = trial.ranks(4)
+        os.kill(old[trial.random.randrange(4)], signal.SIGKILL)
+        trial.until(lambda: not any(map(is_alive, old.values())), "the old ranks do not end", 20)
+        new = trial.ranks(4)
+        time.sleep(trial.random.random() * 0.5)
+        os.kill(new[trial.random.randrange(4)], signal.SIGKILL)
+        return time.monotonic(), list(new.values())
+
+    for layout in trial.count(["dp", "hybrid"], list(RECOVERED)):
+        for number in range(trial.count(1, 10)):
+            recovered(trial, layout, f"two {layout} {number}", kill_two)
+            recovered(trial, layout, f"again {layout} {number}", kill_again)
+
+
 def stop_and_replace(trial):
     job = trial.train(3, run__max_restarts=1)
     trial.steps(job, 25)

@@ -134,7 +134,7 @@ def parameter(trial):
 def b11(trial):
     """The loss, then a gradient, of one rank is not a number.
 
-    The step is skipped on all ranks; rank, step and parameter are named."""
+    The step is computed again on all ranks; rank, step and parameter are named."""
     job = faulty(trial, "nan")
     trial.says(job, "not finite", rank=1)
     name = parameter(trial)

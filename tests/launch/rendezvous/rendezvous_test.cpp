@@ -136,7 +136,7 @@ TEST(Rendezvous, ARefusedRankEndsTheRendezvousForAll) {
 
 TEST(Rendezvous, EarlierGenerationsCannotEndARendezvousAndNothingEndsAFinishedOne) {
   RendezvousServer server(kToken);
-  server.begin_generation(1);
+  server.begin_generation(1, 0);
   auto first = client(server, 0, 2, 1);
   EXPECT_THROW(client(server, 0, 2, 0), ConfigError);
   EXPECT_EQ(first.find(kJoinedKey), std::nullopt);
@@ -274,7 +274,7 @@ TEST(Rendezvous, ANewGenerationSeesNothingOfTheOld) {
   launcher.set("key", "launcher's");
   auto waiting = std::async(std::launch::async, [&] { return old.get("never", in(20'000)); });
   EXPECT_THAT(message_of<ConfigError>([&] { client(server, 1, 2, 1); }), HasSubstr("generation"));
-  server.begin_generation(1);
+  server.begin_generation(1, 0);
   EXPECT_THROW(old.set("key", "still here"), CommError);
   EXPECT_THROW(waiting.get(), Error);
   EXPECT_THROW(client(server, 1, 2, 0), ConfigError);

@@ -8,6 +8,7 @@
 
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention_heads.h"
+#include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/loss.h"
 
@@ -92,6 +93,34 @@ TEST(FusedCuda, CrossEntropy) {
       });
     }
   }
+}
+
+// Casts to 8 bits take them from the kernel that has written the tensor. Each part of the result
+// once has the largest.
+TEST(FusedCuda, LargestMagnitudesAreThoseOfTheResults) {
+  const bool wanted = notes_amax().exchange(true);
+  const auto expect_noted = [](const at::Tensor& out) {
+    const at::Tensor amax = take_amax(out);
+    ASSERT_TRUE(amax.defined());
+    const double largest = out.to(at::kDouble).abs().max().item<double>();
+    EXPECT_NEAR(amax.item<double>(), largest, 0.01 * largest);
+  };
+  const at::Tensor table = rotary_table({1, 0.5, 0.25, 0.125}, 17).cuda();
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const int part : {0, 1, 2}) {
+      SCOPED_TRACE(c10::str(c10::toString(type), " ", part));
+      const auto made = [&](at::IntArrayRef sizes, bool large) {
+        return (noise(sizes) * (large ? 30 : 1)).to(type).cuda();
+      };
+      expect_noted(cuda::merge_heads(made({2, 6, 17, 8}, part == 0), made({2, 2, 17, 8}, part == 1),
+                                     made({2, 2, 17, 8}, part == 2), table));
+      const at::Tensor gate_up =
+          at::cat({made({3, 5, 40}, part == 0), made({3, 5, 40}, part == 1)}, 2);
+      expect_noted(cuda::swiglu(gate_up));
+      expect_noted(cuda::swiglu_backward(gate_up, made({3, 5, 40}, part == 2)));
+    }
+  }
+  notes_amax() = wanted;
 }
 
 }  // namespace

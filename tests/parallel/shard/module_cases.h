@@ -2,6 +2,8 @@
 // Torch's modules as test cases, and the one comparison that all of them must pass.
 #pragma once
 
+#include <torch/nn.h>
+
 #include <functional>
 #include <memory>
 #include <string>

@@ -2,6 +2,11 @@
 // A small model, plain and sharded, that began alike.
 #pragma once
 
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
 #include <chrono>
 #include <functional>
 #include <memory>

@@ -3,7 +3,7 @@
 // gradients is the gradient: everything can be compared bit for bit.
 #pragma once
 
-#include <torch/nn.h>
+#include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 

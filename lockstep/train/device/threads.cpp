@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/train/threads.h"
+#include "lockstep/train/device/threads.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// As little recomputation as the memory of the devices allows. Private: not installed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "lockstep/config/model/model_spec.h"
+#include "lockstep/config/train_config.h"
+
+namespace lockstep::config {
+
+// With train.recompute fit: how many blocks recompute a part or all of their activations, so that
+// the predicted peak of every rank stays within the part of `limit` bytes that a prediction may
+// use. As few as possible; a part before all. ConfigError if recomputing all is not enough. Without
+// fit, nothing changes. The configuration must be valid for `world` ranks.
+void fit_recompute(TrainConfig& config, const ModelSpec& model, int world, int64_t limit);
+
+// "recompute a part of 8 blocks and all of 4, of 24".
+std::string describe_fit(const RecomputedBlocks& blocks, int64_t layers);
+
+}  // namespace lockstep::config

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/launch/recovery_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace lockstep::launch {
+
+Fd make_recovery_memory(int ranks) {
+  Fd memory(memfd_create("lockstep-recovery", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.valid() || ftruncate(memory.get(), ranks * kRecoveryStride) != 0) return {};
+  // A rank that made it shorter would end the others with SIGBUS.
+  if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return {};
+  return memory;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// tile_attention.h by libtorch's flash attention. Private: not installed.
+#pragma once
+
+#include "lockstep/nn/context/tile_attention.h"
+
+namespace lockstep::nn::flash_tiles {
+
+// Whether libtorch has it (2.5 or later, on CUDA) for heads like these.
+bool can_attend(const at::Tensor& q);
+PartialAttention attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const AttentionTile& tile);
+void add_gradients(const AttentionGradients& sums, const at::Tensor& q, const at::Tensor& k,
+                   const at::Tensor& v, const AttentionResult& result, const AttentionTile& tile);
+
+}  // namespace lockstep::nn::flash_tiles

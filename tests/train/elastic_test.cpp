@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs that continue with fewer ranks after some have died, and with all of them again.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/train/train_command.h"
+
+namespace lockstep::test {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+class ElasticRun : public Train {
+ protected:
+  static Words elastic(const std::string& ranks, int steps) {
+    return {"-n",
+            ranks,
+            "--train.steps",
+            std::to_string(steps),
+            "--train.micro_batch",
+            "1",
+            "--train.global_batch",
+            "12",
+            "--train.threads",
+            "1",
+            "--run.max_restarts",
+            "5",
+            "--checkpoint.every",
+            "2",
+            "--checkpoint.keep",
+            "2"};
+  }
+  // How many ranks the run had, and what was lost, at each change.
+  static std::vector<std::string> worlds(const std::string& folder) {
+    std::vector<std::string> found;
+    std::istringstream lines(read_file(folder + "/events.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+      const json event = json::parse(line);
+      if (event["event"] != "world") continue;
+      found.push_back(std::to_string(event["from"].get<int>()) + " to " +
+                      std::to_string(event["ranks"].get<int>()) + " " +
+                      event["lost"].get<std::string>() + ": " + event["layout"].get<std::string>());
+    }
+    return found;
+  }
+};
+
+// Rank 0 sleeps until the places of both can be used again.
+TEST_F(ElasticRun, FourRanksThenThreeThenTwoThenFourFollowTheUndisturbedCurve) {
+  const Words batch(elastic("4", 20));
+  const auto plain = steps("plain", Words(batch.begin() + 2, batch.end() - 6));
+  const Result result = lockstep_command(
+      command(elastic("2:4", 20) + Words{"--run.grow_after", "6", "--run.dir", path("run")}),
+      {"LOCKSTEP_FAULT=rank=3,step=4,action=kill,start=each;rank=2,step=8,action=kill,start=each;"
+       "rank=0,step=12,action=sleep:7"
+       ",start=each"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  const auto found = read_steps(path("metrics.jsonl"));
+  expect_close(losses(found), losses(plain), 1e-5);
+  EXPECT_THAT(worlds(path("run")),
+              ElementsAre("4 to 3 rank 3: dp 3", "3 to 2 rank 2: dp 2", "2 to 4 : dp 4"));
+  EXPECT_THAT(result.err, says("3 of 4 ranks ... rank 3 ... dp 3"));
+  const Result report = lockstep_command({"report", path("run"), "--text"});
+  EXPECT_EQ(report.code, 0) << report.err;
+}
+
+// The same with copies in memory and without a checkpoint before the end.
+TEST_F(ElasticRun, ContinuesFromTheCopiesOfMoreAndOfFewerRanks) {
+  const Words none{"--checkpoint.every", "0"};
+  const Words batch(elastic("4", 14));
+  const auto plain = steps("plain", Words(batch.begin() + 2, batch.end() - 6));
+  const Result result = lockstep_command(
+      command(elastic("2:4", 14) + none +
+              Words{"--recovery", "memory", "--run.grow_after", "6", "--run.dir", path("run")}),
+      {"LOCKSTEP_FAULT=rank=3,step=4,action=kill,start=each;rank=0,step=9,action=sleep:7"
+       ",start=each"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  expect_close(losses(read_steps(path("metrics.jsonl"))), losses(plain), 1e-5);
+  EXPECT_THAT(worlds(path("run")), ElementsAre("4 to 3 rank 3: dp 3", "3 to 4 : dp 4"));
+  size_t resumed = 0;
+  for (size_t at = 0; (at = result.out.find("memory at step", at)) != std::string::npos; ++at)
+    ++resumed;
+  EXPECT_EQ(resumed, 2U) << result.out << result.err;
+}
+
+TEST_F(ElasticRun, RefusesBoundsThatCannotWork) {
+  expect_refused(elastic("3:2", 4), "-n 3:2 ... MIN 3 ... MAX 2");
+  expect_refused(elastic("0:2", 4), "-n ... 0:2 ... at least 1");
+  expect_refused({"-n", "2:4"}, "-n 2:4 ... run.max_restarts is 0");
+  expect_refused({"--run.min_ranks", "2"}, "run.min_ranks is 2 ... -n 2:MAX");
+  expect_refused(elastic("2:4", 4) + Words{"--run.grow_after", "0"}, "run.grow_after ... 0");
+}
+
+}  // namespace
+}  // namespace lockstep::test
