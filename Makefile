@@ -17,9 +17,9 @@ define configure
 	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
 	fi
 endef
-# $(call ctest,FOLDER,OPTIONS). Two tests more than there are cores: many wait, for a deadline or for their peers.
+# $(call ctest,FOLDER,OPTIONS). Three places more than there are cores: many tests wait, for a deadline or for their peers.
 define ctest
-	@ctest -j $$(($(JOBS) + 2)) --no-tests=error --test-dir $(1) $(2) || { python3 tests/package/test_failures.py $(1); exit 1; }
+	@ctest -j $$(($(JOBS) + 3)) --no-tests=error --test-dir $(1) $(2) || { python3 tests/package/test_failures.py $(1); exit 1; }
 endef
 
 .NOTPARALLEL:
@@ -37,7 +37,7 @@ help:
 	@echo "make api                 write the reference of the installed headers to build/docs/api.md"
 	@echo "make lint                formatting, the layer rule, and words that have a better term"
 	@echo "make tidy                clang-tidy over the half that does not use torch; SINCE=COMMIT: over what has changed since"
-	@echo "make check-all           lint, test, wider tests, pages in Chromium, and builds with sanitizers"
+	@echo "make check-all           lint, all tests with whole grids, pages in Chromium, and builds with sanitizers"
 	@echo "make check-no-pch        compile every file by itself without precompiled headers (an hour; then only what has changed)"
 	@echo "make faults              inject each fault of the catalogue once (root; under 30 minutes); FAULTS=A1,C: only these"
 	@echo "make faults-all          the same with full counts and ten minutes of fuzzing (hours)"
@@ -118,29 +118,17 @@ tidy: setup
 	files=$$(if [ -n "$(SINCE)" ]; then git diff --name-only --diff-filter=d $(SINCE) -- $(TIDY); else git ls-files $(TIDY); fi); \
 	[ -z "$$files" ] || echo $$files | xargs -n 1 -P $(JOBS) clang-tidy -p build/tidy --quiet
 
-check-all: lint test check-wide check-pages check-asan check-tsan
+check-all: lint check-wide check-pages check-asan check-tsan
 
 # Everything, on a machine with a GPU: also the tests of CUDA, and of NCCL with several ranks on one GPU.
 check-gpu:
 	@$(MAKE) test PRESET=cuda
 
-# What `make test` takes samples of.
+# All tests, with the whole of what `make test` takes samples of.
 check-wide: export LOCKSTEP_TEST_ALL=1
 check-wide: export OMP_NUM_THREADS=1
 check-wide: tests
-	$(BUILD)/bin/equivalence_tests
-	$(BUILD)/bin/checkpoint_tests
-	$(BUILD)/bin/comm_tests
-	$(BUILD)/bin/fault_tests --gtest_filter='StrategyFaults*:VerifiedMpi*'
-	$(BUILD)/bin/fabric_tests --gtest_filter='Collectives*'
-	$(BUILD)/bin/formats_tests --gtest_filter='*Mutations*'
-	$(BUILD)/bin/init_tests --gtest_filter='Init*'
-	$(BUILD)/bin/shard_tests --gtest_filter='ShardWrites*:Units.ThousandsOfUnitsShareFewFileDescriptors'
-	$(BUILD)/bin/offload_tests --gtest_filter='LoadUsed*:OffloadWrites*'
-	$(BUILD)/bin/nccl_tests --gtest_filter='*WorldsOneAfterAnother*'
-	$(BUILD)/bin/train_tests
-	$(call ctest,$(BUILD),-R '^(cluster_train|package_consumer|package_negative_compile)$$')
-	for ranks in 1 2 4; do $(BUILD)/bin/lockstep run -n $$ranks $(BUILD)/bin/process_tests --gtest_filter='*MemoryPrediction*' || exit 1; done
+	$(call ctest,$(BUILD))
 	if command -v mpirun >/dev/null; then LOCKSTEP_TEST_BACKEND=mpi mpirun -n 4 --oversubscribe --allow-run-as-root --bind-to none \
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi
 	for ranks in 1 2 3 4 8; do for backend in shm gloo mpi; do \

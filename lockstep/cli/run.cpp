@@ -2,6 +2,7 @@
 #include "lockstep/cli/run.h"
 
 #include "lockstep/cli/common/options.h"
+#include "lockstep/cli/common/torch_program.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
@@ -123,6 +124,7 @@ int run(const std::vector<std::string>& arguments) {
   options.grace = milliseconds{grace};
   options.stop_grace = milliseconds{stop_grace};
   options.command = program_of(app);
+  options.forks = !options.command.empty() && is_torch_program(options.command.front());
   return launch::run(options);
 }
 

@@ -61,8 +61,9 @@ Pipeline parallelize(std::shared_ptr<Module> module, const ParallelConfig& confi
   detail::require_one_stage(config);
   const Layer layer{[module](torch::nn::Module& stage) {
     detail::register_parts(stage, *module);
-    return LayerForward(
-        [module](const Tensors& in) { return detail::call(*module, module->name(), in); });
+    return LayerForward([module](const Tensors& in) {
+      return detail::call<Module>(module.get(), module->name(), in);
+    });
   }};
   return detail::parallelize_built(layer, config, group, std::move(others));
 }

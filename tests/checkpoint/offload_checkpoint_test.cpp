@@ -17,7 +17,7 @@ using layout::OffloadOptions;
 using layout::OffloadStrategy;
 using layout::UpdateSite;
 
-constexpr int kSaved = 5, kEnd = 10;
+constexpr int kStepSaved = 5, kStepEnd = 10;
 constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
 
 OffloadOptions all_offloaded(UpdateSite site) {
@@ -30,7 +30,7 @@ OffloadOptions all_offloaded(UpdateSite site) {
 
 struct TrainingSegment {
   std::optional<OffloadOptions> offload = std::nullopt;
-  int begin = 0, end = kEnd;
+  int begin = 0, end = kStepEnd;
   std::string load = {}, save = {};  // a checkpoint, and the folder for one
   bool used = false;                 // the model has been, before it is loaded
   at::ScalarType dtype = at::kBFloat16;
@@ -84,8 +84,8 @@ Curve train(const comm::Group& group, const TrainingSegment& segment) {
 
 void expect_tail(const Curve& whole, const Curve& tail, const std::string& what) {
   SCOPED_TRACE(what);
-  EXPECT_EQ(std::vector(whole.losses.begin() + kSaved, whole.losses.end()), tail.losses);
-  EXPECT_EQ(std::vector(whole.norms.begin() + kSaved, whole.norms.end()), tail.norms);
+  EXPECT_EQ(std::vector(whole.losses.begin() + kStepSaved, whole.losses.end()), tail.losses);
+  EXPECT_EQ(std::vector(whole.norms.begin() + kStepSaved, whole.norms.end()), tail.norms);
   ASSERT_EQ(whole.weights.size(), tail.weights.size());
   for (size_t i = 0; i < whole.weights.size(); ++i)
     EXPECT_TRUE(whole.weights[i].equal(tail.weights[i])) << i;
@@ -100,12 +100,13 @@ TEST(OffloadCheckpoint, ResumesWithTheSameBits) {
       const Curve whole = train(group, {});
       for (size_t from = 0; from < std::size(forms); ++from) {
         const Curve first = train(group, {.offload = forms[from],
-                                          .end = kSaved,
+                                          .end = kStepSaved,
                                           .save = folder.path() + "/" + std::to_string(from)});
         for (size_t to = 0; to < std::size(forms); ++to) {
           for (const bool used : {false, true}) {
             const Curve second = train(
-                group, {.offload = forms[to], .begin = kSaved, .load = first.saved, .used = used});
+                group,
+                {.offload = forms[to], .begin = kStepSaved, .load = first.saved, .used = used});
             expect_tail(whole, second,
                         std::to_string(from) + " to " + std::to_string(to) +
                             (used ? ", used, " : ", ") + std::to_string(ranks) + " ranks");
@@ -149,12 +150,12 @@ TEST(OffloadCheckpoint, ResumesOtherRulesAndTypesWithTheSameBits) {
       for (size_t from = 0; from < 2; ++from) {
         const Curve first =
             train(group, {.offload = forms[from],
-                          .end = kSaved,
+                          .end = kStepSaved,
                           .save = folder.path() + "/" + std::to_string(2 * i + from),
                           .dtype = dtype,
                           .sgd = sgd});
         const Curve second = train(group, {.offload = forms[1 - from],
-                                           .begin = kSaved,
+                                           .begin = kStepSaved,
                                            .load = first.saved,
                                            .used = true,
                                            .dtype = dtype,
@@ -182,12 +183,12 @@ TEST(OffloadCheckpoint, ResumesWithAndWithoutCodecs) {
         for (size_t from = 0; from < std::size(forms); ++from) {
           const Curve whole = train(group, {.offload = forms[from], .dtype = dtype});
           const Curve first = train(group, {.offload = forms[from],
-                                            .end = kSaved,
+                                            .end = kStepSaved,
                                             .save = folder.path() + "/" + std::to_string(from),
                                             .dtype = dtype});
           for (size_t to = 0; to < std::size(forms); ++to) {
             const Curve second = train(group, {.offload = forms[to],
-                                               .begin = kSaved,
+                                               .begin = kStepSaved,
                                                .load = first.saved,
                                                .used = true,
                                                .dtype = dtype});
@@ -195,7 +196,7 @@ TEST(OffloadCheckpoint, ResumesWithAndWithoutCodecs) {
                                      std::to_string(ranks) + " ranks";
             if (from == to && from != 3) expect_tail(whole, second, what);
             for (size_t i = 0; i < second.losses.size(); ++i) {
-              const double loss = whole.losses[kSaved + i];
+              const double loss = whole.losses[kStepSaved + i];
               EXPECT_NEAR(second.losses[i], loss, 0.02 * loss) << what;
             }
           }
@@ -218,11 +219,11 @@ TEST(OffloadCheckpoint, ResumesAfterPlacesWereDecidedAgain) {
     comm::run_threads(ranks, [&](const comm::Group& group) {
       const Curve whole = train(group, {});
       const Curve first =
-          train(group, {.offload = pressed, .end = kSaved, .save = folder.path() + "/saved"});
+          train(group, {.offload = pressed, .end = kStepSaved, .save = folder.path() + "/saved"});
       EXPECT_TRUE(first.decisions == 1 || ranks == 2) << first.decisions;
       for (const auto& form : {std::optional<OffloadOptions>(), std::optional(pressed)}) {
         const Curve second =
-            train(group, {.offload = form, .begin = kSaved, .load = first.saved, .used = true});
+            train(group, {.offload = form, .begin = kStepSaved, .load = first.saved, .used = true});
         expect_tail(whole, second, form ? "offloaded" : "not offloaded");
       }
     });
@@ -247,14 +248,15 @@ TEST(OffloadCheckpoint, ResumesOnAnotherNumberOfRanks) {
   const TempDir folder;
   std::string saved;
   comm::run_threads(2, [&](const comm::Group& group) {
-    const Curve curve =
-        train(group,
-              {.offload = all_offloaded(UpdateSite::device), .end = kSaved, .save = folder.path()});
+    const Curve curve = train(
+        group,
+        {.offload = all_offloaded(UpdateSite::device), .end = kStepSaved, .save = folder.path()});
     if (group.rank() == 0) saved = curve.saved;
   });
-  const Curve plain = train({}, {.begin = kSaved, .load = saved});
+  const Curve plain = train({}, {.begin = kStepSaved, .load = saved});
   for (const UpdateSite site : {UpdateSite::cpu, UpdateSite::device}) {
-    const Curve moved = train({}, {.offload = all_offloaded(site), .begin = kSaved, .load = saved});
+    const Curve moved =
+        train({}, {.offload = all_offloaded(site), .begin = kStepSaved, .load = saved});
     EXPECT_EQ(plain.losses, moved.losses);
     EXPECT_EQ(plain.norms, moved.norms);
     ASSERT_EQ(plain.weights.size(), moved.weights.size());

@@ -26,12 +26,18 @@ std::vector<char*> argv_of(const std::vector<std::string>& words) {
   return argv;
 }
 
+std::string path_beside(const char* name) {
+  return (fs::path(own_path()).parent_path() / name).string();
+}
+
 }  // namespace
 
 std::string own_path() { return fs::read_symlink("/proc/self/exe").string(); }
 
+bool is_torch_program(const std::string& path) { return path == path_beside("lockstep-torch"); }
+
 std::string torch_path() {
-  const std::string path = (fs::path(own_path()).parent_path() / "lockstep-torch").string();
+  const std::string path = path_beside("lockstep-torch");
   if (access(path.c_str(), X_OK) != 0)
     throw ConfigError(format("{} is missing: this build has no libtorch", path));
   return path;

@@ -10,6 +10,8 @@ namespace lockstep::cli {
 std::string own_path();
 // Throws ConfigError where this build has none.
 std::string torch_path();
+// Whether it is that program, whose main() calls launch::serve_forks().
+bool is_torch_program(const std::string& path);
 
 enum class StandardOutput { shown, discarded };
 

@@ -35,6 +35,7 @@ int start(const std::string& command, const Words& arguments, const ModelOptions
   options.ranks = model.ranks;
   options.bare_rank_0 = true;
   options.command = words;
+  options.forks = true;
   return launch::run(options);
 }
 

@@ -14,9 +14,9 @@ namespace lockstep::parallel::detail {
 namespace {
 
 constexpr size_t kMostShards = 8;
-constexpr int64_t kSamples = 32;    // of each
-constexpr int64_t kLeastKnown = 8;  // samples that are not zero
-constexpr double kPerUnit = 1e4;    // facts are integers: ln(factor) in units of 0.01 %
+constexpr int64_t kCheckedSamples = 32;  // of each
+constexpr int64_t kLeastKnown = 8;       // samples that are not zero
+constexpr double kPerUnit = 1e4;         // facts are integers: ln(factor) in units of 0.01 %
 
 // A comparison waits for the device. A mistake is in every step, so few are looked at there.
 bool is_compared(int64_t reduction, bool on_device) {
@@ -45,7 +45,7 @@ at::Tensor ScalingWatch::samples() const {
     const at::Tensor& gradient = shard->grad();
     if (!gradient.defined() || gradient.is_sparse() || find_tag(gradient) != nullptr) return {};
     const at::Tensor line = gradient.detach().reshape({-1});
-    const int64_t step = std::max<int64_t>(1, line.numel() / kSamples);
+    const int64_t step = std::max<int64_t>(1, line.numel() / kCheckedSamples);
     parts.push_back(line.slice(0, 0, line.numel(), step).to(at::kDouble));
   }
   return parts.empty() ? at::Tensor() : at::cat(parts).cpu();

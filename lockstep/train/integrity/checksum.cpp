@@ -6,7 +6,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <functional>
 
@@ -18,43 +17,12 @@ using detail::Words;
 constexpr int64_t kCopied = int64_t{16} << 20;  // bytes that are copied at a time
 constexpr int64_t kGrain = int64_t{1} << 18;    // words of a thread at least
 
-constexpr auto kPlaces = [] {
-  std::array<uint32_t, detail::kRow> factors{};
-  for (uint32_t place = 0; place < detail::kRow; ++place)
-    factors[place] = place * detail::kPlaceFactor | 1U;
-  return factors;
-}();
-
-// Compilers make vectors of a loop whose length they know.
-template <class Word>
-uint64_t row_sum(const Word* words, const uint32_t* factors, uint64_t count) {
-  uint64_t sum = 0;
-  if (count == detail::kRow) {
-    for (uint64_t i = 0; i < detail::kRow; ++i) sum += uint64_t{words[i]} * factors[i];
-  } else {
-    for (uint64_t i = 0; i < count; ++i) sum += uint64_t{words[i]} * factors[i];
-  }
-  return sum;
-}
-
-template <class Word>
-uint64_t sum_of(const Word* words, uint64_t count, uint64_t first) {
-  uint64_t sum = 0;
-  for (uint64_t at = 0; at < count;) {
-    const uint64_t row = (first + at) / detail::kRow, place = (first + at) % detail::kRow;
-    const uint64_t length = std::min(detail::kRow - place, count - at);
-    sum += row_sum(words + at, kPlaces.data() + place, length) * (row * detail::kRowFactor | 1U);
-    at += length;
-  }
-  return sum;
-}
-
 uint64_t sum_of(const Words& words) {
   std::atomic<uint64_t> sum{0};
   at::parallel_for(0, words.count, kGrain, [&](int64_t begin, int64_t end) {
     const auto part = [&]<class Word>(const Word* data) {
-      return sum_of(data + begin, static_cast<uint64_t>(end - begin),
-                    words.first + static_cast<uint64_t>(begin));
+      return detail::sum_of_words(data + begin, static_cast<uint64_t>(end - begin),
+                                  words.first + static_cast<uint64_t>(begin));
     };
     sum += words.width == 4   ? part(static_cast<const uint32_t*>(words.data))
            : words.width == 2 ? part(static_cast<const uint16_t*>(words.data))

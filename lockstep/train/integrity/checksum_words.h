@@ -19,6 +19,11 @@ constexpr uint64_t kRow = 256;
 constexpr uint64_t kRowFactor = 0x9e3779b97f4a7c15U;  // of row r: r * kRowFactor | 1
 constexpr uint32_t kPlaceFactor = 2654435761U;        // of place p: p * kPlaceFactor | 1
 
+// The sum of `count` words, the first of which is number `first` of the tensor. On the CPU, for
+// words of 1, 2 and 4 bytes.
+template <class Word>
+uint64_t sum_of_words(const Word* words, uint64_t count, uint64_t first);
+
 // Adds the sum of these to a number on the device, in the order of `stream`.
 void launch_sum(const Words& words, int64_t* sum, void* stream);
 

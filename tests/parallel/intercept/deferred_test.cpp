@@ -29,7 +29,7 @@ namespace lockstep::parallel {
 namespace {
 
 // Large enough to be without memory.
-constexpr int64_t kWide = 192;
+constexpr int64_t kDeferredWidth = 192;
 
 std::map<std::string, at::Tensor> tensors_of(const torch::nn::Module& module) {
   std::map<std::string, at::Tensor> all;
@@ -85,12 +85,14 @@ TORCH_MODULE(Own);
 
 torch::nn::Sequential torch_modules() {
   return torch::nn::Sequential(
-      torch::nn::Linear(kWide, 2 * kWide), torch::nn::Linear(3, 2),
+      torch::nn::Linear(kDeferredWidth, 2 * kDeferredWidth), torch::nn::Linear(3, 2),
       torch::nn::Embedding(torch::nn::EmbeddingOptions(300, 100).padding_idx(7)),
-      torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWide, kWide})), torch::nn::BatchNorm2d(8),
-      torch::nn::LSTM(torch::nn::LSTMOptions(kWide, kWide).num_layers(2)), torch::nn::GRU(4, 4),
-      torch::nn::MultiheadAttention(kWide, 4),
-      torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(kWide, 4)),
+      torch::nn::LayerNorm(torch::nn::LayerNormOptions({kDeferredWidth, kDeferredWidth})),
+      torch::nn::BatchNorm2d(8),
+      torch::nn::LSTM(torch::nn::LSTMOptions(kDeferredWidth, kDeferredWidth).num_layers(2)),
+      torch::nn::GRU(4, 4), torch::nn::MultiheadAttention(kDeferredWidth, 4),
+      torch::nn::TransformerEncoderLayer(
+          torch::nn::TransformerEncoderLayerOptions(kDeferredWidth, 4)),
       torch::nn::Conv2d(torch::nn::Conv2dOptions(64, 64, 3)), torch::nn::PReLU(),
       torch::nn::GroupNorm(2, 8));
 }
@@ -146,8 +148,8 @@ TEST(Deferred, TorchModulesGetTheirUsualInitialValues) {
 }
 
 TEST(Deferred, UserModulesGetTheirUsualInitialValues) {
-  const Own plain(kWide);
-  const Own model = materialize(deferred([] { return Own(kWide); }), {.seed = 1});
+  const Own plain(kDeferredWidth);
+  const Own model = materialize(deferred([] { return Own(kDeferredWidth); }), {.seed = 1});
   expect_same_form(*plain, *model);
   for (const char* name :
        {"ones", "mask", "table", "blob", "count", "steps", "eye", "wide", "frozen", "inner.bias"}) {
@@ -173,7 +175,7 @@ TEST(Deferred, ValuesAreThoseOfInitialize) {
   // The same distributions, seed and names: the same bits, but for the rounding of bounds.
   const auto make = [] {
     return torch::nn::Sequential(
-        torch::nn::Linear(kWide, kWide), torch::nn::Embedding(300, 100),
+        torch::nn::Linear(kDeferredWidth, kDeferredWidth), torch::nn::Embedding(300, 100),
         torch::nn::LSTM(torch::nn::LSTMOptions(8, 8)), torch::nn::Conv2d(3, 4, 3),
         torch::nn::Transformer(torch::nn::TransformerOptions(16, 2, 1, 1)));
   };
@@ -189,8 +191,9 @@ TEST(Deferred, ValuesAreThoseOfInitialize) {
 TEST(Deferred, SeedAndNameDecide) {
   const auto make = [](uint64_t seed) {
     const auto twins = [] {
-      return torch::nn::Sequential(torch::nn::Linear(kWide, kWide), torch::nn::Linear(kWide, kWide),
-                                   Own(kWide));
+      return torch::nn::Sequential(torch::nn::Linear(kDeferredWidth, kDeferredWidth),
+                                   torch::nn::Linear(kDeferredWidth, kDeferredWidth),
+                                   Own(kDeferredWidth));
     };
     return tensors_of(*materialize(deferred(twins), {.seed = seed}));
   };
@@ -209,7 +212,7 @@ TEST(Deferred, GeneratorsOfTorchAreLeftAlone) {
   auto model = deferred([] {
     auto all = std::make_shared<torch::nn::Module>();
     all->register_module("torchs", torch_modules());
-    all->register_module("own", Own(kWide));
+    all->register_module("own", Own(kDeferredWidth));
     return all;
   });
   EXPECT_TRUE(at::equal(state(), before));
@@ -223,7 +226,8 @@ TEST(Deferred, GeneratorsOfTorchAreLeftAlone) {
 }
 
 TEST(Deferred, ConstructionTakesNoMemory) {
-  materialize(deferred([] { return torch::nn::Linear(kWide, kWide); }));  // what torch loads once
+  materialize(deferred(
+      [] { return torch::nn::Linear(kDeferredWidth, kDeferredWidth); }));  // what torch loads once
   const size_t before = resident_bytes();
   auto model = deferred([] {
     torch::nn::Sequential layers;
@@ -238,7 +242,7 @@ TEST(Deferred, ConstructionTakesNoMemory) {
 }
 
 TEST(Deferred, OneRecordedValueIsComputedAlone) {
-  auto model = deferred([] { return Own(kWide); });
+  auto model = deferred([] { return Own(kDeferredWidth); });
   const at::Tensor scaled = model.model->scaled;
   EXPECT_TRUE(scaled.is_meta());
   EXPECT_TRUE(model.recording->knows(scaled));
@@ -265,7 +269,7 @@ TEST(Deferred, AUserRuleComesFirst) {
     return true;
   };
   const auto make = [] {
-    return torch::nn::Sequential(torch::nn::Linear(kWide, kWide),
+    return torch::nn::Sequential(torch::nn::Linear(kDeferredWidth, kDeferredWidth),
                                  torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})));
   };
   const auto model = materialize(deferred(make), {.seed = 4, .rule = rule});
@@ -280,14 +284,14 @@ TEST(Deferred, AUserRuleComesFirst) {
 TEST(Deferred, LockstepModulesGetInitialValues) {
   const auto make = [] {
     auto all = std::make_shared<torch::nn::Module>();
-    all->register_module("linear", lockstep::nn::Linear(kWide, kWide));
-    all->register_module("embedding", lockstep::nn::Embedding(kWide, kWide));
-    all->register_module("norm", lockstep::nn::LayerNorm(kWide));
+    all->register_module("linear", lockstep::nn::Linear(kDeferredWidth, kDeferredWidth));
+    all->register_module("embedding", lockstep::nn::Embedding(kDeferredWidth, kDeferredWidth));
+    all->register_module("norm", lockstep::nn::LayerNorm(kDeferredWidth));
     return all;
   };
   for (int i = 0; i < 3; ++i) {
-    at::full({2, kWide, kWide}, 3.0);  // memory that others have used
-    at::full({kWide}, 3.0);
+    at::full({2, kDeferredWidth, kDeferredWidth}, 3.0);  // memory that others have used
+    at::full({kDeferredWidth}, 3.0);
   }
   const auto model = materialize(deferred(make));
   for (const auto& [name, tensor] : tensors_of(*model)) {
@@ -307,7 +311,7 @@ TEST(Deferred, LockstepModulesGetInitialValues) {
 TEST(Deferred, LanguageModelsComputeTheSame) {
   for (const auto kind : {config::ModelKind::gpt, config::ModelKind::llama}) {
     const auto spec =
-        config::ModelSpec{.kind = kind, .layers = 2, .hidden = kWide, .heads = 4}.resolved(
+        config::ModelSpec{.kind = kind, .layers = 2, .hidden = kDeferredWidth, .heads = 4}.resolved(
             /*seq_len=*/64, /*tokenizer_vocab=*/300);
     const auto make = [&] { return model::LanguageModel(spec); };
     auto plain = make();
@@ -324,8 +328,8 @@ TEST(Deferred, LanguageModelsComputeTheSame) {
 }
 
 TEST(Deferred, MaterialisedModelsTrain) {
-  Own model = materialize(deferred([] { return Own(kWide); }));
-  const at::Tensor x = at::ones({3, kWide});
+  Own model = materialize(deferred([] { return Own(kDeferredWidth); }));
+  const at::Tensor x = at::ones({3, kDeferredWidth});
   model->forward(x).square().mean().backward();
   for (const at::Tensor& used : {model->scaled, model->inner->weight, model->normal}) {
     ASSERT_TRUE(used.grad().defined());
@@ -333,7 +337,7 @@ TEST(Deferred, MaterialisedModelsTrain) {
     EXPECT_EQ(used.grad().sizes(), used.sizes());
   }
   // The same gradients as of a plain model with these values.
-  Own plain(kWide);
+  Own plain(kDeferredWidth);
   {
     const at::NoGradGuard no_grad;
     const auto from = tensors_of(*model);
@@ -343,15 +347,16 @@ TEST(Deferred, MaterialisedModelsTrain) {
   EXPECT_TRUE(at::equal(plain->scaled.grad(), model->scaled.grad()));
 
   auto layer = materialize(deferred([] {
-    return torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(kWide, 4));
+    return torch::nn::TransformerEncoderLayer(
+        torch::nn::TransformerEncoderLayerOptions(kDeferredWidth, 4));
   }));
-  layer->forward(at::randn({5, 2, kWide})).square().sum().backward();
+  layer->forward(at::randn({5, 2, kDeferredWidth})).square().sum().backward();
   for (const at::Tensor& parameter : layer->parameters()) EXPECT_TRUE(parameter.grad().defined());
 }
 
 TEST(Deferred, ModulesMayBeConverted) {
   const auto model = materialize(deferred([] {
-    torch::nn::Linear linear(kWide, kWide);
+    torch::nn::Linear linear(kDeferredWidth, kDeferredWidth);
     linear->to(torch::kDouble);
     linear->to(torch::kCPU);
     return linear;
@@ -364,23 +369,24 @@ TEST(Deferred, ModulesMayBeConverted) {
 
 TEST(Deferred, OrthogonalMatrices) {
   const auto model = materialize(deferred([] {
-    torch::nn::Linear linear(kWide, kWide);
+    torch::nn::Linear linear(kDeferredWidth, kDeferredWidth);
     torch::nn::init::orthogonal_(linear->weight);
     return linear;
   }));
   const at::Tensor& weight = model->weight;
-  EXPECT_TRUE(at::allclose(weight.matmul(weight.t()), at::eye(kWide), 1e-4, 1e-4));
+  EXPECT_TRUE(at::allclose(weight.matmul(weight.t()), at::eye(kDeferredWidth), 1e-4, 1e-4));
 }
 
 TEST(Deferred, ThreadsBuildForThemselves) {
-  const Own expected = materialize(deferred([] { return Own(kWide); }), {.seed = 1});
+  const Own expected = materialize(deferred([] { return Own(kDeferredWidth); }), {.seed = 1});
   comm::run_threads(4, [&](const comm::Group& group) {
     for (int i = 0; i < 5; ++i) {
       if (group.rank() == 0) {
-        check(at::randn({kWide, kWide}).is_cpu(), "another thread is not in the scope");
+        check(at::randn({kDeferredWidth, kDeferredWidth}).is_cpu(),
+              "another thread is not in the scope");
         continue;
       }
-      const Own own = materialize(deferred([] { return Own(kWide); }), {.seed = 1});
+      const Own own = materialize(deferred([] { return Own(kDeferredWidth); }), {.seed = 1});
       check(at::equal(own->scaled, expected->scaled), "threads draw the same");
     }
   });

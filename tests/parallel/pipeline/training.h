@@ -42,7 +42,7 @@ struct PipelineCase {
   std::string disk = {};  // folder for activations; empty: in memory
   std::optional<parallel::FullyShardOptions> shard = std::nullopt;
   int max_unsharded = 3;
-  int first_step = 0, steps = tests_all() ? 10 : 4;
+  int first_step = 0, steps = tests_all() ? 10 : 3;
   int layers = 0;  // 0: as few as the stages allow
   double dropout = 0.1;
   bool evals = false;  // trains in eval mode

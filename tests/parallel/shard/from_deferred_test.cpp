@@ -24,16 +24,17 @@ using parallel::deferred;
 using parallel::fully_shard;
 
 // Large enough to be without memory.
-constexpr int64_t kWide = 192;
+constexpr int64_t kShardedWidth = 192;
 
 // Parameters, a buffer and a tensor that only the class knows, all random; and small ones.
 struct WideNetImpl : torch::nn::Module {
   WideNetImpl()
-      : first(register_module("first", torch::nn::Linear(kWide, kWide))),
-        norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWide})))),
-        second(register_module("second", torch::nn::Linear(kWide, 8))),
-        table(register_buffer("table", at::randn({kWide, kWide}) * 0.1)),
-        secret(at::rand({kWide, kWide})) {}
+      : first(register_module("first", torch::nn::Linear(kShardedWidth, kShardedWidth))),
+        norm(register_module("norm",
+                             torch::nn::LayerNorm(torch::nn::LayerNormOptions({kShardedWidth})))),
+        second(register_module("second", torch::nn::Linear(kShardedWidth, 8))),
+        table(register_buffer("table", at::randn({kShardedWidth, kShardedWidth}) * 0.1)),
+        secret(at::rand({kShardedWidth, kShardedWidth})) {}
   at::Tensor forward(const at::Tensor& x) {
     return second(norm(at::tanh(first(x)).matmul(table).matmul(secret)));
   }
@@ -47,8 +48,8 @@ TORCH_MODULE(WideNet);
 WideNet make_net() { return {}; }
 
 at::Tensor deferred_loss(WideNet net, int64_t index) {
-  const at::Tensor x = at::sin(at::arange(4 * kWide, at::kFloat) * (1 + 0.1 * index));
-  return net->forward(x.view({4, kWide})).square().mean();
+  const at::Tensor x = at::sin(at::arange(4 * kShardedWidth, at::kFloat) * (1 + 0.1 * index));
+  return net->forward(x.view({4, kShardedWidth})).square().mean();
 }
 
 TEST(FromDeferred, ValuesAreThoseOfMaterialize) {

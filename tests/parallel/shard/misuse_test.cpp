@@ -32,7 +32,7 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
-at::Tensor loss_of(Layers model, int64_t index = 0) {
+at::Tensor loss_of_layers(Layers model, int64_t index = 0) {
   const Batch batch = LayersTask::batch(index);
   return LayersTask::loss(model->forward(batch.input), batch);
 }
@@ -79,7 +79,7 @@ TEST(GatheredParameterWrites, AreRefusedByName) {
 
 TEST(GatheredParameterWrites, AreRefusedOutsideNoGradToo) {
   EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model, auto&) {
-                loss_of(model).backward();
+                loss_of_layers(model).backward();
                 model->layers[1]->weight.mul_(2);
               }),
               Each(HasSubstr("aten::mul_ writes into parameter layer1.weight")));
@@ -94,9 +94,9 @@ TEST(FrozenParameters, UnfrozenAfterShardingAreNamed) {
                             Layers model;
                             model->layers[1]->weight.set_requires_grad(false);
                             auto sharded = fully_shard(*model, group, weights_only(strategy));
-                            loss_of(model).backward();
+                            loss_of_layers(model).backward();
                             model->layers[1]->weight.set_requires_grad(true);
-                            loss_of(model).backward();
+                            loss_of_layers(model).backward();
                           }),
                 Each(HasSubstr("parameter layer1.weight is trained, but was frozen")));
   }
@@ -106,9 +106,9 @@ TEST(FrozenParameters, FrozenAfterShardingAreNamedInFlatUnits) {
   for (const bool orig : {false, true}) {
     const auto errors = errors_with_model(
         [](const comm::Group&, Layers model, auto&) {
-          loss_of(model).backward();
+          loss_of_layers(model).backward();
           model->layers[1]->weight.set_requires_grad(false);
-          loss_of(model).backward();
+          loss_of_layers(model).backward();
         },
         {.units = parallel::OneUnit{}, .min_num_params = 100, .use_orig_params = orig});
     if (orig) {
@@ -124,7 +124,7 @@ TEST(FrozenParameters, FrozenAfterShardingAreNamedInFlatUnits) {
 TEST(ReplacedParameters, ConvertingTheModelIsRefused) {
   EXPECT_THAT(errors_with_model([](const comm::Group&, Layers model, auto&) {
                 model->to(torch::kDouble);
-                loss_of(model);
+                loss_of_layers(model);
               }),
               Each(AllOf(HasSubstr("parameter layer0.weight is (32, 32) Double"),
                          says("moved or converted"))));
@@ -137,7 +137,7 @@ TEST(ReplacedParameters, ConvertingOneModuleIsRefused) {
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                       torch::optim::SGD optimizer(sharded->parameters(), 0.1);
                       if (trained) {
-                        loss_of(model).backward();
+                        loss_of_layers(model).backward();
                         optimizer.step();
                       }
                       model->layers[2]->to(torch::kHalf);
@@ -154,11 +154,11 @@ TEST(ReplacedParameters, SetDataIsRefused) {
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                       torch::optim::SGD optimizer(sharded->parameters(), 0.1);
                       if (trained) {
-                        loss_of(model).backward();
+                        loss_of_layers(model).backward();
                         optimizer.step();
                       }
                       model->layers[1]->weight.set_data(at::zeros({16, 32}));
-                      loss_of(model);
+                      loss_of_layers(model);
                     }),
                 Each(HasSubstr("parameter layer1.weight is (16, 32) Float")));
   }
@@ -186,7 +186,7 @@ TEST(OptimizerSteps, OverTheModelsParametersAreRefused) {
     for (const Strategy strategy : {Strategy::full_shard, Strategy::shard_grad_op}) {
       EXPECT_THAT(errors_with_model(
                       [&](const comm::Group&, Layers model, auto&) {
-                        loss_of(model).backward();
+                        loss_of_layers(model).backward();
                         steps[i](model);
                       },
                       weights_only(strategy)),
@@ -199,7 +199,7 @@ TEST(OptimizerSteps, OverTheModelsParametersAreRefused) {
 TEST(OptimizerSteps, OverTheModelsParametersWithWholeGradientsAreRefused) {
   EXPECT_THAT(errors_with_model(
                   [](const comm::Group&, Layers model, auto&) {
-                    loss_of(model).backward();
+                    loss_of_layers(model).backward();
                     EXPECT_GT(optim::grad_norm(model->parameters()), 0);
                     torch::optim::AdamW(model->parameters()).step();
                   },
@@ -207,7 +207,7 @@ TEST(OptimizerSteps, OverTheModelsParametersWithWholeGradientsAreRefused) {
               Each(HasSubstr("writes into parameter layer0.weight")));
   EXPECT_THAT(errors_with_model(
                   [](const comm::Group&, Layers model, auto&) {
-                    loss_of(model).backward();
+                    loss_of_layers(model).backward();
                     torch::optim::AdamW(model->parameters()).step();
                   },
                   weights_only(Strategy::no_shard)),
@@ -221,8 +221,8 @@ TEST(OptimizerSteps, BetweenForwardAndBackwardAreRefused) {
     for (const bool ours : {false, true}) {
       EXPECT_THAT(errors_with_model(
                       [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-                        loss_of(model).backward();
-                        const at::Tensor loss = loss_of(model, 1);
+                        loss_of_layers(model).backward();
+                        const at::Tensor loss = loss_of_layers(model, 1);
                         if (ours) {
                           optim::SGD(sharded->named_parameters()).step();
                         } else {
@@ -245,11 +245,11 @@ TEST(OptimizerSteps, AfterAnUnreducedBackwardAreRefused) {
                         torch::optim::SGD theirs(sharded->parameters(), 0.1);
                         optim::SGD own(sharded->named_parameters());
                         const auto step = [&] { ours ? own.step() : void(theirs.step()); };
-                        loss_of(model).backward();
+                        loss_of_layers(model).backward();
                         step();
                         if (zeroed) own.zero_grad();
                         const auto guard = sharded->no_sync();
-                        loss_of(model).backward();
+                        loss_of_layers(model).backward();
                         step();
                       }),
                   Each(HasSubstr("parameter layer0.weight")))
@@ -264,7 +264,7 @@ TEST(OptimizerSteps, OnUnreducedGradientsAfterBeginUpdateAreRefused) {
         errors_with_model(
             [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
               const auto guard = sharded->no_sync();
-              loss_of(model).backward();
+              loss_of_layers(model).backward();
               sharded->begin_update();
               if (ours) {
                 optim::SGD(sharded->named_parameters()).step();
@@ -276,7 +276,7 @@ TEST(OptimizerSteps, OnUnreducedGradientsAfterBeginUpdateAreRefused) {
     EXPECT_THAT(errors_with_model(
                     [&](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                       const auto guard = sharded->no_sync();
-                      loss_of(model).backward();
+                      loss_of_layers(model).backward();
                       sharded->clip_grad_norm_(1);
                     }),
                 Each(says("gradient ... shard of parameter layer0.weight")));
@@ -289,9 +289,9 @@ TEST(OptimizerSteps, UnderNoSyncAreAllowedWithShardedGradients) {
   EXPECT_THAT(errors_with_model(
                   [](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
                     const auto guard = sharded->no_sync();
-                    loss_of(model).backward();
+                    loss_of_layers(model).backward();
                     torch::optim::SGD(sharded->parameters(), 0.1).step();
-                    loss_of(model).backward();
+                    loss_of_layers(model).backward();
                   },
                   options),
               Each(IsEmpty()));
@@ -303,7 +303,7 @@ TEST(OptimizerSteps, AfterAReadOnOneRankAreRefusedThere) {
     Layers model;
     auto sharded = fully_shard(*model, group, weights_only());
     torch::optim::SGD optimizer(sharded.parameters(), 0.1);
-    loss_of(model).backward();
+    loss_of_layers(model).backward();
     std::string error;
     if (group.rank() == 1) {
       const at::NoGradGuard no_grad;
@@ -327,17 +327,17 @@ TEST(OptimizerSteps, AfterAReadOnOneRankAreRefusedThere) {
 TEST(DestroyedHandle, UseOfTheModelAfterwardsIsRefused) {
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-        loss_of(model).backward();
+        loss_of_layers(model).backward();
         const ShardedModel copy = *sharded;
         sharded.reset();
-        loss_of(model);  // the copy holds it
+        loss_of_layers(model);  // the copy holds it
       }),
       Each(IsEmpty()));
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-        loss_of(model).backward();
+        loss_of_layers(model).backward();
         sharded.reset();
-        loss_of(model);
+        loss_of_layers(model);
       }),
       Each(AllOf(HasSubstr("parameter layer0.weight is used"), says("is gone"))));
 }
@@ -345,7 +345,7 @@ TEST(DestroyedHandle, UseOfTheModelAfterwardsIsRefused) {
 TEST(DestroyedHandle, BetweenForwardAndBackwardIsRefused) {
   EXPECT_THAT(
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
-        const at::Tensor loss = loss_of(model);
+        const at::Tensor loss = loss_of_layers(model);
         sharded.reset();
         loss.backward();
       }),
@@ -357,7 +357,7 @@ TEST(DestroyedHandle, ShardsOfTheOptimizerStayValid) {
       errors_with_model([](const comm::Group&, Layers model, std::optional<ShardedModel>& sharded) {
         torch::optim::SGD optimizer(sharded->parameters(), 0.1);
         const std::vector<at::Tensor> shards = sharded->parameters();
-        loss_of(model).backward();
+        loss_of_layers(model).backward();
         sharded.reset();
         optimizer.step();
         const at::NoGradGuard no_grad;
@@ -372,7 +372,7 @@ TEST(DestroyedHandle, TheModelMayBeDestroyedFirst) {
                         [](const comm::Group& group) {
                           std::optional<Layers> model(std::in_place);
                           auto sharded = fully_shard(**model, group, weights_only());
-                          loss_of(*model).backward();
+                          loss_of_layers(*model).backward();
                           model.reset();
                           EXPECT_EQ(sharded.full_state_dict().size(), 8u);
                         }),
@@ -402,7 +402,7 @@ TEST(ExceptionsInAShardedModel, OnAllRanksLeaveTrainingUnchanged) {
                                   model->probe = [&](size_t layer, bool back) {
                                     if (layer == 1 && back == in_backward) throw Stop();
                                   };
-                                  EXPECT_THROW(loss_of(model, 7).backward(), Stop);
+                                  EXPECT_THROW(loss_of_layers(model, 7).backward(), Stop);
                                   model->probe = nullptr;
                                 }
                                 optimizer.zero_grad();
@@ -410,8 +410,8 @@ TEST(ExceptionsInAShardedModel, OnAllRanksLeaveTrainingUnchanged) {
                                   p.mutable_grad().reset();
                                 model->zero_grad();
                                 reference.zero_grad();
-                                loss_of(model, step).backward();
-                                loss_of(plain, step).backward();
+                                loss_of_layers(model, step).backward();
+                                loss_of_layers(plain, step).backward();
                                 optimizer.step();
                                 reference.step();
                               }
@@ -435,14 +435,15 @@ TEST_P(OneRankFails, TheOtherRanksDoNotHang) {
                                      [&](const comm::Group& group) {
                                        Layers model;
                                        auto sharded = fully_shard(*model, group, weights_only());
-                                       for (int i = 0; i < known; ++i) loss_of(model).backward();
+                                       for (int i = 0; i < known; ++i)
+                                         loss_of_layers(model).backward();
                                        if (group.rank() == 1) {
                                          model->probe = [&](size_t layer, bool back) {
                                            if (layer == 2 && back == in_backward) throw Stop();
                                          };
                                        }
-                                       loss_of(model).backward();
-                                       loss_of(model).backward();
+                                       loss_of_layers(model).backward();
+                                       loss_of_layers(model).backward();
                                      },
                                      {.backend = GetParam(), .timeout = milliseconds{5000}}),
                    std::exception);
