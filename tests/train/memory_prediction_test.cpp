@@ -348,9 +348,9 @@ std::vector<Layout> of_this_world() {
     if (layout.ranks == ranks) mine.push_back(layout);
   }
   if (test::tests_all()) return mine;
-  std::vector<Layout> every_other;
-  for (size_t i = 0; i < mine.size(); i += 2) every_other.push_back(mine[i]);
-  return every_other;
+  std::vector<Layout> some;
+  for (size_t i = 0; i < mine.size(); i += 3) some.push_back(mine[i]);
+  return some;
 }
 
 struct Measured {
@@ -430,7 +430,7 @@ TEST(MemoryPredictionOfContext, ActivationsAreThoseOfTheTokensOfARank) {
   const auto activations = [](int cp) {
     TrainConfig config = base();
     config.model.kind = ModelKind::llama;
-    config.train.seq_len = 1024;
+    config.train.seq_len = 512;
     config.parallel.cp = cp;
     if (cp > 1) config.parallel.context = config::ContextKind::ring;
     config.model = config.model.resolved(config.train.seq_len, config.model.vocab);

@@ -19,6 +19,7 @@
 #include "lockstep/optim/adamw.h"
 #include "lockstep/parallel/parallelize.h"
 #include "tests/parallel/process_world.h"
+#include "tests/support/sampling.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -157,8 +158,10 @@ const std::vector<OwnLayout>& own_layouts() {
 
 std::vector<OwnLayout> of_so_many_ranks() {
   std::vector<OwnLayout> mine;
+  int number = 0;
   for (const OwnLayout& each : own_layouts()) {
-    if (each.dims.world_size() == RankEnv::detect().world_size) mine.push_back(each);
+    if (each.dims.world_size() != RankEnv::detect().world_size) continue;
+    if (number++ % 2 == 0 || test::tests_all()) mine.push_back(each);
   }
   return mine;
 }
