@@ -202,8 +202,8 @@ Data open_data(const TrainConfig& config) {
   const data::Corpus all = open(config.data.path);
   const auto fraction = config.data.validation_fraction();
   const data::Split split = data::hold_out(all, fraction.value_or(0));
-  Data data{tokenizer, split.train, fraction ? split.validation : open(config.data.validation),
-            all};
+  const data::Corpus validation = fraction ? split.validation : open(config.data.validation);
+  Data data{tokenizer, split.train, validation, all, validation};
   require_tokenizer(config, data);
   fit_examples(data, config.train.seq_len);
   if (config.data.pack) {
@@ -243,7 +243,7 @@ Data open_data(const TrainConfig& config) {
 
 DataIdentities Data::identities(const DataConfig& config) const {
   DataIdentities found{{"data", all.identity()}};
-  if (!config.validation_fraction()) found.emplace("validation", validation.identity());
+  if (!config.validation_fraction()) found.emplace("validation", all_validation.identity());
   return found;
 }
 

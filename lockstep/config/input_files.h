@@ -23,6 +23,7 @@ struct Data {
   data::Tokenizer tokenizer;
   data::Corpus train, validation;  // validation may be empty
   data::Corpus all;                // data.path
+  data::Corpus all_validation;     // data.validation, where it is files of its own
   // Examples, or documents, longer than a row; and examples without an answer in it.
   int64_t cut = 0, dropped = 0;
 

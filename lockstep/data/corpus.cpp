@@ -298,32 +298,35 @@ bool Corpus::has_token_ids() const { return data_->kind == FileKind::token_ids; 
 
 bool Corpus::has_documents() const { return has_examples() && !data_->records.has_examples(); }
 
+namespace {
+
+[[noreturn]] void refuse_without_ends(const std::string& path, std::optional<int64_t> end_of_text) {
+  throw ConfigError(format(
+      "documents of {}: it has no .idx file, and {}; name the tokenizer whose end-of-text token "
+      "ends its documents (--data.tokenizer), or pack text with --layout megatron",
+      path,
+      end_of_text ? format("the end-of-text token {} is nowhere in it", *end_of_text)
+                  : "the tokenizer has no end-of-text token"));
+}
+
+}  // namespace
+
 // Where documents of the whole stream end, and its end.
 std::vector<int64_t> Corpus::document_ends(std::optional<int64_t> end_of_text) const {
   std::vector<int64_t> ends = data_->record_ends;
-  bool has_index = false, has_end = false;
   for (const CorpusFile& file : data_->files) {
     if (data_->kind == FileKind::json_lines) break;
     if (data_->kind == FileKind::token_ids) {
       const auto inside = document_ends_in(file.path);
-      has_index = has_index || inside;
       if (inside) {
         for (const int64_t end : *inside) ends.push_back(file.begin + end);
-      } else if (end_of_text) {
-        const auto found = file.tokens.find(*end_of_text);
-        has_end = has_end || !found.empty();
+      } else {
+        const auto found = end_of_text ? file.tokens.find(*end_of_text) : std::vector<int64_t>();
+        if (found.empty()) refuse_without_ends(file.path, end_of_text);
         for (const int64_t at : found) ends.push_back(file.begin + at + 1);
       }
     }
     ends.push_back(file.begin + file.tokens.size());
-  }
-  if (data_->kind == FileKind::token_ids && !has_index && !has_end) {
-    throw ConfigError(format(
-        "documents of {}: it has no .idx file, and {}; name the tokenizer whose end-of-text token "
-        "ends its documents (--data.tokenizer), or pack text with --layout megatron",
-        data_->files.front().path,
-        end_of_text ? format("the end-of-text token {} is nowhere in it", *end_of_text)
-                    : "the tokenizer has no end-of-text token"));
   }
   ends.push_back(data_->size);
   return ends;

@@ -82,6 +82,18 @@ std::string describe(const World& world, const World& before, int all, const std
                 lost, why, layout, more);
 }
 
+// A stop signal ends the job, but for ranks whose last steps are in memory only: they are started,
+// and told.
+void pause(const Surroundings& around, milliseconds wait) {
+  if (wait.count() == 0) return;
+  try {
+    around.signals.pause(wait);
+  } catch (const Interrupted& interrupted) {
+    if (!around.link.alone() || !holds_copies(around.facts.recovery_fd)) throw;
+    around.link.tell_stop(interrupted.signal);
+  }
+}
+
 Outcome run_generations(const Surroundings& around) {
   const LaunchOptions& options = around.options;
   RestartPolicy policy(options.max_restarts);
@@ -99,7 +111,7 @@ Outcome run_generations(const Surroundings& around) {
     if (!outcome.text.empty()) around.console.message(outcome.text);
     const std::vector<int> lost = ranks.lost_places();
     if (options.rank_bounds().is_elastic()) places.fail(lost, Clock::now());
-    if (decision.wait.count() > 0) around.signals.pause(decision.wait);
+    pause(around, decision.wait);
     const World before = world;
     world = around.link.begin(before.generation + 1, places.next(Clock::now()));
     if (options.rank_bounds().is_elastic()) world.lost = ranks_without(world, lost, before);
@@ -107,6 +119,11 @@ Outcome run_generations(const Surroundings& around) {
       world.change = format("{} {} {}", outcome.step, before.size, world.lost);
     around.console.message(describe(world, before, options.world_size(), decision.text));
   }
+}
+
+Outcome stopped_while_idle(int signal) {
+  return {Outcome::Kind::stopped, 128 + signal, false,
+          "stopped by " + signal_name(signal) + " while no rank was running"};
 }
 
 Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signals& signals) {
@@ -143,10 +160,12 @@ Outcome run_job(LaunchOptions& options, Poller& poller, Console& console, Signal
     } catch (const Error& failure) {
       link.leave({Outcome::Kind::failed, 1, false, failure.what()});
       throw;
+    } catch (const Interrupted& interrupted) {
+      link.leave_stopped(stopped_while_idle(interrupted.signal), interrupted.signal);
+      throw;
     }
   } catch (const Interrupted& interrupted) {
-    return {Outcome::Kind::stopped, 128 + interrupted.signal, false,
-            "stopped by " + signal_name(interrupted.signal) + " while no rank was running"};
+    return stopped_while_idle(interrupted.signal);
   }
 }
 

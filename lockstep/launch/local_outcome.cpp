@@ -7,6 +7,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/launch/local_ranks.h"
+#include "lockstep/launch/recovery_memory.h"
 
 namespace lockstep::launch {
 namespace {
@@ -29,7 +30,8 @@ Outcome LocalRanks::outcome() const {
   if (is_resized()) {
     return {Outcome::Kind::resized, kSaved, true, {}, watch_.step(), ran_ms()};
   }
-  if (stop_signal_ != 0 || (any_left() && !failure_ && !failed_elsewhere && !resizing_))
+  if (failure_ && failure_->restartable && around_.link.alone() && must_save()) return *failure_;
+  if (stop_signal_ != 0 || (any_left() && !failure_ && !failed_elsewhere && !resizes()))
     return stop_outcome();
   if (global_end_) {
     // A node that was lost has not told these.
@@ -63,13 +65,17 @@ std::vector<int> LocalRanks::lost_places() const {
   return lost;
 }
 
-// They have left for that. If they were told to stop after that, their state may be in memory only:
-// then they are started again, and told again.
+// They have left for that. If they were told to stop after that, they may be started again.
 bool LocalRanks::is_resized() const {
-  if (!resizing_ || failure_ || !all_ended() || !any_left()) return false;
+  if (!resizes() || failure_ || !all_ended() || !any_left()) return false;
   if (global_end_ && global_end_->kind == Outcome::Kind::failed) return false;
-  if (stop_signal_ == 0) return true;
-  return stop_count_ == 1 && around_.facts.recovery_fd >= 0 && watch_.is_ready(0) &&
+  return stop_signal_ == 0 || must_save();
+}
+
+// They were told to stop, and what they have done since the last checkpoint is in memory only: they
+// are started again, and told again.
+bool LocalRanks::must_save() const {
+  return stop_count_ == 1 && holds_copies(around_.facts.recovery_fd) && watch_.is_ready(0) &&
          watch_.saved_step() < std::max<int64_t>(0, watch_.step());
 }
 

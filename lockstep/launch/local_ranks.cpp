@@ -213,7 +213,7 @@ void LocalRanks::look_after() {
   on_child();  // of several at one time there may be one signal
   watch_.look();
   if (resize_at_ && *resize_at_ <= Clock::now()) ask_to_resize();
-  if (stop_signal_ != 0 || (resizing_ && hard_end_ && !failure_)) {
+  if (stop_signal_ != 0 || (resizes() && hard_end_ && !failure_)) {
     if (stop_signal_ != 0) pass_stop_on();
     if (around_.options.ranks_save && stop_count_ <= 1 && !give_up_at_ && watch_.has_moved())
       kill_at_ = std::min(*hard_end_, Clock::now() + std::max(around_.options.stop_grace,
@@ -230,7 +230,10 @@ void LocalRanks::look_after() {
 void LocalRanks::on_news() {
   const NodeLink::News news = around_.link.take_news();
   if (news.stop && stop_count_ == 0) stop(*news.stop);
-  if (news.resize) resize_at_ = Clock::now();
+  if (news.resize) {
+    resize_told_ = true;
+    resize_at_ = Clock::now();
+  }
   if (!news.end) return;
   global_end_ = news.end;
   if (global_end_->kind == Outcome::Kind::failed) {
@@ -254,12 +257,17 @@ void LocalRanks::stop(int signal) {
   }
 }
 
-// Ranks that save get the signal when they can: one that is still loading would only end.
+// Ranks that save get the signal when they can: one that is still loading would only end, and the
+// copies of its state in memory with it.
 void LocalRanks::pass_stop_on() {
   for (size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
     if (!worker.process || worker.status || worker.told_to_stop) continue;
-    if (around_.options.ranks_save && !watch_.is_ready(static_cast<int>(i))) continue;
+    const bool hears = around_.options.ranks_save
+                           ? watch_.is_ready(static_cast<int>(i))
+                           : !holds_copies(around_.facts.recovery_fd) ||
+                                 catches(worker.process->pid(), stop_signal_);
+    if (!hears) continue;
     worker.told_to_stop = true;
     sent_.insert(stop_signal_);
     worker.process->signal_group(stop_signal_);
@@ -295,13 +303,13 @@ void LocalRanks::on_worker_end(Worker& worker) {
   // 75 means "saved and left", not a failure, if all do it. The request may have come to ranks of
   // another node, or to one rank alone.
   const bool left = worker.status->code == kSaved && worker.status->signal == 0;
-  if (left && resizing_ && stop_signal_ == 0 && !hard_end_) {
+  if (left && resizes() && stop_signal_ == 0 && !hard_end_) {
     watch_.has_moved();
     hard_end_ = Clock::now() + kLongestStop;
     kill_at_ = std::min(kill_at_.value_or(Clock::time_point::max()),
                         Clock::now() + around_.options.stop_grace);
   }
-  if (left && stop_signal_ == 0 && !resizing_ && !explain_75_)
+  if (left && stop_signal_ == 0 && !resizes() && !explain_75_)
     explain_75_ = Clock::now() + std::max(around_.options.grace, kLeaveTogether);
   if (!worker.status->good() && !left) {
     around_.link.mark_lost(worker.rank, worker.status->text());
@@ -344,7 +352,7 @@ void LocalRanks::act_on_time() {
   if (kill_at_ && *kill_at_ <= now && !give_up_at_) {
     give_up_at_ = now + kGiveUp;
     for (Worker& worker : workers_) {
-      if (resizing_ && !failure_ && stop_signal_ == 0 && worker.process && !worker.status)
+      if (resizes() && !failure_ && stop_signal_ == 0 && worker.process && !worker.status)
         worker.why_killed = "did not stop when others did so that more ranks are started";
     }
     signal_all(SIGKILL);

@@ -70,7 +70,10 @@ class LocalRanks {
   void stop(int signal);
   void pass_stop_on();
   void ask_to_resize();
+  // Ranks leave at a step boundary because of this node's request, or of another node's.
+  bool resizes() const { return resizing_ || resize_told_; }
   bool is_resized() const;
+  bool must_save() const;
 
   // The ending of a job: SIGTERM at one time, SIGKILL at a later one; both only ever move forward.
   void end_soon(milliseconds until_term, milliseconds until_kill);
@@ -83,7 +86,9 @@ class LocalRanks {
   void drain(milliseconds time);
 
   // Which of the log folder's.
-  int attempt() const { return around_.options.first_attempt + world_.generation; }
+  int attempt() const {
+    return around_.options.first_attempt + world_.generation + world_.attempts_skipped;
+  }
   std::string describe(const Worker& worker, const std::string& how) const;
   Outcome local_failure(Worker& worker);
   Outcome stop_outcome() const;
@@ -103,6 +108,7 @@ class LocalRanks {
   std::optional<size_t> failed_;  // the worker that did first
   std::set<int> sent_;            // signals: a rank that they end is not lost
   bool resizing_ = false;         // the ranks have been asked
+  bool resize_told_ = false;      // by node 0: ranks of other nodes may have been asked first
   std::optional<Clock::time_point> resize_at_;
   Clock::time_point next_look_;
   std::optional<Clock::time_point> term_at_, kill_at_, give_up_at_;

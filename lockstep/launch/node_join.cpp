@@ -102,12 +102,14 @@ void NodeLink::exchange_facts(LaunchOptions& options) {
   wait_until([&] { return (verdict = client_->find(kJoinedKey)).has_value(); },
              meet_time_ + kVerdictTime, [] { return std::string("the other nodes"); });
   const std::string facts = join_result(*verdict);
+  const int own_attempt = options.first_attempt;
   char run_id[64] = "";
   if (std::sscanf(facts.c_str(), "%d %d %d %hu %63s", &options.max_restarts, &options.min_nodes,
                   &options.first_attempt, &master_port_, run_id) != 5) {
     throw CommError(format("rendezvous {}: the job's facts are malformed", address_));
   }
   run_id_ = run_id;
+  free_attempt_ = own_attempt - options.first_attempt;
   restarts_ = options.max_restarts > 0;
   elastic_ = options.node_bounds().is_elastic();
 }

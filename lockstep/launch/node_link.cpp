@@ -120,6 +120,8 @@ World NodeLink::begin(int generation, const Places::Start& here) {
   world.nodes = static_cast<int>(members_.size());
   world.node = static_cast<int>(me);
   world.lost = lost_of(before);
+  if (before.empty()) attempts_skipped_ = std::max(0, free_attempt_ - generation_);
+  world.attempts_skipped = attempts_skipped_;
   listener_ = std::jthread([this](const std::stop_token& stop) { listen(stop); });
   return world;
 }
@@ -198,7 +200,7 @@ void NodeLink::await_members() {
 }
 
 // A stop signal that comes here after ranks have stopped to be more must reach them: their state
-// may be in memory only.
+// may be in memory only. Else the launcher ends, and says so as it leaves.
 void NodeLink::pause_between_looks() {
   try {
     if (!stop_) {
@@ -206,9 +208,8 @@ void NodeLink::pause_between_looks() {
     }
     signals_.pause(kPoll);
   } catch (const Interrupted& interrupted) {
-    try_telling([&] { client_->set("stop", std::to_string(interrupted.signal)); });
     if (!must_start_) throw;
-    stop_ = interrupted.signal;
+    tell_stop(interrupted.signal);
   }
 }
 
@@ -272,8 +273,10 @@ void NodeLink::listen(const std::stop_token& stop) {
         post({.stop = std::stoi(*number)});
       }
       if (const auto text = client_->find(end_key)) {
-        return post({.end = unpack_outcome(*text).value_or(
-                         lost_outcome("a node sent a malformed outcome"))});
+        // A resize that this generation ended with was written before its end.
+        return post(
+            {.end = unpack_outcome(*text).value_or(lost_outcome("a node sent a malformed outcome")),
+             .resize = client_->find(resize_key).has_value()});
       }
       if (server_) look_after_members();
       if (!resize_told && client_->find(resize_key)) {
@@ -352,6 +355,15 @@ void NodeLink::tell_done() {
 
 void NodeLink::mark_lost(int rank, const std::string& how) {
   if (server_) server_->mark_lost(rank, how);
+}
+
+// One that only waits to join a job that runs takes nothing with it.
+void NodeLink::leave_stopped(const Outcome& outcome, int signal) {
+  const bool takes_part = std::find(members_.begin(), members_.end(), node_rank_) != members_.end();
+  try_telling([&] {
+    if (!alone() && (takes_part || !client_->find("generation"))) tell_stop(signal);
+  });
+  leave(outcome);
 }
 
 void NodeLink::leave(const Outcome& outcome) {

@@ -87,6 +87,8 @@ class NodeLink {
 
   // No more calls after this. Node 0 gives the others a moment to read how the job ended.
   void leave(const Outcome& outcome);
+  // The same after a stop signal that came while no rank was running.
+  void leave_stopped(const Outcome& outcome, int signal);
 
  private:
   void wait_for_own_name(const Deadline& deadline);
@@ -122,6 +124,9 @@ class NodeLink {
   std::string starts_;
   Places places_;  // nodes; used on node 0
   bool elastic_ = false, restarts_ = false;
+  // The first attempt whose log folders are free here, counted from the job's first; how many the
+  // job left out here for it.
+  int free_attempt_ = 0, attempts_skipped_ = 0;
   std::vector<int> members_;          // nodes that run this generation
   std::map<int, std::string> lives_;  // theirs
   bool must_start_ = false;           // what the ranks hold may be in memory only

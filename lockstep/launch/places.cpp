@@ -40,8 +40,8 @@ Places::Places(Bounds bounds, std::chrono::seconds patience, StartSizes sizes)
 void Places::fail(const std::vector<int>& places, Clock::time_point now) {
   for (const int place : places) {
     const int times = std::min(failures_[place]++, 30);
-    const auto wait =
-        std::min<std::chrono::seconds>(kLongestOut, patience_ * (int64_t{1} << times));
+    const auto wait = std::min<std::chrono::seconds>(std::max(kLongestOut, patience_),
+                                                     patience_ * (int64_t{1} << times));
     out_until_[place] = now + wait;
   }
   if (!size_for(usable(now).size())) out_until_.clear();

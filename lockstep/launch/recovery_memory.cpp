@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace lockstep::launch {
@@ -13,6 +14,11 @@ Fd make_recovery_memory(int ranks) {
   // A rank that made it shorter would end the others with SIGBUS.
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return {};
   return memory;
+}
+
+bool holds_copies(int recovery_memory) {
+  struct stat found {};
+  return recovery_memory >= 0 && fstat(recovery_memory, &found) == 0 && found.st_blocks > 0;
 }
 
 }  // namespace lockstep::launch

@@ -22,5 +22,7 @@ inline constexpr int kStopToResize = 0x4c6b7265;
 
 // Not valid where the system refuses it, as a limit of file sizes does.
 Fd make_recovery_memory(int ranks);
+// Whether ranks have written to it.
+bool holds_copies(int recovery_memory);
 
 }  // namespace lockstep::launch

@@ -18,9 +18,10 @@ struct World {
   std::vector<int> places = {0};  // of this node, in the order of their local ranks
   // When the ranks are asked to stop, so that more are started.
   std::optional<Clock::time_point> grows_at = std::nullopt;
-  std::string layout = {};  // in words; empty: not known here
-  std::string lost = {};    // "rank 2": since the start before
-  std::string change = {};  // since the start before, as kChangeVariable says; empty: none
+  int attempts_skipped = 0;  // whose log folders this node has of earlier jobs
+  std::string layout = {};   // in words; empty: not known here
+  std::string lost = {};     // "rank 2": since the start before
+  std::string change = {};   // since the start before, as kChangeVariable says; empty: none
 
   int ranks() const { return static_cast<int>(places.size()); }
 };

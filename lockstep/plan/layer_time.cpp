@@ -127,8 +127,10 @@ class LayerClock {
   // and written twice, in one third of the products that they are for.
   double block_product(double in, double out) const {
     const double seconds = product(in * out);
-    if (!layout_.fp8_min || std::min(in, out) < static_cast<double>(*layout_.fp8_min))
-      return seconds;
+    const auto fits = [&](double size) {
+      return size >= static_cast<double>(*layout_.fp8_min) && std::fmod(size, 16) == 0;
+    };
+    if (!layout_.fp8_min || !fits(in) || !fits(out)) return seconds;
     const double bytes = 2 * layout_.element + 2;
     return seconds / kFloat8Speed + memory(bytes * tokens_ * (in + out) / tp_ / 3);
   }

@@ -16,6 +16,11 @@ namespace lockstep::train {
 namespace {
 
 constexpr double kTemperature = 0.8;
+constexpr int64_t kRowMultiple = 64;  // tokens
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace
 
@@ -30,11 +35,14 @@ std::string sample_text(TrainedModel& model, const config::TrainConfig& config,
   const layout::Range columns =
       layout::balanced_range(config.model.vocab, tensor.size(), tensor.rank());
   for (int64_t drawn = 0; drawn < config.metrics.sample_tokens; ++drawn) {
-    // What is behind the last token of a causal model does not matter.
     const auto size = static_cast<int64_t>(text.size());
     const int64_t first =
         size <= length ? 0 : (size - length + length / 2 - 1) / (length / 2) * (length / 2);
-    const at::Tensor input = at::zeros({1, length}, at::kLong);
+    // What is behind the last token of a causal model does not matter: a row is no longer than its
+    // text, but for a multiple that tensor-parallel ranks can share.
+    const int64_t multiple = round_up(kRowMultiple, tensor.size());
+    const at::Tensor input =
+        at::zeros({1, std::min(length, round_up(size - first, multiple))}, at::kLong);
     for (int64_t i = first; i < size; ++i)
       input.data_ptr<int64_t>()[i - first] = text[static_cast<size_t>(i)];
     const at::Tensor logits = model.logits(input.to(device), size - first - 1);

@@ -98,18 +98,19 @@ bool Trainer::State::resume_from_memory() {
   const auto restored = copies->restore();
   if (!restored) return false;
   resumed_from = "memory";
-  take_over(restored->step, restored->state);
+  take_over(restored->step, restored->state, restored->step);
   bad_steps.restore(restored->state.at("bad_steps"));
   saved_at = has_checkpoint(config, done, world) ? done : -1;
   return true;
 }
 
-void Trainer::State::take_over(int64_t step, const std::map<std::string, std::string>& state) {
+void Trainer::State::take_over(int64_t step, const std::map<std::string, std::string>& state,
+                               std::optional<int64_t> unsaved) {
   done = step;
   samples = std::stoll(state.at("samples"));
   if (const auto seen = state.find("tokens"); seen != state.end())
     tokens = std::stoll(seen->second);
-  best.restore(state);
+  best.restore(state, unsaved);
 }
 
 void Trainer::State::keep_copy() {
@@ -170,6 +171,7 @@ void Trainer::State::roll_back() {
   const int64_t skipped = samples - std::stoll(loaded->state.at("samples"));
   tokens = std::stoll(loaded->state.at("tokens"));
   done = saved_at = loaded->step;
+  verified_at = -1;
   observer->rewind(done);
   progress->line(
       format("step {}: rolled back to {} at step {}; its {} samples and those since "
@@ -208,7 +210,8 @@ bool Trainer::State::evaluate() {
 void Trainer::State::verify() {
   if (config.train.verify_every == 0 || verified_at == done) return;
   try {
-    vote.verify(done, model.slices(*optimizer));
+    const bool repaired = vote.verify(done, model.slices(*optimizer));
+    if (repaired && copies) copies->forget();  // a copy may have been made in between
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
@@ -286,8 +289,11 @@ TrainingResult Trainer::State::run() {
   const auto due = [&](int64_t every) { return every > 0 && done % every == 0; };
   if (done == 0 && config.evaluates_first() && stopping == Stop::none) evaluate();
   // It may have been cut off.
-  if (resumed_from == "memory" && done > 0 && saved_at != done && due(config.checkpoint.every))
+  const bool was_due = due(config.checkpoint.every) && !bad_steps.last_is_bad();
+  if (resumed_from == "memory" && done > 0 && saved_at != done &&
+      (was_due || best.step() == done)) {
     save(checkpoint::WhenBusy::wait);
+  }
   keep_copy();
   while (done < config.train.steps && stopping == Stop::none) {
     const StepMetrics result = step();

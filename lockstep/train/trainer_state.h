@@ -43,7 +43,8 @@ struct Trainer::State {
 
   void resume();
   bool resume_from_memory();
-  void take_over(int64_t step, const std::map<std::string, std::string>& state);
+  void take_over(int64_t step, const std::map<std::string, std::string>& state,
+                 std::optional<int64_t> unsaved = std::nullopt);
   void keep_copy();
   void roll_back();
   TrainingResult run();

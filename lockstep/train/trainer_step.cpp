@@ -87,12 +87,14 @@ StepMetrics Trainer::State::step() {
   result.grad_norm = found.norm;
   last_step = {.step = done + 1, .nonfinite = result.skipped && !spike};
   if (last_step.nonfinite) last_step.cause = model.nonfinite_cause(found.losses, world);
-  if (last_step.nonfinite && optimizer->updates_in_backward() &&
-      config.train.on_nonfinite != config::OnNonfinite::rollback) {
-    throw Error(
-        format("the gradients of step {} are not finite, and offload.clip_mode none has "
-               "updated with them, because of {}; resume from a checkpoint with a lower optim.lr",
-               done + 1, last_step.cause));
+  if (last_step.nonfinite && optimizer->updates_in_backward()) {
+    if (config.train.on_nonfinite != config::OnNonfinite::rollback) {
+      throw Error(
+          format("the gradients of step {} are not finite, and offload.clip_mode none has "
+                 "updated with them, because of {}; resume from a checkpoint with a lower optim.lr",
+                 done + 1, last_step.cause));
+    }
+    optimizer->step();  // ends what backward has updated; a checkpoint replaces it
   }
   if (looks_at(done + 1))
     observer->event("health", done + 1, health->after_update(model.pipeline()));

@@ -191,6 +191,32 @@ TEST_F(Integrity, ARepairedRunHasTheBitsOfAnUnharmedOne) {
   }
 }
 
+// Parameters whose codes are in host memory are decoded for it, and all state of a tensor is
+// mended.
+TEST_F(Integrity, OffloadedStateIsComparedAndRepaired) {
+  const Words options = kShort + Words{"-n",
+                                       "3",
+                                       "--train.device",
+                                       "cpu",
+                                       "--offload.params",
+                                       "true",
+                                       "--offload.optimizer",
+                                       "true",
+                                       "--offload.strategy",
+                                       "extreme",
+                                       "--offload.codec",
+                                       "params=bf16"};
+  EXPECT_NO_THROW(steps_or_throw("unharmed", options + Words{"--train.verify_every", "0"}));
+  const auto unharmed = steps_of("unharmed");
+  const std::string tensor = "blocks.1.mlp.down.weight", flip = "rank=2,step=8,action=flip:";
+  const Faults faults(flip + "optim." + tensor + ".exp_avg:5:12;" + flip + "optim." + tensor +
+                      ".exp_avg_sq:7:12");
+  EXPECT_THAT(log_of("repaired", options + kRepair),
+              says("step 8 ... rank 2 ... 2 of 3 ... 1 more ... repaired"));
+  EXPECT_EQ(losses(steps_of("repaired")), losses(unharmed));
+  EXPECT_EQ(weights_of("repaired", "step-00000012"), weights_of("unharmed", "step-00000012"));
+}
+
 TEST_F(Integrity, WithoutAMajorityARunStops) {
   const Words hybrid{"-n", "4", "--parallel.shard", "hybrid", "--parallel.shard_size", "2"};
   for (const Words& layout : {Words{"-n", "2"}, hybrid}) {
@@ -331,6 +357,19 @@ TEST_F(Integrity, ABadStepIsRolledBack) {
     const json manifest = json::parse(read_file(path(option) + "/step-00000020/manifest.json"));
     EXPECT_EQ(manifest["state"]["samples"], spike ? 200 : 184);
   }
+}
+
+TEST_F(Integrity, ABadStepThatUpdatedInBackwardIsRolledBack) {
+  const Faults faults("rank=1,step=8,action=nan");
+  EXPECT_THAT(
+      log_of("undone", kTwo + Words{"--train.steps", "12", "--train.on_nonfinite", "rollback",
+                                    "--parallel.shard", "full", "--offload.optimizer", "true",
+                                    "--offload.grads", "true", "--offload.clip_mode", "none",
+                                    "--optim.clip", "0"}),
+      says("step 8 ... rank 1"));
+  const auto all = steps_of("undone");
+  ASSERT_EQ(all.size(), 12U);
+  for (const double loss : losses(all)) EXPECT_LT(loss, 7);
 }
 
 TEST_F(Integrity, RollbacksWithoutProgressEnd) {

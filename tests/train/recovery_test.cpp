@@ -305,6 +305,29 @@ TEST_F(Recovery, ARollbackIsNotTakenBack) {
   EXPECT_TRUE(weights("lost") == weights("plain"));
 }
 
+// Whether it comes before the launcher starts the ranks again, or while they load.
+TEST_F(Recovery, AStopAfterADeathSavesWhatIsInMemory) {
+  const std::string folder = path("stopped"), metrics = path("stopped.jsonl");
+  std::vector<std::string> argv{LOCKSTEP_COMMAND};
+  for (const std::string& word :
+       command(Words{"-n", "2", "--train.steps", "1000000", "--train.threads", "1"} + memory_ +
+               Words{"--checkpoint.every", "1000000", "--checkpoint.dir", folder, "--metrics.file",
+                     metrics}))
+    argv.push_back(word);
+  Subprocess process(argv, {"LOCKSTEP_FAULT=rank=1,step=5,action=kill"});
+  size_t most = 0;
+  ASSERT_TRUE(eventually([&] {
+    const size_t now = process.others().size();
+    most = std::max(most, now);
+    return now < most && std::filesystem::exists(metrics) && read_steps(metrics).size() >= 4;
+  })) << process.err();
+  process.kill(SIGTERM);
+  const Result result = process.wait();
+  EXPECT_EQ(result.code, 75) << result.err;
+  EXPECT_THAT(result.out, AnyOf(HasSubstr("memory at step 4"), HasSubstr("memory at step 3")));
+  EXPECT_FALSE(weights("stopped").empty());
+}
+
 TEST(StopRequests, AnEndWinsOverAResize) {
   const train::StopRequest stop;
   EXPECT_EQ(stop.asked(), train::Stop::none);

@@ -320,6 +320,13 @@ TEST(BestCheckpoint, IsTheLowestThatWasSaved) {
   best.add_to(state);
   EXPECT_EQ(json::parse(state.at("best"))["step"], 5);
   EXPECT_EQ(json::parse(state.at("best"))["loss"], 4.5);
+  // A run that continues from copies in memory may still have to save it.
+  train::BestCheckpoint copied({.dir = "none", .best = true}, "text", {});
+  copied.restore(state, 5);
+  EXPECT_EQ(copied.step(), 5);
+  train::BestCheckpoint later({.dir = "none", .best = true}, "text", {});
+  later.restore(state, 6);
+  EXPECT_EQ(later.step(), std::nullopt);
   train::BestCheckpoint other({.dir = "none", .best = false}, "text", {});
   EXPECT_FALSE(other.offer(1, 1));
 }

@@ -83,10 +83,11 @@ Buffer float8_linear(Tape& tape, const LayerSizes& sizes, const Linear& shape) {
             .weights = (matrix + bias) * sizes.element};
   if (gathers) node.extra += (sizes.element + 2) * in;
   if (shape.sharing_out > 1) node.extra += out * sizes.element;
-  tape.record(std::move(node));
   const Buffer codes = tape.take(in);
   const Buffer values = tape.take(decoded * (in + matrix));
+  // Autograd saves for a function of our own when it has returned: its product is kept with it.
   Buffer whole = tape.product(out * sizes.element);
+  tape.record(std::move(node));
   return shape.sharing_out > 1 ? tape.take(out * sizes.element / shape.sharing_out) : whole;
 }
 

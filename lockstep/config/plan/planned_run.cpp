@@ -126,9 +126,9 @@ std::vector<plan::Unit> units_of(const std::vector<PartTensor>& tensors,
 }
 
 // Bytes of a block's weights in 8 bits, which are kept next to weights that stay where they are.
-int64_t kept_codes(const TrainConfig& config, const ModelSpec& model,
+int64_t kept_codes(const TrainConfig& config, int world, const ModelSpec& model,
                    const std::vector<PartTensor>& tensors) {
-  if (config.parallel.shard != layout::ShardingStrategy::no_shard || config.offload.any()) return 0;
+  if (shards_of(config, world) > 1 || config.offload.any()) return 0;
   int64_t bytes = 0;
   for (const std::string& layer : float8_layers(config, model)) {
     for (const PartTensor& each : tensors) {
@@ -154,7 +154,7 @@ void add_exchanged_keys(const TrainConfig& config, const LayerSizes& sizes, plan
   }
   const int64_t elements = local * config.parallel.cp;
   const int64_t gathered = elements * sizes.element;
-  if (sizes.recompute != layout::Recompute::full) cost.kept += gathered;
+  if (sizes.recompute == layout::Recompute::none) cost.kept += gathered;
   cost.forward_peak += gathered;
   for (int64_t* const peak : {&cost.backward_peak, &cost.backward_peak_keeping, &cost.input_peak})
     *peak += 2 * gathered + 4 * elements;
@@ -162,8 +162,9 @@ void add_exchanged_keys(const TrainConfig& config, const LayerSizes& sizes, plan
 
 // Frozen parameters leave no gradients behind. What else backward would not need for their sake is
 // not known, and counts.
-plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, Part part,
-                             layout::Recompute recompute, const std::vector<PartTensor>& tensors,
+plan::LayerKind planned_kind(const TrainConfig& config, int world, const ModelSpec& model,
+                             Part part, layout::Recompute recompute,
+                             const std::vector<PartTensor>& tensors,
                              const std::set<std::string>& frozen) {
   const LayerSizes sizes = sizes_of(config, model, recompute);
   const LayerType type = part == Part::embedding ? LayerType::embedding
@@ -171,7 +172,7 @@ plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, 
                                                  : LayerType::head;
   plan::LayerKind kind{.cost = layer_cost(type, sizes)};
   const int tp = config.parallel.tp;
-  if (part == Part::block) kind.buffers = kept_codes(config, model, tensors);
+  if (part == Part::block) kind.buffers = kept_codes(config, world, model, tensors);
   for (int rank = 0; rank < tp; ++rank)
     kind.units.push_back(units_of(tensors, frozen, model, {tp, rank}));
   int64_t unused = 0;
@@ -191,7 +192,7 @@ plan::LayerKind planned_kind(const TrainConfig& config, const ModelSpec& model, 
   return kind;
 }
 
-plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
+plan::Model planned_model(const TrainConfig& config, const ModelSpec& model, int world) {
   const LayerSizes sizes = sizes_of(config, model, config.recompute());
   const std::set<std::string> frozen = frozen_tensors(config, model);
   plan::Model planned{.stream_bytes = sizes.stream()};
@@ -204,7 +205,9 @@ plan::Model planned_model(const TrainConfig& config, const ModelSpec& model) {
     const layout::Recompute again =
         part == Part::block ? config.recompute_of(index) : config.recompute();
     const auto [kind, is_new] = kinds.emplace(std::tuple(part, again, mask), planned.kinds.size());
-    if (is_new) planned.kinds.push_back(planned_kind(config, model, part, again, tensors, frozen));
+    if (is_new) {
+      planned.kinds.push_back(planned_kind(config, world, model, part, again, tensors, frozen));
+    }
     planned.layers.push_back({.name = name, .kind = kind->second});
   };
   add("", Part::embedding, 0);
@@ -244,7 +247,7 @@ int64_t element_bytes_of(const TrainConfig& config) {
 
 plan::Run planned_run(const TrainConfig& config, const ModelSpec& model, int world) {
   plan::Run run{
-      .model = planned_model(config, model),
+      .model = planned_model(config, model, world),
       .dims = config.dims(world),
       .order = config.parallel.order,
       .sharding = config.parallel.shard,

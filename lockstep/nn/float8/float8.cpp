@@ -46,12 +46,12 @@ at::Tensor transpose_on_cpu(const at::Tensor& codes) {
   return out;
 }
 
-CastResult cast_on_cpu(const at::Tensor& matrix, const at::Tensor& amax, int64_t kind,
+CastResult cast_on_cpu(const at::Tensor& matrix, const at::Tensor& amax_bits, int64_t kind,
                        int64_t layout) {
   const auto format = static_cast<Float8>(kind);
   const at::Tensor values = matrix.detach().to(at::kFloat).contiguous();
   at::Tensor codes = at::empty(values.sizes(), at::kByte);
-  const float scale = float8_scale(amax.data_ptr<float>()[0], format);
+  const float scale = float8_scale(amax_bits.view(at::kFloat).data_ptr<float>()[0], format);
   const float* from = values.data_ptr<float>();
   auto* to = codes.data_ptr<uint8_t>();
   memory::parallel_for(values.numel(), kCodesPerThread, [&](int64_t begin, int64_t end) {
@@ -64,9 +64,9 @@ CastResult cast_on_cpu(const at::Tensor& matrix, const at::Tensor& amax, int64_t
           at::full({1}, 1.0F / scale, at::kFloat)};
 }
 
-CastResult cast_on_cuda(const at::Tensor& matrix, const at::Tensor& amax, int64_t kind,
+CastResult cast_on_cuda(const at::Tensor& matrix, const at::Tensor& amax_bits, int64_t kind,
                         int64_t layout) {
-  return cuda::float8_cast(matrix, amax, static_cast<Float8>(kind),
+  return cuda::float8_cast(matrix, amax_bits.view(at::kFloat), static_cast<Float8>(kind),
                            static_cast<Float8Layout>(layout));
 }
 
@@ -89,13 +89,15 @@ at::Tensor decoded(const Float8Operand& operand) {
   return values;
 }
 
-// Operators: the parameters of a sharded or offloaded model are gathered for operators.
+// Operators: the parameters of a sharded or offloaded model are gathered for operators. A model
+// with mixed precision casts their floating-point arguments, so the scale comes as bits.
 TORCH_LIBRARY_FRAGMENT(lockstep, library) {
   library.def("float8_amax(Tensor matrix) -> Tensor");
   library.impl("float8_amax", c10::DispatchKey::CPU, TORCH_FN(amax_on_cpu));
   library.impl("float8_amax", c10::DispatchKey::CUDA, TORCH_FN(cuda::float8_amax));
   library.def(
-      "float8_cast(Tensor matrix, Tensor amax, int kind, int layout) -> (Tensor, Tensor, Tensor)");
+      "float8_cast(Tensor matrix, Tensor amax_bits, int kind, int layout) -> (Tensor, Tensor, "
+      "Tensor)");
   library.impl("float8_cast", c10::DispatchKey::CPU, TORCH_FN(cast_on_cpu));
   library.impl("float8_cast", c10::DispatchKey::CUDA, TORCH_FN(cast_on_cuda));
 }
@@ -119,8 +121,8 @@ Float8Matrix float8_cast(const at::Tensor& matrix, const at::Tensor& amax, Float
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("lockstep::float8_cast", "")
           .typed<CastResult(const at::Tensor&, const at::Tensor&, int64_t, int64_t)>();
-  auto [codes, transposed, inverse] =
-      cast.call(matrix, amax, static_cast<int64_t>(kind), static_cast<int64_t>(layout));
+  auto [codes, transposed, inverse] = cast.call(
+      matrix, amax.view(at::kInt), static_cast<int64_t>(kind), static_cast<int64_t>(layout));
   return {.codes = std::move(codes),
           .transposed = std::move(transposed),
           .inverse = std::move(inverse),
@@ -136,9 +138,8 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
   if (a.codes.is_cuda()) return cuda::float8_product(a, b, options);
   // Nothing comes between the product and its scale: recomputation keeps the result of both.
   const at::Tensor scale = a.inverse * b.inverse;
-  at::Tensor out = at::mm(decoded(a), decoded(b).t()).mul_(scale);
-  if (options.bias.defined()) out.add_(options.bias);
-  return out.to(options.type);
+  const at::Tensor out = at::mm(decoded(a), decoded(b).t()).mul_(scale);
+  return (options.bias.defined() ? out + options.bias : out).to(options.type);
 }
 
 }  // namespace lockstep::nn

@@ -105,11 +105,10 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
   // Only 16-bit results take the bias along.
   const bool adds = options.bias.defined() && options.type == options.bias.scalar_type() &&
                     options.type != at::kFloat;
-  at::Tensor out = at::_scaled_mm(typed(a), typed(b).t(), a.inverse, b.inverse,
-                                  adds ? std::optional(options.bias) : std::nullopt, std::nullopt,
-                                  options.type, options.fast);
-  if (options.bias.defined() && !adds) out.add_(options.bias);
-  return out;
+  const at::Tensor out = at::_scaled_mm(typed(a), typed(b).t(), a.inverse, b.inverse,
+                                        adds ? std::optional(options.bias) : std::nullopt,
+                                        std::nullopt, options.type, options.fast);
+  return options.bias.defined() && !adds ? (out + options.bias).to(options.type) : out;
 #else
   static_cast<void>(a), static_cast<void>(b), static_cast<void>(options);
   throw Error("[fp8] " + float8_missing(a.codes.device()));

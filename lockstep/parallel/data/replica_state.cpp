@@ -11,6 +11,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/linear.h"
 
 namespace lockstep::parallel::detail {
 namespace {
@@ -55,6 +56,10 @@ Replica clone(const Replica& model, c10::Device device) {
     refuse(format("its clone has {}, it has {}", count(replica), count(model)));
   // Children that are not Cloneable come as reset() has made them, on the CPU.
   replica.module->to(device);
+  // copy_value() is not seen by what keeps codes of weights from step to step.
+  for (const auto& module : replica.modules) {
+    if (auto* const linear = module->as<nn::LinearImpl>()) linear->float8_cached = false;
+  }
   copy_parameters(model, replica);
   copy_buffers(model, replica);
   return replica;

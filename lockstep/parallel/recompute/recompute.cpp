@@ -214,8 +214,7 @@ class TiledInput {
   TiledInput& operator=(const TiledInput&) = delete;
 
   at::Tensor part(int64_t dim, int64_t begin, int64_t size) const {
-    const at::Tensor whole = outer_ ? outer_->take(index_) : stored_->tensors()[0];
-    const at::Tensor found = whole.detach().narrow(dim, begin, size);
+    const at::Tensor found = whole().detach().narrow(dim, begin, size);
     if (!requires_grad_) return found;
     // Autocast keeps what it casts of leaves, and this is none.
     const c10::AutoGradMode grad(true);
@@ -223,10 +222,21 @@ class TiledInput {
   }
 
  private:
+  // What was on disk or in host memory is read once for all parts.
+  at::Tensor whole() const {
+    if (outer_) return outer_->take(index_);
+    if (stored_->is_in_memory()) return stored_->tensors()[0];
+    const std::lock_guard lock(mutex_);
+    if (!read_.defined()) read_ = stored_->tensors()[0];
+    return read_;
+  }
+
   bool requires_grad_;
   std::shared_ptr<Frame> outer_;
   size_t index_ = 0;
   std::shared_ptr<StoredInputs> stored_;
+  mutable std::mutex mutex_;  // backward has a thread for each device
+  mutable at::Tensor read_;
 };
 
 // Without hooks the function is a plain call, whose activations are all kept.
@@ -410,10 +420,16 @@ at::Tensor in_tiles(const TileFunction& function, const at::Tensor& x, const Til
   // Products inside are not kept for the function around.
   const KeptProducts::Scope none(nullptr);
   if (!active().empty() && active().back().collects) {
-    // That is called again for what it keeps; parts have frames of their own, of the first call.
+    // That is called again for what it keeps; parts have frames of their own, of the first call,
+    // and what they save here goes to frames that nothing asks. Without gradients some functions
+    // compute other values, such as linear layers in 8 bits.
     Collecting(*active().back().frame).call_pack_hook(x);
-    const c10::AutoGradMode no_grad(false);
-    return put_together(x, options, function).set_requires_grad(true);
+    return put_together(x, options, [&](const at::Tensor& part, int64_t begin) {
+      const Entry entry(
+          {.frame = std::make_shared<Frame>(Frame::Again(), Frame::Inputs(), RecomputeOptions{})});
+      const at::Tensor out = function(part, begin);
+      return out.detach().set_requires_grad(out.requires_grad());
+    });
   }
   const auto input = std::make_shared<TiledInput>(x);
   return put_together(x, options, [&](const at::Tensor& part, int64_t begin) {

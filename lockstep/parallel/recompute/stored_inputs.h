@@ -24,6 +24,7 @@ class StoredInputs {
   StoredInputs(const StoredInputs&) = delete;
   StoredInputs& operator=(const StoredInputs&) = delete;
 
+  bool is_in_memory() const { return !number_; }
   // Waits for the disk, and starts to read the inputs that will be needed next.
   std::vector<at::Tensor> tensors() const;
 

@@ -33,47 +33,73 @@ BestCheckpoint::BestCheckpoint(const config::CheckpointConfig& config, std::stri
       measure_(std::move(measure)),
       world_(std::move(world)) {}
 
-void BestCheckpoint::restore(const std::map<std::string, std::string>& state) {
+void BestCheckpoint::restore(const std::map<std::string, std::string>& state,
+                             std::optional<int64_t> unsaved) {
   const auto found = state.find(kKey);
   if (!enabled_ || found == state.end()) return;
-  comm::run_on_all_ranks("best", world_, [&]() -> std::string {
-    if (world_.rank() == 0) take_over(found->second);
-    return "";
+  const Known known = parse(found->second);
+  const auto answers = comm::run_on_all_ranks("best", world_, [&]() -> std::string {
+    return world_.rank() == 0 ? std::to_string(static_cast<int>(judge(known, unsaved))) : "";
   });
+  const auto verdict = static_cast<Verdict>(std::stoi(answers[0]));
+  if (verdict == Verdict::start_again) return;
+  best_ = verdict == Verdict::best ? known.best : known.before;
+  if (verdict == Verdict::best) before_ = known.before;
 }
 
-void BestCheckpoint::take_over(const std::string& text) {
+BestCheckpoint::Known BestCheckpoint::parse(const std::string& text) {
   const std::string origin = "state best of the checkpoint";
   const auto json = io::parse_json(text, origin);
-  const int64_t step = io::integer(io::member(json, "step", origin), origin);
-  const auto& loss = io::member(json, "loss", origin);
-  if (!loss.is_number()) throw CheckpointError(format("{}: loss must be a number", origin));
-  const std::string measure = io::string_member(json, "measure", origin);
-  const auto start_again = [&](const std::string& why) {
+  const auto best_in = [&](const auto& object) {
+    const auto& loss = io::member(object, "loss", origin);
+    if (!loss.is_number()) throw CheckpointError(format("{}: loss must be a number", origin));
+    return Best{io::integer(io::member(object, "step", origin), origin),
+                loss.template get<double>()};
+  };
+  Known known{best_in(json), std::nullopt, io::string_member(json, "measure", origin)};
+  if (const auto before = json.find("before"); before != json.end())
+    known.before = best_in(*before);
+  return known;
+}
+
+// On rank 0. A run may have ended between the save and its link.
+BestCheckpoint::Verdict BestCheckpoint::judge(const Known& known,
+                                              std::optional<int64_t> unsaved) const {
+  const auto warn = [&](const std::string& why, const std::string& then) {
     log::warn(
         format("checkpoint.best: the best checkpoint so far, of step {} with validation loss "
-               "{:.4f}, {}; the search starts again",
-               step, loss.get<double>(), why));
+               "{:.4f}, {}; {}",
+               known.best.step, known.best.loss, why, then));
   };
-  if (measure != measure_) {
-    start_again(format("was measured on {}, now it is {}", measure, measure_));
-  } else if (!is_in(dir_, step)) {
-    start_again(format("is not in {}", dir_));
-  } else {
-    best_ = Best{step, loss.get<double>()};
-    formats::link_best(dir_, step);  // a run may have ended between the save and the link
+  constexpr const char* kAgain = "the search starts again";
+  if (known.measure != measure_) {
+    warn(format("was measured on {}, now it is {}", known.measure, measure_), kAgain);
+    return Verdict::start_again;
   }
+  if (is_in(dir_, known.best.step)) {
+    formats::link_best(dir_, known.best.step);
+    return Verdict::best;
+  }
+  if (known.best.step == unsaved) return Verdict::best;
+  const std::string missing = format("is not in {}", dir_);
+  if (!known.before || !is_in(dir_, known.before->step)) {
+    warn(missing, kAgain);
+    return Verdict::start_again;
+  }
+  warn(missing, format("that of step {} is the best again", known.before->step));
+  formats::link_best(dir_, known.before->step);
+  return Verdict::before;
 }
 
 bool BestCheckpoint::offer(int64_t step, double loss) {
   if (!enabled_) return false;
   const auto answers = comm::run_on_all_ranks("best", world_, [&]() -> std::string {
     // Not a number is never lower.
-    if (world_.rank() != 0 || !(loss < (best_ ? best_->loss : HUGE_VAL))) return "";
-    before_ = std::exchange(best_, Best{step, loss});
-    return "best";
+    return world_.rank() == 0 && loss < (best_ ? best_->loss : HUGE_VAL) ? "best" : "";
   });
-  return !answers[0].empty();
+  if (answers[0].empty()) return false;
+  before_ = std::exchange(best_, Best{step, loss});
+  return true;
 }
 
 void BestCheckpoint::not_saved(int64_t step) {
@@ -91,8 +117,8 @@ std::string BestCheckpoint::describe() const {
 
 void BestCheckpoint::add_to(std::map<std::string, std::string>& state) const {
   if (!best_) return;
-  const nlohmann::ordered_json json{
-      {"step", best_->step}, {"loss", best_->loss}, {"measure", measure_}};
+  nlohmann::ordered_json json{{"step", best_->step}, {"loss", best_->loss}, {"measure", measure_}};
+  if (before_) json["before"] = {{"step", before_->step}, {"loss", before_->loss}};
   state[kKey] = json.dump();
 }
 

@@ -15,6 +15,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/train/integrity/checksum.h"
 
 namespace lockstep::train {
@@ -115,27 +116,34 @@ void StateVote::repair(const std::vector<Split>& splits,
     // a change.
     slice.tensor.unsafeGetTensorImpl()->bump_version();
   }
+  std::vector<const NamedSlice*> received;
   for (const Split& split : splits) {
     if (split.item->mine < 0) continue;
     const NamedSlice& slice = slices[static_cast<size_t>(split.item->mine)];
     const int source = split.majority.front();
     for (const int rank : split.others) {
-      if (world_.rank() == source)
+      if (world_.rank() == source) {
+        optim::announce_read(slice.tensor);
         comm::send(slice.tensor.contiguous(), rank, world_, {.tag = "bits of the majority"}).wait();
+      }
       if (world_.rank() != rank) continue;
       const at::Tensor good = at::empty(slice.tensor.sizes(), slice.tensor.options());
       comm::recv(good, source, world_, {.tag = "bits of the majority"}).wait();
       slice.tensor.copy_(good);
-      if (slice.loaded) slice.loaded();
+      received.push_back(&slice);
     }
+  }
+  // The first call for a tensor takes over all of its offloaded state.
+  for (const NamedSlice* slice : received) {
+    if (slice->loaded) slice->loaded();
   }
 }
 
-void StateVote::verify(int64_t step, const std::vector<NamedSlice>& slices) {
+bool StateVote::verify(int64_t step, const std::vector<NamedSlice>& slices) {
   const trace::Span span("train", "verify state");
   if (!found_holders_) find_holders(slices);
   const std::vector<Split> splits = compare(slices);
-  if (splits.empty()) return;
+  if (splits.empty()) return false;
   // The worst: one that has no majority.
   const Split& shown = *std::ranges::min_element(
       splits, {}, [](const Split& split) { return !split.majority.empty(); });
@@ -159,6 +167,7 @@ void StateVote::verify(int64_t step, const std::vector<NamedSlice>& slices) {
   }
   repair(splits, slices);
   if (world_.rank() == 0) log::warn(format("{}; repaired with the bits of the majority", what));
+  return true;
 }
 
 }  // namespace lockstep::train

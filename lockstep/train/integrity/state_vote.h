@@ -22,9 +22,9 @@ class StateVote {
       : world_(std::move(world)), on_corruption_(on_corruption) {}
 
   // Between the update of a step and the next step. Where holders of a slice differ: Error that
-  // names the ranks, or a warning once the majority's bits are where they belong. What may differ
-  // between ranks (buffers) is not compared. The slices are those of the whole run.
-  void verify(int64_t step, const std::vector<checkpoint::NamedSlice>& slices);
+  // names the ranks, or a warning once the majority's bits are where they belong, and true. What
+  // may differ between ranks (buffers) is not compared. The slices are those of the whole run.
+  bool verify(int64_t step, const std::vector<checkpoint::NamedSlice>& slices);
 
  private:
   struct Item {

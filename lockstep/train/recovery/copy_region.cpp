@@ -146,6 +146,16 @@ void CopyRegion::keep_only(const CopyId& copy) {
   }
 }
 
+void CopyRegion::free_all_but(const CopyId& copy) {
+  for (int slot = 0; slot < 2; ++slot) {
+    if (head().slots[slot].id() == copy) continue;
+    [[maybe_unused]] const int freed =
+        fallocate(memory_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  start_ + static_cast<off_t>(slot_begin(slot)),
+                  static_cast<off_t>(slot_bytes(head().data_bytes)));
+  }
+}
+
 void CopyRegion::take(uint64_t begin, uint64_t bytes) {
   const auto end = static_cast<off_t>(begin + bytes);
   const int error = end > kAreaBytes ? EFBIG

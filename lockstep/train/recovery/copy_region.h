@@ -44,6 +44,8 @@ class CopyRegion {
   void clear();
   // Of the copies none is left but this one.
   void keep_only(const CopyId& copy);
+  // The memory of the others is freed too; the region is not written again.
+  void free_all_but(const CopyId& copy);
 
   // Takes the memory, so that later writes cannot fail for want of it, and ownership: copies of the
   // same slices stay. Throws SystemError where there is not enough. `copies`: 1 if the second one

@@ -244,7 +244,9 @@ void MemoryCopies::make_room(const std::optional<CopyId>& chosen) {
         continue;
       }
       each.opened->keep_only(*chosen);
-      if (!stays(each)) old_.push_back(std::move(each.opened));
+      if (stays(each)) continue;
+      each.opened->free_all_but(*chosen);
+      old_.push_back(std::move(each.opened));
     }
     looked_at_.clear();
     return old_.empty() ? "" : "moved";
@@ -278,7 +280,8 @@ void MemoryCopies::require_room() const {
   struct stat status {};
   const uint64_t held =
       fstat(memory_.descriptor, &status) == 0 ? static_cast<uint64_t>(status.st_blocks) * 512 : 0;
-  require_room_for_copies(node_bytes_, held, available_memory());
+  // Of another layout there is one copy, and until all ranks have made their own, one of theirs.
+  require_room_for_copies(moved_ ? held + node_bytes_ / 2 : node_bytes_, held, available_memory());
 }
 
 std::optional<MemoryCopies::Restored> MemoryCopies::restore() {

@@ -11,6 +11,7 @@
 
 #include <thread>
 
+#include "lockstep/nn/linear.h"
 #include "lockstep/optim/autocast.h"
 #include "tests/parallel/data/replica_models.h"
 #include "tests/support/says.h"
@@ -157,6 +158,35 @@ TEST(DataParallel, ReplicasFollowTheModel) {
       [] {});
   model->to(at::kDouble);
   EXPECT_EQ(parallel.forward(x.to(at::kDouble)).scalar_type(), at::kDouble);
+}
+
+class Float8NetImpl : public torch::nn::Cloneable<Float8NetImpl> {
+ public:
+  Float8NetImpl() { reset(); }
+  void reset() override {
+    linear = register_module("linear", nn::Linear(16, 16));
+    linear->float8 = linear->float8_cached = true;
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
+  nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Float8Net);
+
+// Weights reach replicas without a new version, by which codes that are kept would be known to be
+// old.
+TEST(DataParallel, ReplicasCastTheWeightsOfEachStep) {
+  Float8Net model;
+  auto parallel = data_parallel(model, {.devices = cpus(2)});
+  const at::Tensor x = random({1, 16}, 1).repeat({4, 1});
+  for (const double value : {0.5, 2.0}) {
+    {
+      const at::NoGradGuard no_grad;
+      model->linear->weight.fill_(value);
+      model->linear->bias.zero_();
+    }
+    const at::Tensor y = parallel.forward(x);
+    EXPECT_TRUE(at::equal(y[0], y[3])) << value;  // of replica 0, of replica 1
+  }
 }
 
 TEST(DataParallel, ReplicasSeeTheCallersModes) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/memory/meter.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/parallel/recompute/recompute.h"
 
 namespace lockstep::parallel {
@@ -66,6 +67,36 @@ TEST(InTiles, GradientsAreThoseOfTheWhole) {
       expect_close_all(layer.gradients(x, way), whole);
     }
   }
+}
+
+// Without gradients such a layer computes in the type of its input, so the second call needs them.
+TEST(InTiles, LayersOf8BitsAreTheSameInTheSecondCall) {
+  at::manual_seed(2);
+  nn::Linear linear(32, 32);
+  const at::NoGradGuard no_grad;
+  linear->weight.normal_();
+  linear->bias.normal_();
+  linear->float8 = true;
+  const at::AutoGradMode grad(true);
+  const at::Tensor x = at::randn({2, 24, 32}).set_requires_grad(true);
+  const auto layer = [&](const at::Tensor& in) {
+    return in_tiles(
+        [&](const at::Tensor& part, int64_t) { return at::tanh(linear->forward(part)); }, in,
+        {.size = 8});
+  };
+  const auto twice = [&](const at::Tensor& in) { return layer(layer(in)).square(); };
+  const auto gradients = [&](const at::Tensor& out) {
+    out.sum().backward();
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& each : {x, linear->weight, linear->bias}) {
+      all.push_back(each.grad());
+      each.mutable_grad() = at::Tensor();
+    }
+    return all;
+  };
+  const auto once = gradients(twice(x));
+  const auto again = gradients(recompute(twice, x));
+  for (size_t i = 0; i < once.size(); ++i) EXPECT_TRUE(at::equal(once[i], again[i])) << i;
 }
 
 TEST(InTiles, WithoutGradientsTheyArePlainCalls) {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "lockstep/nn/linear.h"
 #include "lockstep/optim/adamw.h"
 #include "tests/parallel/shard/support.h"
 
@@ -65,6 +66,30 @@ TEST(Precision, ParametersTravelNarrow) {
       });
     }
   }
+}
+
+// Its operators take a scale, which stays float32, and add a bias.
+TEST(Precision, LayersOf8BitsComputeWhatPlainOnesDo) {
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const auto make = [] {
+      nn::Linear linear(32, 16);
+      const at::NoGradGuard no_grad;
+      linear->weight.copy_(at::linspace(-1, 1, 512).view({16, 32}).to(at::kBFloat16));
+      linear->bias.copy_(at::linspace(-2, 2, 16).to(at::kBFloat16));
+      linear->float8 = true;
+      return linear;
+    };
+    nn::Linear model = make(), plain = make();
+    auto sharded = fully_shard(*model, group, with({.param = at::kBFloat16}));
+    const auto computed = model->weight.scalar_type();
+    plain->to(computed);
+    const at::Tensor input = at::linspace(-3, 3, 32 * 4).view({4, 32});
+    const at::Tensor output = model->forward(input.to(computed));
+    EXPECT_EQ(output.scalar_type(), computed);
+    EXPECT_TRUE(at::allclose(output, plain->forward(input.to(computed)), 1e-2, 1e-2));
+    output.sum().backward();
+    EXPECT_TRUE(sharded.parameters()[0].grad().defined());
+  });
 }
 
 TEST(Precision, GradientsTravelNarrow) {
