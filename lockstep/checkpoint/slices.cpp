@@ -13,6 +13,7 @@
 
 #include "lockstep/checkpoint/cut_slices.h"
 #include "lockstep/checkpoint/torch_optimizer.h"
+#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/parallel/shard/sharded_model_state.h"
 
 namespace lockstep::checkpoint {
@@ -91,6 +92,8 @@ std::vector<NamedSlice> joined(std::vector<NamedSlice> model, std::vector<NamedS
 }
 
 }  // namespace
+
+void open_to_read(const at::Tensor& tensor) { optim::announce_read(tensor); }
 
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model) {
   std::vector<NamedSlice> slices;

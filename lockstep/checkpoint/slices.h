@@ -32,6 +32,10 @@ struct NamedSlice {
   bool of_first_rank = false;
 };
 
+// Call it before the memory of a slice's tensor is read through its pointer: encoded parameters in
+// host memory are decoded, until another slice is used. Operators do it by themselves.
+void open_to_read(const at::Tensor& tensor);
+
 // Parameters and buffers, under their names in the module; a shared one under the first of its
 // names. All are whole.
 std::vector<NamedSlice> slices_of(const torch::nn::Module& model);

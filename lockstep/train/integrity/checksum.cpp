@@ -9,7 +9,7 @@
 #include <atomic>
 #include <functional>
 
-#include "lockstep/optim/gradient_passes.h"
+#include "lockstep/checkpoint/slices.h"
 
 namespace lockstep::train {
 namespace {
@@ -49,7 +49,7 @@ void for_each_piece(const at::Tensor& tensor, uint64_t first,
                    first + static_cast<uint64_t>(front.numel() * size / width), visit);
     return;
   }
-  optim::announce_read(tensor);  // encoded parameters have values only then
+  checkpoint::open_to_read(tensor);  // encoded parameters have values only then
   const at::Tensor piece = tensor.contiguous();
   visit(piece, {piece.data_ptr(), width, piece.numel() * size / width, first});
 }

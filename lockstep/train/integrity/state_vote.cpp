@@ -15,7 +15,6 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
-#include "lockstep/optim/gradient_passes.h"
 #include "lockstep/train/integrity/checksum.h"
 
 namespace lockstep::train {
@@ -123,7 +122,7 @@ void StateVote::repair(const std::vector<Split>& splits,
     const int source = split.majority.front();
     for (const int rank : split.others) {
       if (world_.rank() == source) {
-        optim::announce_read(slice.tensor);
+        checkpoint::open_to_read(slice.tensor);
         comm::send(slice.tensor.contiguous(), rank, world_, {.tag = "bits of the majority"}).wait();
       }
       if (world_.rank() != rank) continue;
