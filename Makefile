@@ -17,9 +17,10 @@ define configure
 	  cmake --preset $(1) -B $(2) -G "$$generator" --log-level=WARNING $(3) && touch $(2)/configured; \
 	fi
 endef
-# $(call ctest,FOLDER,OPTIONS). Three places more than there are cores: many tests wait, for a deadline or for their peers.
+# $(call ctest,FOLDER,OPTIONS). Three places more than there are cores: many tests wait, for a deadline or for their peers. Of an
+# entry that runs whole grids an hour is enough, of others ten minutes.
 define ctest
-	@ctest -j $$(($(JOBS) + 3)) --no-tests=error --test-dir $(1) $(2) || { python3 tests/package/test_failures.py $(1); exit 1; }
+	@ctest -j $$(($(JOBS) + 3)) --timeout $${LOCKSTEP_TEST_ALL:+3}600 --no-tests=error --test-dir $(1) $(2) || { python3 tests/package/test_failures.py $(1); exit 1; }
 endef
 
 .NOTPARALLEL:

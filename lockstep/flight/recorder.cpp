@@ -15,6 +15,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/flight/dump.h"
 #include "lockstep/flight/flight.h"
+#include "lockstep/flight/sign_fault.h"
 #include "lockstep/flight/stacks.h"
 
 namespace lockstep::flight {
@@ -24,6 +25,13 @@ std::atomic<Page*> current{nullptr};
 bool watched = false;
 std::mutex mutex;  // of what follows
 std::string folder;
+
+SignFault sign_fault;
+
+void count_sign(Page& page) {
+  page.signs.fetch_add(1, std::memory_order_relaxed);
+  sign_fault.count(page.step.load(std::memory_order_relaxed));
+}
 
 int64_t to_ns(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
@@ -96,6 +104,7 @@ void start(int rank, int world) {
   page->step = -1;
   page->saved_step = -1;
   page->magic.store(kMagic, std::memory_order_release);
+  sign_fault.from_environment(rank);
   current.store(page);
   if (const char* const given = std::getenv(kFolderVariable)) folder = given;
   answer_requests(*page);
@@ -142,7 +151,7 @@ uint64_t begin(const Call& call) {
                      ? next_message(*page, call, ticket)
                      : page->groups[call.group].calls.fetch_add(1, std::memory_order_relaxed) + 1;
   entry.ticket.store(ticket, std::memory_order_release);
-  page->signs.fetch_add(1, std::memory_order_relaxed);
+  count_sign(*page);
   return ticket;
 }
 
@@ -164,7 +173,7 @@ void end(uint64_t ticket, Clock::time_point at) {
   Entry* const entry = page == nullptr ? nullptr : entry_of(*page, ticket);
   if (entry == nullptr || entry->ended.load(std::memory_order_relaxed) != 0) return;
   entry->ended.store(to_ns(at), std::memory_order_relaxed);
-  page->signs.fetch_add(1, std::memory_order_relaxed);
+  count_sign(*page);
 }
 
 void fail(std::string_view what) {
@@ -189,7 +198,7 @@ void set_step(int64_t step, int64_t nanoseconds, int64_t blocked) {
   page->steps.fetch_add(1, std::memory_order_release);
   page->step_at.store(now_ns(), std::memory_order_relaxed);
   page->step.store(step, std::memory_order_release);
-  page->signs.fetch_add(1, std::memory_order_relaxed);
+  count_sign(*page);
 }
 
 void set_saved(int64_t step) {
@@ -199,13 +208,12 @@ void set_saved(int64_t step) {
 void set_phase(Phase phase) {
   if (Page* const page = current.load(std::memory_order_relaxed)) {
     page->phase.store(phase, std::memory_order_relaxed);
-    page->signs.fetch_add(1, std::memory_order_relaxed);
+    count_sign(*page);
   }
 }
 
 void show_life() {
-  if (Page* const page = current.load(std::memory_order_relaxed))
-    page->signs.fetch_add(1, std::memory_order_relaxed);
+  if (Page* const page = current.load(std::memory_order_relaxed)) count_sign(*page);
 }
 
 void set_folder(const std::string& where) {

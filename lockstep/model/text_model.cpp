@@ -69,9 +69,14 @@ void require_own(const Decoding& decoding, int64_t reset) {
 // A model that is all here, and stays where it is.
 class WholeModel final : public TextModel {
  public:
+  // `stays`: parameters are always in the same memory, so a step can be recorded.
   WholeModel(std::vector<parallel::LayerForward> layers, c10::Device device,
-             std::shared_ptr<Decoding> decoding, const config::ModelSpec& spec)
-      : layers_(std::move(layers)), device_(device), decoding_(std::move(decoding)), spec_(spec) {}
+             std::shared_ptr<Decoding> decoding, const config::ModelSpec& spec, bool stays)
+      : layers_(std::move(layers)),
+        device_(device),
+        decoding_(std::move(decoding)),
+        spec_(spec),
+        stays_(stays) {}
   ~WholeModel() override { decoding_->reset({}); }
 
   void reset(nn::KvCacheOptions options) override {
@@ -123,6 +128,7 @@ class WholeModel final : public TextModel {
       return compute();
     }
     tokens_.copy_(tokens.pin_memory(), /*non_blocking=*/true);
+    if (!stays_) return compute();
     if (!recorded_ || recorded_for_ != reader.most_likely_of) {
       recorded_ = record(device_, compute);
       recorded_for_ = reader.most_likely_of;
@@ -135,6 +141,7 @@ class WholeModel final : public TextModel {
   std::shared_ptr<Decoding> decoding_;
   int64_t reset_ = 0;
   config::ModelSpec spec_;
+  bool stays_;
   at::Tensor tokens_;  // of new tokens, always the same memory
   std::unique_ptr<RecordedForward> recorded_;
   int64_t recorded_for_ = 0;
@@ -265,8 +272,13 @@ bool is_whole(const parallel::Pipeline& pipeline) {
 
 std::unique_ptr<TextModel> text_model(LanguageModelImpl& model) {
   model.eval();
-  return std::make_unique<WholeModel>(model.layers(), model.parameters().front().device(),
-                                      model.decoding(), model.spec());
+  const auto parameters = model.parameters();
+  // Sharded and offloaded ones have this key.
+  const bool stays = std::ranges::none_of(parameters, [](const at::Tensor& parameter) {
+    return parameter.key_set().has(c10::DispatchKey::DeferredInit);
+  });
+  return std::make_unique<WholeModel>(model.layers(), parameters.front().device(), model.decoding(),
+                                      model.spec(), stays);
 }
 
 std::unique_ptr<TextModel> text_model(const parallel::Pipeline& pipeline,
@@ -276,7 +288,7 @@ std::unique_ptr<TextModel> text_model(const parallel::Pipeline& pipeline,
   shared.eval();
   if (is_whole(shared))
     return std::make_unique<WholeModel>(shared.layers(), shared.options().device,
-                                        std::move(decoding), spec);
+                                        std::move(decoding), spec, /*stays=*/true);
   return std::make_unique<SharedModel>(shared, std::move(decoding), spec);
 }
 

@@ -35,8 +35,8 @@ class LayerClock {
     const double width = static_cast<double>(model_.heads * model_.head_size);
     const double kv = static_cast<double>(model_.kv_heads * model_.head_size);
     const double h = hidden(), f = static_cast<double>(model_.ffn);
-    const double products = block_product(h, width + 2 * kv) + block_product(width, h) +
-                            block_product(h, f * (model_.gated ? 2 : 1)) + block_product(f, h);
+    const double mlp = block_product(h, f * (model_.gated ? 2 : 1)) + block_product(f, h);
+    const double products = block_product(h, width + 2 * kv) + block_product(width, h) + mlp;
     const double stream = kStreamBytes * h / (layout_.sequence_parallel ? tp_ : 1.0);
     const double inside =
         (kHeadBytes * width + (model_.gated ? kGatedBytes : kPlainBytes) * f) / tp_;
@@ -65,8 +65,12 @@ class LayerClock {
       time.input.context += time.forward.context;
       passes = 2;
     } else if (recompute == Recompute::selective) {
-      time.input.compute += attend;
+      time.input.compute += moved;  // results of products and of attention are kept
       if (!layout_.ring) time.input.context += time.forward.context;
+    }
+    if (layout_.tiles && recompute != Recompute::full) {
+      time.input.compute += mlp;
+      time.input.tensor += each;
     }
     const double latency = each > 0 ? 2 * stream_latency() : 0;
     floor(time.forward, time.forward.total(), 1, latency);
@@ -84,6 +88,7 @@ class LayerClock {
     time.input.compute = products + 2 * moved;
     time.weight.compute = products + accumulate(time.parameters);
     time.input.tensor = stream_reduction();
+    if (layout_.tiles) time.input.compute += time.forward.compute;
     share(time);
     return time;
   }

@@ -373,9 +373,13 @@ double hfu(const ModelShape& model, const Layout& layout, const Cluster& cluster
   if (blocks.empty()) blocks.assign(static_cast<size_t>(model.layers), layout.recompute);
   double again = 0;
   for (const layout::Recompute recompute : blocks) {
-    again += recompute == layout::Recompute::none ? 0 : attention / layers;
-    again += recompute == layout::Recompute::full ? block : 0;
+    if (recompute == layout::Recompute::full) {
+      again += attention / layers + block;
+    } else if (layout.tiles) {
+      again += 2 * static_cast<double>(model.hidden * model.ffn) * (model.gated ? 3 : 2);
+    }
   }
+  if (layout.tiles) again += 2 * static_cast<double>(model.hidden * model.vocab);
   return mfu(model, layout, cluster, seconds) *
          (1 + again / model.flops_per_token(layout.sequence));
 }

@@ -49,6 +49,7 @@ struct Layout {
   layout::Recompute recompute = layout::Recompute::none;
   std::vector<layout::Recompute> recompute_of_blocks = {};  // where they differ
   bool sequence_parallel = false;
+  bool tiles = false;  // MLP and head compute long rows in tiles, and again in backward
   // Ranks that share rows, of those on the axis dp, and whether keys and values go around a ring.
   int cp = 1;
   bool ring = false;
@@ -95,6 +96,7 @@ struct MeasuredLayer {
   double forward = 0, backward = 0;  // seconds
   double parameters = 0;             // elements
   double output_bytes = 0;
+  double trained = 0;  // of the parameters
 };
 LayerTimes layer_times(const std::vector<MeasuredLayer>& layers, const Layout& layout,
                        const Cluster& cluster);

@@ -83,6 +83,13 @@ std::string time_text(double time) {
 
 std::string shown_loss(double loss) { return std::isfinite(loss) ? format("{:.4f}", loss) : "-"; }
 
+std::string layout_text(const config::LayoutConfig& parallel, int ranks) {
+  const int others = std::max(1, parallel.tp * parallel.pp * parallel.cp);
+  const std::string context = parallel.cp > 1 ? format(" x cp {}", parallel.cp) : "";
+  return format("dp {} x tp {} x pp {}{}", std::max(1, ranks / others), parallel.tp, parallel.pp,
+                context);
+}
+
 }  // namespace
 
 std::string tiles(const Run& run) {
@@ -116,11 +123,7 @@ std::string tiles(const Run& run) {
     tile("peak memory", short_size(steps.max(kPeakBytes)), "process of rank 0");
   }
   tile("ranks", std::to_string(run.ranks()),
-       run.config ? format("dp {} x tp {} x pp {}",
-                           std::max(1, run.ranks() / std::max(1, run.config->parallel.tp *
-                                                                     run.config->parallel.pp)),
-                           run.config->parallel.tp, run.config->parallel.pp)
-                  : "");
+       run.config ? layout_text(run.config->parallel, run.ranks()) : "");
   return html + "</dl>\n";
 }
 

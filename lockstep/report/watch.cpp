@@ -111,7 +111,9 @@ std::string watch_frame(const std::string& folder, int columns, int rows) {
   const auto metrics = last_lines(folder + "/metrics.jsonl");
   const auto starts = last_lines(folder + "/environment.jsonl");
   const auto events = last_lines(folder + "/events.jsonl");
-  std::string state = "starting";
+  // Where there are many events the start is not among the last.
+  const bool moves = !metrics.empty() || events.size() > 1;
+  std::string state = moves ? "running" : "starting";
   for (const io::Json& event : events) {
     const std::string kind = event.value("event", "");
     if (kind == "started") state = "running";

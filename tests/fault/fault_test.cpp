@@ -75,7 +75,7 @@ TEST_P(Faults, ASenderThatDiesEndsTheReceive) {
 }
 
 TEST_P(Faults, ALateRankIsReportedThenATimeout) {
-  const Result result = run(3, "late", 1, 3'500, "2000");
+  const Result result = run(3, "late", 1, 5'000, "2000");
   const auto caught = lines_with(result.out, "caught"),
              warned = lines_with(result.err, "rank 1 is late");
   ASSERT_EQ(caught.size(), 2) << result.out << result.err;

@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 #include <memory>
 
@@ -15,6 +16,7 @@
 #include "lockstep/flight/dump.h"
 #include "lockstep/flight/operation_totals.h"
 #include "lockstep/flight/recorder.h"
+#include "lockstep/flight/sign_fault.h"
 #include "lockstep/flight/slow_ranks.h"
 #include "tests/support/subprocess.h"
 
@@ -280,6 +282,25 @@ TEST(FlightPage, OfThisProcessIsReadFromOutside) {
   EXPECT_EQ(flight->pid, getpid());
   EXPECT_EQ(flight->step, 41);
   EXPECT_FALSE(read_process(-1));
+}
+
+TEST(SignFault, ActsOnceAtItsSign) {
+  SignFault fault;
+  fault.parse("rank=1,step=2,action=kill;rank=2,step=3,sign=2,action=stop", 1);
+  for (int i = 0; i < 10; ++i) fault.count(5);  // another rank's
+  fault.parse("rank=1,step=3,sign=2,action=kill", 1);
+  EXPECT_EXIT(
+      {
+        for (int i = 0; i < 10; ++i) fault.count(1);
+        fault.count(2);
+        fault.count(2);
+      },
+      testing::KilledBySignal(SIGKILL), "");
+  for (int i = 0; i < 10; ++i) fault.count(1);
+  fault.count(2);
+  for (const char* text : {"rank=1,sign=0,action=kill", "rank=1,sign=2,action=nan",
+                           "rank=1,sign=2,action=kill,x=1", "sign=2,action=kill", "rank=1,sign=2"})
+    EXPECT_THROW(SignFault().parse(text, 1), ConfigError) << text;
 }
 
 }  // namespace

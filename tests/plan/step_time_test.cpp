@@ -226,6 +226,28 @@ TEST(StepTime, OffloadIsExposedWhereTheLinkIsSlowerThanThePasses) {
   EXPECT_GT(step_time(model, layout, cluster).gather, passes);
 }
 
+// Long rows, where attention is most of a block: only `full` computes it again.
+TEST(StepTime, WhatIsComputedAgainCounts) {
+  const ModelShape model = gpt(8, 2048, 16, 50304);
+  const Cluster cluster = typical_cluster("h100");
+  const auto seconds = [&](Recompute recompute, bool tiles) {
+    const Layout layout{
+        .sequence = 65536, .micro_batch = 1, .recompute = recompute, .tiles = tiles};
+    return step_time(model, layout, cluster).total();
+  };
+  const double none = seconds(Recompute::none, false), full = seconds(Recompute::full, false);
+  const double selective = seconds(Recompute::selective, false);
+  EXPECT_GT(selective, none);
+  EXPECT_LT(selective - none, 0.2 * (full - none));
+  // Tiles compute the MLP and the head again, where nothing else does.
+  EXPECT_LT(seconds(Recompute::none, true), full);
+  EXPECT_GT(seconds(Recompute::full, true), full);
+  EXPECT_LT(seconds(Recompute::full, true) - full, seconds(Recompute::none, true) - none);
+  const Layout plain{.sequence = 65536, .micro_batch = 1},
+      tiled{.sequence = 65536, .micro_batch = 1, .tiles = true};
+  EXPECT_GT(hfu(model, tiled, cluster, 1), hfu(model, plain, cluster, 1));
+}
+
 // 8 ranks a host.
 TEST(StepTime, GroupsFollowTheOrderOfRanks) {
   using layout::Axis;

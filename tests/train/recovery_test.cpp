@@ -240,6 +240,25 @@ TEST_F(Recovery, TheLostStepIsRepeatedWithTheSameBitsInEveryLayout) {
   }
 }
 
+// At the beginning and end of operations, while it starts and in a step.
+TEST_F(Recovery, ARankCanBeLostAnywhere) {
+  const auto expected = steps_of_processes("plain", ranks(2));
+  std::vector<std::string> places{"sign=3", "step=5,sign=1", "step=5,sign=4"};
+  if (tests_all()) {
+    for (int sign = 1; sign < 60; sign += 2)
+      places.push_back((sign % 4 == 1 ? "step=4,sign=" : "sign=") + std::to_string(sign));
+  }
+  for (const std::string& place : places) {
+    SCOPED_TRACE(place);
+    const Words in{"--checkpoint.dir", path(place), "--metrics.file", path(place + ".jsonl")};
+    const Result result = run_with("rank=1," + place + ",action=kill", ranks(2) + memory_ + in);
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("SIGKILL"));
+    EXPECT_EQ(losses(read_steps(path(place + ".jsonl"))), losses(expected));
+    EXPECT_TRUE(weights(place) == weights("plain"));
+  }
+}
+
 // A configuration that has changed is not that of the copies.
 TEST_F(Recovery, CopiesOfAnotherConfigurationAreRefusedAndTheCheckpointIsUsed) {
   std::string train = LOCKSTEP_COMMAND;

@@ -46,6 +46,9 @@ std::optional<int> parse_eval(const std::vector<std::string>& arguments, EvalOpt
     throw ConfigError("eval: --data.path and --requests are two measurements; give one of them");
   if (options.stride > 0 && options.data.empty())
     throw ConfigError("eval: --stride is for --data.path; add it");
+  if (!options.requests.empty() && (options.seq_len > 0 || options.rows > 0))
+    throw ConfigError(
+        "eval: --seq-len and --rows are for windows of text, not for --requests; leave them out");
   require_file("eval: --requests", options.requests);
   find_model(options.model);
   if (options.model.is_hugging_face && options.data.empty() && options.requests.empty())

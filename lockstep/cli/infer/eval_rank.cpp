@@ -71,7 +71,9 @@ train::EvaluatorOptions windows_of(const EvalOptions& options, const ModelSource
   if (options.data.empty()) windows.max_tokens = trained.eval_tokens;
   if (!corpus.has_token_ids()) {
     windows.bytes_of = [&tokenizer](std::span<const int64_t> targets) {
-      const std::vector<int32_t> ids(targets.begin(), targets.end());
+      std::vector<int32_t> ids(targets.begin(), targets.end());
+      // It ends documents, and is in no text.
+      if (const auto end = tokenizer.end_of_text()) std::erase(ids, static_cast<int32_t>(*end));
       return static_cast<int64_t>(tokenizer.decode(ids).size());
     };
   }
@@ -144,6 +146,8 @@ model::ScoredText text_of(Continuation request, const data::Tokenizer& tokenizer
   const auto whole = tokenizer.encode(request.context + request.continuation);
   model::ScoredText text{.tokens = {whole.begin(), whole.end()},
                          .from = static_cast<int64_t>(tokenizer.encode(request.context).size())};
+  // A token that has the end of the context and the beginning of the continuation is scored.
+  text.from = std::min(text.from, static_cast<int64_t>(whole.size()) - 1);
   if (text.from == 0) {
     const auto prefix = tokenizer.end_of_text();
     if (!prefix) {
@@ -197,7 +201,7 @@ void score_requests(const EvalOptions& options, const ModelSource& source,
       show_progress(static_cast<double>(std::min(texts.size(), begin + kAtOnce)) /
                     static_cast<double>(texts.size()));
   }
-  const auto all = comm::gather_texts(mine.dump(), model.world);
+  const auto all = comm::gather_texts(mine.dump(), model.patient);
   if (!speaks) return;
   std::vector<Json> lines(texts.size());
   for (const std::string& part : all) {

@@ -45,7 +45,14 @@ LoadedModel load_model(const ModelOptions& options, const ModelSource& source) {
     log::debug(held ? "parameters are held" : "parameters are streamed, unit by unit");
   // Stages copy tied parameters in every forward, on all data-parallel ranks together.
   const bool splits = whole || (held && config.parallel.pp == 1);
-  return {world, device, std::move(decoding), std::move(model), std::move(text), splits};
+  constexpr std::chrono::hours kLongestText{24 * 7};
+  return {world,
+          device,
+          std::move(decoding),
+          std::move(model),
+          std::move(text),
+          splits,
+          world.with_timeout(kLongestText)};
 }
 
 }  // namespace lockstep::cli

@@ -21,6 +21,7 @@ struct LoadedModel {
   // Data-parallel ranks may compute different numbers of texts. Ranks that gather parameters for
   // each use compute all texts together.
   bool splits;
+  comm::Group patient;  // of the world: who has less text to compute waits for the others
 };
 
 // Collective.

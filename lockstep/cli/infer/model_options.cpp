@@ -122,6 +122,10 @@ ModelSource open_model(const ModelOptions& options) {
   if (config.parallel.cp > 1)
     throw ConfigError(
         format("parallel.cp is {}: it is for training; leave it out", config.parallel.cp));
+  if (config.parallel.chunks > 1)
+    throw ConfigError(
+        format("parallel.chunks is {}: several stages on a rank are for training; leave it out",
+               config.parallel.chunks));
   // Nothing is trained: what is offloaded is the parameters.
   if (config.offload.any()) {
     config.offload.params = true;

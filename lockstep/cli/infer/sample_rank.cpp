@@ -71,19 +71,21 @@ class Sampler {
     streams_ = !options_.json && prompts_.size() * static_cast<size_t>(options_.samples) == 1;
     if (streams_) say(prompts_[0]);
     started_ = Clock::now();
-    model::generate_texts(*model_.text, requests_,
-                          {.generate = {.tokens = options_.tokens,
-                                        .temperature = options_.temperature,
-                                        .top_k = options_.top_k,
-                                        .top_p = options_.top_p,
-                                        .min_p = options_.min_p,
-                                        .repetition_penalty = options_.repetition_penalty,
-                                        .seed = static_cast<uint64_t>(options_.seed),
-                                        .vocab = tokenizer_.vocab_size()},
-                           .positions = spec_.positions,
-                           .rows = options_.rows,
-                           .top = std::clamp<int64_t>(options_.logprobs, -1, spec_.vocab)},
-                          [this](const model::NewToken& token) { return take(token); });
+    model::generate_texts(
+        *model_.text, requests_,
+        {.generate = {.tokens = options_.tokens,
+                      .temperature = options_.temperature,
+                      .top_k = options_.top_k,
+                      .top_p = options_.top_p,
+                      .min_p = options_.min_p,
+                      .repetition_penalty = options_.repetition_penalty,
+                      .seed = static_cast<uint64_t>(options_.seed),
+                      .vocab = tokenizer_.vocab_size()},
+         .positions = spec_.positions,
+         .rows = options_.rows,
+         .top = std::clamp<int64_t>(options_.logprobs, -1,
+                                    std::min<int64_t>(spec_.vocab, tokenizer_.vocab_size()))},
+        [this](const model::NewToken& token) { return take(token); });
     const double seconds = seconds_since(started_);
     for (Output& output : outputs_) show(output.stream.finish());
     if (streams_) {
@@ -107,6 +109,7 @@ class Sampler {
     const comm::Group dp = model_.model.mesh()["dp"];
     const size_t groups = model_.splits ? static_cast<size_t>(dp.size()) : 1;
     size_t index = 0;
+    bool warned = false;  // of the first that is too long
     for (size_t prompt = 0; prompt < prompts_.size(); ++prompt) {
       const auto tokens = tokenizer_.encode(prompts_[prompt]);
       const auto size = static_cast<int64_t>(tokens.size());
@@ -115,7 +118,8 @@ class Sampler {
             format("sample: prompt {} has {} tokens, must have fewer than the model's {} positions",
                    prompt + 1, size, spec_.positions));
       }
-      if (prompt == 0 && size + options_.tokens - 1 > spec_.positions && model_.world.rank() == 0) {
+      const bool outgrows = size + options_.tokens - 1 > spec_.positions;
+      if (outgrows && !std::exchange(warned, true) && model_.world.rank() == 0) {
         log::warn(
             format("a prompt of {} tokens and --tokens {} are more than the model's {} positions: "
                    "from new "
@@ -175,9 +179,9 @@ class Sampler {
       if (options_.logprobs >= 0) record["logprobs"] = output.logs;
       mine.push_back(std::move(record));
     }
-    mine.push_back({{"first", first_.value_or(0)}});
-    const auto texts =
-        comm::gather_texts(mine.dump(-1, ' ', false, Json::error_handler_t::replace), model_.world);
+    mine.push_back({{"first", first_.value_or(0)}, {"seconds", seconds}});
+    const auto texts = comm::gather_texts(mine.dump(-1, ' ', false, Json::error_handler_t::replace),
+                                          model_.patient);
     if (!speaks_) return;
     std::vector<Json> records;
     std::set<std::pair<int64_t, int64_t>> seen;  // ranks of one model have the same
@@ -189,6 +193,7 @@ class Sampler {
           records.push_back(parts[i]);
       }
       first = std::max(first, parts.back()["first"].get<double>());
+      seconds = std::max(seconds, parts.back()["seconds"].get<double>());
     }
     std::ranges::sort(records, {}, [](const Json& record) {
       return std::pair(record["prompt"].get<int64_t>(), record["sample"].get<int64_t>());

@@ -93,7 +93,7 @@ std::string explain(const std::string& flags, const Request& request, const Sear
   for (std::string word; stream >> word;) words.push_back(word);
   config::TrainConfig config = request.config;
   if (config.train.global_batch == 0)
-    config.train.global_batch = config.train.micro_batch * request.world;
+    config.train.global_batch = config.train.micro_batch * request.world / config.parallel.cp;
   try {
     config::Schema schema = config::train_schema(config);
     for (size_t i = 0; i < words.size(); i += 2) {
@@ -128,12 +128,13 @@ std::string explain(const std::string& flags, const Request& request, const Sear
         "layers {} and the global batch {} must be divisible; use another -n",
         counted(worlds.back(), "rank"), request.model.heads, request.model.num_kv_heads(),
         request.model.ffn_size(), request.model.layers,
-        request.config.train.global_batch > 0 ? request.config.train.global_batch
-                                              : request.config.train.micro_batch * worlds.back()));
+        request.config.train.global_batch > 0
+            ? request.config.train.global_batch
+            : request.config.train.micro_batch * worlds.back() / request.config.parallel.cp));
   std::string nearest = "no number of ranks that was tried would do";
   config::TrainConfig config = request.config;
   if (config.train.global_batch == 0)
-    config.train.global_batch = config.train.micro_batch * worlds.back();
+    config.train.global_batch = config.train.micro_batch * worlds.back() / config.parallel.cp;
   for (int more = 2 * worlds.back(); more <= 1024; more *= 2) {
     const auto found =
         config::search_layouts(config, request.model, request.origins, {more}, cluster);

@@ -48,20 +48,58 @@ struct TemporaryFolder {
 
 // Seconds of a step, from a run of a few. Weights begin as those of the run do, because initial
 // values depend on the seed alone, and are thrown away.
-double tried(const Words& arguments, const Words& layout, const std::string& folder) {
+std::optional<double> tried(const config::TrainConfig& config, const Words& arguments,
+                            const Words& layout, const std::string& folder) {
   Words command{own_path(), "train"};
   command.insert(command.end(), arguments.begin(), arguments.end());
   command.insert(command.end(), layout.begin(), layout.end());
-  const Words trial{
-      "--run.dir",          folder,     "--train.steps",       std::to_string(kTrialSteps),
-      "--optim.schedule",   "constant", "--optim.warmup",      "0",
-      "--checkpoint.every", "0",        "--train.eval_every",  "0",
-      "--train.log_every",  "1000",     "--metrics.file",      "auto",
-      "--checkpoint.dir",   "",         "--optim.decay_steps", "0"};
+  // Nothing is continued, saved, evaluated or observed.
+  const Words trial{"--run.dir",
+                    folder,
+                    "--train.steps",
+                    std::to_string(kTrialSteps),
+                    "--optim.schedule",
+                    "constant",
+                    "--optim.warmup",
+                    "0",
+                    "--optim.decay_steps",
+                    "0",
+                    "--train.log_every",
+                    "1000",
+                    "--train.eval_every",
+                    "0",
+                    "--train.eval_first",
+                    "false",
+                    "--train.on_spike",
+                    "warn",
+                    "--train.on_nonfinite",
+                    "skip",
+                    "--checkpoint.dir",
+                    "",
+                    "--checkpoint.every",
+                    "0",
+                    "--checkpoint.async",
+                    "false",
+                    "--checkpoint.when_busy",
+                    "wait",
+                    "--checkpoint.best",
+                    "false",
+                    "--metrics.file",
+                    "auto",
+                    "--metrics.tensorboard",
+                    "",
+                    "--metrics.trace",
+                    "",
+                    "--metrics.sample_tokens",
+                    "0",
+                    "--metrics.health_every",
+                    "0"};
   command.insert(command.end(), trial.begin(), trial.end());
+  // What is fine-tuned has the sizes of the checkpoint, and begins at step 0.
+  if (config.checkpoint.load == config::LoadWhat::all)
+    command.insert(command.end(), {"--checkpoint.resume", "none"});
   const int status = run_program(command, StandardOutput::discarded);
-  if (status != 0)
-    throw ConfigError(format("a trial of {} steps ended with {}", kTrialSteps, status));
+  if (status != 0) return std::nullopt;
   return config::measured_step(folder).seconds;
 }
 
@@ -77,6 +115,11 @@ Words choose_layout(const config::TrainArguments& parsed, const Words& arguments
   const config::SearchResult result =
       config::search_layouts(config, model, parsed.origins, {world}, cluster);
   const int64_t limit = config::memory_limit(config, cluster);
+  if (result.candidates == 0)
+    throw ConfigError(format(
+        "parallel.auto: no layout of {} is allowed with the options that are given, by flags "
+        "or in a file, for this model; leave out options of parallel, or use another -n",
+        counted(world, "rank")));
   if (result.best.empty())
     throw ConfigError(
         format("parallel.auto: of {} layouts of {} none fits in {}; the smallest takes about {} "
@@ -86,21 +129,30 @@ Words choose_layout(const config::TrainArguments& parsed, const Words& arguments
   const size_t count =
       std::min(result.best.size(), static_cast<size_t>(std::max(1, config.parallel.attempts)));
   size_t chosen = 0;
-  double least = 0;
+  std::optional<double> least;
   for (size_t i = 0; i < count && config.parallel.attempts > 0; ++i) {
     const std::string flags = config::layout_flags(result.best[i].config);
     const TemporaryFolder folder(fs::temp_directory_path() /
                                  format("lockstep-try-{}-{}", getpid(), i));
     Words layout = words_of(flags);
     layout.insert(layout.end(), {"--parallel.auto", "false", "--parallel.try", "0"});
-    const double seconds = tried(arguments, layout, folder.path.string());
+    const auto seconds = tried(config, arguments, layout, folder.path.string());
+    if (!seconds) {
+      std::cerr << format("parallel.auto: tried {}: the trial failed\n", flags);
+      continue;
+    }
     std::cerr << format("parallel.auto: tried {}: {:.1f} ms a step, predicted {:.1f} ms\n", flags,
-                        1e3 * seconds, 1e3 * result.best[i].time.total());
-    if (i == 0 || seconds < least) {
+                        1e3 * *seconds, 1e3 * result.best[i].time.total());
+    if (!least || *seconds < *least) {
       chosen = i;
       least = seconds;
     }
   }
+  if (config.parallel.attempts > 0 && !least)
+    throw ConfigError(
+        format("parallel.auto: {} of {} steps failed; --parallel.try 0 trains in the "
+               "first layout without a trial, and shows why",
+               counted(static_cast<int64_t>(count), "trial"), kTrialSteps));
   const Prediction& best = result.best[chosen];
   const std::string flags = config::layout_flags(best.config);
   std::cerr << format(

@@ -78,6 +78,7 @@ class Search {
         limit_(memory_limit(config, cluster)) {}
 
   SearchResult run(const std::vector<int>& worlds) {
+    largest_ = *std::ranges::max_element(worlds);
     for (const int world : worlds) enumerate(world, false);
     // Offload is slow: only where nothing else fits, or where it was asked for.
     if (fitting_.empty() && !is_fixed("offload.optimizer")) {
@@ -95,6 +96,13 @@ class Search {
   template <class T>
   std::vector<T> axis(const std::string& key, const T& given, std::vector<T> all) const {
     return is_fixed(key) ? std::vector<T>{given} : std::move(all);
+  }
+
+  // Options that are an error without a pipeline.
+  bool asks_for_stages() const {
+    return (is_fixed("parallel.schedule") && base_.parallel.schedule) ||
+           (is_fixed("parallel.chunks") && base_.parallel.chunks > 1) ||
+           (is_fixed("parallel.split") && !base_.parallel.split.empty());
   }
 
   TrainConfig config_of(const TriedLayout& candidate) const {
@@ -120,15 +128,16 @@ class Search {
       parallel.chunks = 1;
       parallel.split.clear();
     }
-    config.train.global_batch = batch_of(candidate.world);
+    config.train.global_batch = batch();
     config.train.micro_batch = candidate.micro_batch;
     config.train.recompute = candidate.recompute;
     if (candidate.offload) config.offload.optimizer = true;
     return config;
   }
-  int64_t batch_of(int world) const {
+  // All numbers of ranks are compared with the same batch.
+  int64_t batch() const {
     return base_.train.global_batch > 0 ? base_.train.global_batch
-                                        : base_.train.micro_batch * world / base_.parallel.cp;
+                                        : base_.train.micro_batch * largest_ / base_.parallel.cp;
   }
 
   void enumerate(int world, bool offload) {
@@ -137,15 +146,16 @@ class Search {
       if (world % tp != 0) continue;
       for (const int64_t pp : axis<int64_t>("parallel.pp", given.pp, divisors(world / tp))) {
         if (world / tp % pp != 0 || pp > model_.layers + 2) continue;
+        if (pp == 1 && asks_for_stages()) continue;
         if (world / tp / pp % given.cp != 0) continue;
         const int64_t dp = world / tp / pp / given.cp;
         if (given.dp > 0 && is_fixed("parallel.dp") && dp != given.dp) continue;
-        if (batch_of(world) % dp != 0) continue;
+        if (batch() % dp != 0) continue;
         TriedLayout candidate{.world = world,
                               .tp = static_cast<int>(tp),
                               .pp = static_cast<int>(pp),
                               .offload = offload};
-        enumerate_batches(candidate, batch_of(world) / dp);
+        enumerate_batches(candidate, batch() / dp);
       }
     }
   }
@@ -163,9 +173,9 @@ class Search {
            axis<int64_t>("train.micro_batch", base_.train.micro_batch, divisors(rows))) {
         if (rows % micro != 0) continue;
         candidate.micro_batch = micro;
-        for (const Recompute recompute :
-             axis<Recompute>("train.recompute", base_.recompute(),
-                             {Recompute::none, Recompute::selective, Recompute::full})) {
+        for (const Recompute recompute : axis<Recompute>(
+                 is_fixed("memory.strategy") ? "memory.strategy" : "train.recompute",
+                 base_.recompute(), {Recompute::none, Recompute::selective, Recompute::full})) {
           candidate.recompute = recompute;
           enumerate_orders(candidate, rows / micro);
         }
@@ -216,20 +226,27 @@ class Search {
             .sequence = base_.train.seq_len,
             .micro_batch = candidate.micro_batch,
             .micro_batches = micro_batches,
-            .rows = batch_of(candidate.world),
+            .rows = batch(),
             .recompute = candidate.recompute,
             .sequence_parallel = candidate.sequence_parallel,
+            .tiles = computes_in_tiles(base_, candidate.sequence_parallel ? candidate.tp : 1),
             .cp = base_.parallel.cp,
             .ring = base_.parallel.cp > 1 && base_.attends_in_ring(),
             .offload_params = base_.offload.params,
             .offload_grads = base_.offload.grads,
             .offload_optimizer = base_.offload.optimizer || candidate.offload,
-            .element = static_cast<double>(element_bytes_of(base_))};
+            .element = static_cast<double>(element_bytes_of(base_)),
+            .fp8_min = fp8_min_of(base_)};
   }
 
   std::vector<std::pair<ShardingStrategy, int>> shardings(const TriedLayout& candidate) const {
     const int dp = candidate.world / candidate.tp / candidate.pp;
-    if (is_fixed("parallel.shard")) return {{base_.parallel.shard, base_.parallel.shard_size}};
+    const int given = base_.parallel.shard_size;
+    if (is_fixed("parallel.shard")) return {{base_.parallel.shard, given}};
+    if (is_fixed("parallel.shard_size") && given > 0) {
+      if (dp % given != 0) return {};
+      return {{ShardingStrategy::hybrid_shard, given}};
+    }
     std::vector<std::pair<ShardingStrategy, int>> list{{ShardingStrategy::no_shard, 0}};
     if (dp == 1) return list;
     list.insert(list.end(), {{ShardingStrategy::optimizer, 0},
@@ -372,6 +389,7 @@ class Search {
   const plan::Cluster& cluster_;
   plan::ModelShape shape_;
   int64_t limit_;
+  int largest_ = 0;  // number of ranks
   SearchResult result_;
   TriedLayout smallest_;
   std::vector<TriedLayout> fitting_;

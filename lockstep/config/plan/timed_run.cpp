@@ -23,29 +23,42 @@ plan::ModelShape shape_of(const ModelSpec& model) {
           .window = model.window};
 }
 
+bool computes_in_tiles(const TrainConfig& config, int sharing) {
+  const int64_t row = config.train.seq_len / config.parallel.cp / sharing;
+  const int64_t tile = config.train.tile.value_or(row >= kLongRow ? kLongTile : 0);
+  return tile > 0 && tile < row;
+}
+
+std::optional<int64_t> fp8_min_of(const TrainConfig& config) {
+  if (!config.train.is_fp8()) return std::nullopt;
+  return config.train.fp8_min.value_or(kFp8Min);
+}
+
 plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int world) {
   const LayoutConfig& parallel = config.parallel;
-  plan::Layout layout{.dims = config.dims(world),
-                      .order = parallel.order,
-                      .shard = parallel.shard,
-                      .shards = shards_of(config, world),
-                      .sequence = config.train.seq_len,
-                      .micro_batch = config.train.micro_batch,
-                      .micro_batches = config.accumulation(world),
-                      .rows = config.global_batch(world),
-                      .recompute = config.recompute(),
-                      .sequence_parallel = parallel.sequence_parallel,
-                      .cp = parallel.cp,
-                      .ring = parallel.cp > 1 && config.attends_in_ring(),
-                      .offload_params = config.offload.params,
-                      .offload_grads = config.offload.grads,
-                      .offload_optimizer = config.offload.optimizer,
-                      .element = static_cast<double>(element_bytes_of(config))};
+  plan::Layout layout{
+      .dims = config.dims(world),
+      .order = parallel.order,
+      .shard = parallel.shard,
+      .shards = shards_of(config, world),
+      .sequence = config.train.seq_len,
+      .micro_batch = config.train.micro_batch,
+      .micro_batches = config.accumulation(world),
+      .rows = config.global_batch(world),
+      .recompute = config.recompute(),
+      .sequence_parallel = parallel.sequence_parallel,
+      .tiles = computes_in_tiles(config, parallel.sequence_parallel ? parallel.tp : 1),
+      .cp = parallel.cp,
+      .ring = parallel.cp > 1 && config.attends_in_ring(),
+      .offload_params = config.offload.params,
+      .offload_grads = config.offload.grads,
+      .offload_optimizer = config.offload.optimizer,
+      .element = static_cast<double>(element_bytes_of(config))};
   if (config.train.fit) {
     for (int64_t i = 0; i < model.layers; ++i)
       layout.recompute_of_blocks.push_back(config.recompute_of(i));
   }
-  if (config.train.is_fp8()) layout.fp8_min = config.train.fp8_min.value_or(kFp8Min);
+  layout.fp8_min = fp8_min_of(config);
   if (is_pipelined(parallel)) {
     const schedule::ScheduleOptions options = schedule_options(config, world);
     layout.schedule = options.kind;

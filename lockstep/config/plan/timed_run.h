@@ -11,6 +11,10 @@ namespace lockstep::config {
 plan::ModelShape shape_of(const ModelSpec& model);
 // The configuration must be valid for `world` ranks, the model without zeros (resolve_model).
 plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int world);
+// Whether MLP and head compute rows in tiles, of which `sharing` ranks have parts outside of
+// attention.
+bool computes_in_tiles(const TrainConfig& config, int sharing);
+std::optional<int64_t> fp8_min_of(const TrainConfig& config);  // of the layout
 
 // What is predicted of one layout.
 struct Prediction {

@@ -117,14 +117,17 @@ class LayerTimer {
       if (const auto found = seen_.find(looks); found != seen_.end()) return found->second;
     }
     TimedLayer timed;
-    double parameters = 0;
-    for (const at::Tensor& parameter : root->parameters())
+    double parameters = 0, trained = 0;
+    for (const at::Tensor& parameter : root->parameters()) {
       parameters += static_cast<double>(parameter.numel());
+      trained += parameter.requires_grad() ? static_cast<double>(parameter.numel()) : 0;
+    }
     const Moved moved(*root, device_, bfloat16_);
     for (const Tensors& each : inputs) {
       timed.outputs.emplace_back();
       timed.times.push_back(time_of(forward, each, is_first, is_last, timed.outputs.back()));
       timed.times.back().parameters = parameters;
+      timed.times.back().trained = trained;
     }
     if (may_be_alike) seen_[looks] = timed;
     return timed;
@@ -346,14 +349,18 @@ class Candidates {
   // Of the average rank, without activations: no rank that takes most takes less.
   int64_t state_bytes(const ParallelConfig& config,
                       const std::vector<plan::MeasuredLayer>& layers) const {
-    double parameters = 0;
-    for (const plan::MeasuredLayer& layer : layers) parameters += layer.parameters;
+    double parameters = 0, trained = 0;
+    for (const plan::MeasuredLayer& layer : layers) {
+      parameters += layer.parameters;
+      trained += layer.trained;
+    }
     const double dp = config.dims.dp;
-    const bool full = config.sharding == ShardingStrategy::full_shard;
-    const bool state = full || config.sharding == ShardingStrategy::optimizer;
-    const double each =
-        8 / (full ? dp : 1) + static_cast<double>(optimizer_bytes_) / (state ? dp : 1);
-    return static_cast<int64_t>(parameters * each / config.dims.tp / config.dims.pp);
+    const bool whole = config.sharding == ShardingStrategy::no_shard ||
+                       config.sharding == ShardingStrategy::optimizer;
+    const bool states = config.sharding == ShardingStrategy::no_shard;
+    const double bytes = 4 * (parameters + trained) / (whole ? 1 : dp) +
+                         static_cast<double>(optimizer_bytes_) * trained / (states ? 1 : dp);
+    return static_cast<int64_t>(bytes / config.dims.tp / config.dims.pp);
   }
 
   template <class Check>

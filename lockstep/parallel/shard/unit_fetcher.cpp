@@ -217,7 +217,7 @@ void UnitFetcher::pin(const std::string& name, bool waits) {
   for (Flat* flat : flats_) {
     if (flat->plan().resident && (name.empty() || flat->plan().unit == name)) fetch(*flat);
   }
-  if (!found) {
+  if (!found && !name.empty()) {
     throw ConfigError(
         format("[fully_shard] there is no unit '{}'; the units are {}", name, join(names())));
   }

@@ -27,8 +27,8 @@ namespace {
 
 constexpr const char* kVariable = "LOCKSTEP_FAULT";
 constexpr const char* kRule =
-    "rank=R,step=S,action=A[,start=each|once=FILE] or rank=R,message=N,action=flip:BIT, several "
-    "separated by "
+    "rank=R,step=S,action=A[,start=each|once=FILE] or rank=R,message=N,action=flip:BIT or "
+    "rank=R[,step=S],sign=N,action=kill|stop, several separated by "
     "';', where A is kill, stop, throw, exit:CODE, sleep:SECONDS, nan, scale:FACTOR, "
     "nan_grad:PARAMETER or flip:TENSOR:ELEMENT:BIT";
 
@@ -124,6 +124,7 @@ std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
   for (const std::string& each : parts_of(text, ';')) {
     if (each.find("message=") != std::string::npos) continue;  // that of comm::init
+    if (each.find("sign=") != std::string::npos) continue;     // that of the flight recorder
     std::optional<int64_t> rank, step;
     bool each_start = false;
     std::string once;

@@ -116,16 +116,18 @@ RECOVERED = {  # with four ranks, as the promise has it
 }
 
 
-def recovered(trial, layout, name, lose):
-    """A run whose ranks die as lose() does it, and continue from memory; seconds from the last death to the next step, and the steps lost."""
+def recovered(trial, layout, name, lose, before=None, fault=""):
+    """A run whose ranks die as lose() does it, and continue from memory; seconds from the last death to the next step, and the steps lost.
+    `before`: that lose() is called after so many steps."""
     steps = 60
     whole = f"whole {layout}"
     options = {"train__global_batch": 4, "checkpoint__every": 0, "run__recovery": None, **RECOVERED[layout]}
     if not trial.metrics(whole).exists():
         trial.finish(trial.train(4, whole, steps=steps, **options), 0, 180, measured=False)
-    job = trial.train(4, name, steps=steps, **{**options, "run__recovery": "memory", "run__max_restarts": 5})
-    trial.steps(job, trial.random.randrange(1, 40), name)
-    time.sleep(trial.random.random() * 0.03)
+    job = trial.train(4, name, steps=steps, variables={"LOCKSTEP_FAULT": fault} if fault else None, **{**options, "run__recovery": "memory", "run__max_restarts": 5})
+    trial.steps(job, before or trial.random.randrange(1, 40), name)
+    if before is None:
+        time.sleep(trial.random.random() * 0.03)
     moment, old = lose(job)
     trial.until(lambda: not any(map(is_alive, old)), "the old ranks do not end", 20)
     reached = trial.last_step(name)
@@ -137,19 +139,23 @@ def recovered(trial, layout, name, lose):
     return taken, reached - resumed[-1]
 
 
+PHASES = range(1, 60, 3)  # twenty places of a step: signs of life that the flight recorder counts after the step before
+
+
 @case
 def a3(trial):
-    """Kill -9 of any of four ranks at any moment, in twelve layouts, with copies in memory and no checkpoint.
+    """Kill -9 of any of four ranks at twenty places of a step, in twelve layouts, with copies in memory and no checkpoint.
 
     The ranks continue within 2 s (95 of 100), at most one step is lost, and they end with the bits of a run without the kill."""
     taken, lost = [], []
     for layout in RECOVERED:
-        for number in range(trial.count(1, 20)):
-            def kill_one(_):
+        for number, sign in enumerate(trial.count([trial.random.choice(PHASES)], PHASES)):
+            def see_one_die(_):
                 old = trial.ranks(4)
-                os.kill(old[(number + len(taken)) % 4], signal.SIGKILL)
+                trial.until(lambda: not all(map(is_alive, old.values())), "no rank dies", 60)
                 return time.monotonic(), list(old.values())
-            seconds, steps = recovered(trial, layout, f"{layout} {number}", kill_one)
+            fault = f"rank={(number + len(taken)) % 4},step={trial.random.randrange(25, 45)},sign={sign},action=kill"
+            seconds, steps = recovered(trial, layout, f"{layout} {sign}", see_one_die, before=3, fault=fault)
             taken.append(seconds)
             lost.append(steps)
     taken.sort()
