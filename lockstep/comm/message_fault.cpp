@@ -3,11 +3,10 @@
 
 #include <charconv>
 #include <cstdlib>
-#include <map>
-#include <sstream>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/flight/fault_text.h"
 
 namespace lockstep::comm::detail {
 namespace {
@@ -30,36 +29,26 @@ uint64_t number_in(const std::string& word, const std::string& entry) {
 }  // namespace
 
 std::shared_ptr<MessageFault> MessageFault::parse(const std::string& text, int rank) {
-  std::shared_ptr<MessageFault> fault;
-  std::istringstream entries(text);
-  for (std::string entry; std::getline(entries, entry, ';');) {
-    std::map<std::string, std::string> values;
-    std::istringstream words(entry);
-    bool repeats = false;
-    for (std::string word; std::getline(words, word, ',');) {
-      const size_t equals = word.find('=');
-      const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
-      repeats |= !values.try_emplace(word.substr(0, equals), value).second;
-    }
-    if (!values.contains("message")) continue;
+  std::shared_ptr<MessageFault> found;
+  for (const FaultText& fault : parse_fault_texts(text)) {
+    if (!fault.has("message")) continue;
     constexpr std::string_view kFlip = "flip:";
-    if (repeats || values.size() != 3 || !values.contains("rank") ||
-        !values["action"].starts_with(kFlip))
-      refuse(entry);
-    const uint64_t whose = number_in(values["rank"], entry);
-    const uint64_t message = number_in(values["message"], entry);
-    const uint64_t bit = number_in(values["action"].substr(kFlip.size()), entry);
-    if (message == 0) refuse(entry);
+    const std::string action = fault.value("action");
+    if (fault.repeats || fault.values.size() != 3 || !action.starts_with(kFlip)) refuse(fault.text);
+    const uint64_t whose = number_in(fault.value("rank"), fault.text);
+    const uint64_t message = number_in(fault.value("message"), fault.text);
+    const uint64_t bit = number_in(action.substr(kFlip.size()), fault.text);
+    if (message == 0) refuse(fault.text);
     if (whose != static_cast<uint64_t>(rank)) continue;
-    fault = std::make_shared<MessageFault>();
-    fault->message_ = message;
-    fault->bit_ = bit;
+    found = std::make_shared<MessageFault>();
+    found->message_ = message;
+    found->bit_ = bit;
   }
-  return fault;
+  return found;
 }
 
 std::shared_ptr<MessageFault> MessageFault::from_environment(int rank) {
-  const char* const text = std::getenv("LOCKSTEP_FAULT");
+  const char* const text = std::getenv(kFaultVariable);
   return text == nullptr ? nullptr : parse(text, rank);
 }
 

@@ -5,13 +5,12 @@
 #include <charconv>
 #include <csignal>
 #include <cstdlib>
-#include <map>
-#include <sstream>
 #include <string>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
+#include "lockstep/flight/fault_text.h"
 
 namespace lockstep::flight {
 namespace {
@@ -34,24 +33,15 @@ int64_t number_of(const std::string& word, int64_t least, const std::string& ent
 }  // namespace
 
 void SignFault::parse(std::string_view text, int rank) {
-  std::istringstream entries{std::string(text)};
-  for (std::string entry; std::getline(entries, entry, ';');) {
-    std::map<std::string, std::string> values;
-    std::istringstream words(entry);
-    bool repeats = false;
-    for (std::string word; std::getline(words, word, ',');) {
-      const size_t equals = word.find('=');
-      const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
-      repeats |= !values.try_emplace(word.substr(0, equals), value).second;
-    }
-    if (!values.contains("sign")) continue;
-    const bool kills = values["action"] == "kill";
-    if (repeats || !values.contains("rank") || (!kills && values["action"] != "stop") ||
-        values.size() != (values.contains("step") ? 4U : 3U))
-      refuse_entry(entry);
-    const int64_t whose = number_of(values["rank"], 0, entry),
-                  sign = number_of(values["sign"], 1, entry),
-                  step = values.contains("step") ? number_of(values["step"], 1, entry) : 1;
+  for (const FaultText& fault : parse_fault_texts(text)) {
+    if (!fault.has("sign")) continue;
+    const bool kills = fault.value("action") == "kill", has_step = fault.has("step");
+    if (fault.repeats || (!kills && fault.value("action") != "stop") ||
+        fault.values.size() != (has_step ? 4U : 3U))
+      refuse_entry(fault.text);
+    const int64_t whose = number_of(fault.value("rank"), 0, fault.text),
+                  sign = number_of(fault.value("sign"), 1, fault.text),
+                  step = has_step ? number_of(fault.value("step"), 1, fault.text) : 1;
     if (whose != rank) continue;
     sign_ = static_cast<uint64_t>(sign);
     step_ = step;
@@ -60,7 +50,7 @@ void SignFault::parse(std::string_view text, int rank) {
 }
 
 void SignFault::from_environment(int rank) {
-  const char* const text = std::getenv("LOCKSTEP_FAULT");
+  const char* const text = std::getenv(kFaultVariable);
   if (text != nullptr && RankEnv::detect().restart_count == 0) parse(text, rank);
 }
 

@@ -14,18 +14,18 @@
 #include <csignal>
 #include <cstdlib>
 #include <limits>
-#include <optional>
 #include <thread>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/rank_env.h"
+#include "lockstep/flight/fault_text.h"
 
 namespace lockstep::train {
 namespace {
 
-constexpr const char* kVariable = "LOCKSTEP_FAULT";
+constexpr const char* kVariable = kFaultVariable;
 constexpr const char* kRule =
     "rank=R,step=S,action=A[,start=each|once=FILE] or rank=R,message=N,action=flip:BIT or "
     "rank=R[,step=S],sign=N,action=kill|stop, several separated by "
@@ -122,34 +122,26 @@ void flip_bit(const Fault& fault, const checkpoint::NamedSlice& slice) {
 
 std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
-  for (const std::string& each : parts_of(text, ';')) {
-    if (each.find("message=") != std::string::npos) continue;  // that of comm::init
-    if (each.find("sign=") != std::string::npos) continue;     // that of the flight recorder
-    std::optional<int64_t> rank, step;
-    bool each_start = false;
-    std::string once;
-    std::optional<std::string> action;
-    for (const std::string& pair : parts_of(each, ',')) {
-      const size_t equals = pair.find('=');
-      const std::string key = pair.substr(0, equals);
-      const std::string value = equals == std::string::npos ? "" : pair.substr(equals + 1);
-      if (key == "rank" && !rank) {
-        rank = number_in(value, kMost, each);
-      } else if (key == "step" && !step) {
-        step = number_in(value, kMost, each);
-      } else if (key == "start" && value == "each") {
-        each_start = true;
-      } else if (key == "once" && once.empty() && !value.empty()) {
-        once = value;
-      } else if (key == "action" && !action) {
-        action = value;
-      } else {
-        refuse(each);
-      }
+  for (const FaultText& each : parse_fault_texts(text)) {
+    // Those of comm::init and of the flight recorder.
+    if (each.has("message") || each.has("sign")) continue;
+    size_t known = 3;  // rank, step and action
+    Fault fault{.rank = number_in(each.value("rank"), kMost, each.text),
+                .step = number_in(each.value("step"), kMost, each.text)};
+    if (each.has("start")) {
+      if (each.value("start") != "each") refuse(each.text);
+      fault.each_start = true;
+      ++known;
     }
-    if (!rank || !step || *step == 0 || !action) refuse(each);
-    faults.push_back({.rank = *rank, .step = *step, .each_start = each_start, .once = once});
-    parse_action(*action, each, faults.back());
+    if (each.has("once")) {
+      fault.once = each.value("once");
+      if (fault.once.empty()) refuse(each.text);
+      ++known;
+    }
+    if (each.repeats || each.values.size() != known || !each.has("action") || fault.step == 0)
+      refuse(each.text);
+    parse_action(each.value("action"), each.text, fault);
+    faults.push_back(std::move(fault));
   }
   return faults;
 }
