@@ -60,7 +60,7 @@ class MachineBench {
         device_.is_cuda() ? memory::device_bytes(device_)
                           : static_cast<int64_t>(available_memory() / hosts[0].size()));
     cluster_.efficiency = {.product = 1, .attention = 1, .memory = 1};
-    // What hosts have between them where there is one; such groups are not planned then.
+    // What hosts have between them is not measured where there is one: the note says so.
     cluster_.links.host_bandwidth = cluster_.links.network_bandwidth = 1e10;
     stage("products", [&] { products(); });
     stage("memory", [&] { memory_bandwidth(); });
@@ -72,8 +72,11 @@ class MachineBench {
     stage("waiting", [&] { waiting(); });
     if (world_.rank() == 0) std::cerr << "\n";
     cluster_.error = std::clamp(2 * worst_spread_, 0.08, 0.5);
-    cluster_.note = format("measured with {} ranks, spread at most {:.0f} %", world_.size(),
-                           100 * worst_spread_);
+    cluster_.note = format(
+        "measured with {} ranks, spread at most {:.0f} %{}", world_.size(), 100 * worst_spread_,
+        hosts.size() > 1 ? ""
+                         : "; more ranks count as hosts with 10 GB/s between them, "
+                           "which is assumed");
     return {cluster_, config::this_host(), config::this_build(), today()};
   }
 

@@ -242,7 +242,8 @@ std::string this_host() {
 }
 
 std::string this_build() {
-  return format("lockstep {} libtorch {}", LOCKSTEP_VERSION, LOCKSTEP_LIBTORCH_MAJOR);
+  return format("lockstep {} libtorch {}{}", LOCKSTEP_VERSION, LOCKSTEP_LIBTORCH_MAJOR,
+                LOCKSTEP_LIBTORCH_CUDA ? " with CUDA" : "");
 }
 
 std::string machine_file() {

@@ -2,6 +2,7 @@
 #include "lockstep/config/plan/run_metrics.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <sstream>
 #include <vector>
 
@@ -33,6 +34,19 @@ std::vector<io::Json> lines_of(const std::string& path) {
   return lines;
 }
 
+// When the ranks were last started, in seconds since 1970: earlier steps may be of other layouts.
+double last_start(const std::string& run_folder) {
+  const std::string path = run_folder + "/events.jsonl";
+  double time = 0;
+  if (!std::filesystem::exists(path)) return time;
+  for (const io::Json& line : lines_of(path)) {
+    if (line.value("event", io::Json()) == "started" && line.contains("time") &&
+        line["time"].is_number())
+      time = line["time"].get<double>();
+  }
+  return time;
+}
+
 }  // namespace
 
 MeasuredStep measured_step(const std::string& run_folder) {
@@ -40,8 +54,11 @@ MeasuredStep measured_step(const std::string& run_folder) {
   std::vector<double> times;
   std::map<std::string, std::vector<double>> parts;
   size_t seen = 0;
+  const double start = last_start(run_folder);
   for (const io::Json& line : lines_of(path)) {
     if (!line.contains("step_ms") || !line["step_ms"].is_number()) continue;
+    if (line.contains("time") && line["time"].is_number() && line["time"].get<double>() < start)
+      continue;
     if (++seen <= kUncounted) continue;
     times.push_back(line["step_ms"].get<double>());
     if (!line.contains("split") || !line["split"].is_object()) continue;

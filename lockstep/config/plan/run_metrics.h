@@ -8,7 +8,7 @@
 namespace lockstep::config {
 
 struct MeasuredStep {
-  double seconds = 0;  // the median of the steps after the first three
+  double seconds = 0;  // the median of the steps of the last start, after its first three
   int steps = 0;       // that count
   // Medians of the parts that metrics.jsonl has under "split", by their names; empty: it has none.
   std::map<std::string, double> split_ms = {};
