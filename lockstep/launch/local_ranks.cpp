@@ -45,6 +45,8 @@ constexpr milliseconds kDrainTime{500};
 constexpr milliseconds kStoppedPatience{1'000};
 constexpr milliseconds kLeaveTogether{5'000};
 constexpr milliseconds kAskAgain{1'000};
+// In which ranks that cannot be stopped yet are taken to load.
+constexpr milliseconds kLoading{15'000};
 constexpr int kNotStarted = 127;
 // The longest that ranks that show life may take for their last step and for saving.
 constexpr std::chrono::minutes kLongestStop{30};
@@ -263,11 +265,12 @@ void LocalRanks::pass_stop_on() {
   for (size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
     if (!worker.process || worker.status || worker.told_to_stop) continue;
-    const bool hears = around_.options.ranks_save
-                           ? watch_.is_ready(static_cast<int>(i))
-                           : !holds_copies(around_.facts.recovery_fd) ||
-                                 catches(worker.process->pid(), stop_signal_);
-    if (!hears) continue;
+    const bool loads = around_.options.ranks_save
+                           ? !watch_.is_ready(static_cast<int>(i))
+                           : holds_copies(around_.facts.recovery_fd) &&
+                                 Clock::now() - start_ < kLoading &&
+                                 !catches(worker.process->pid(), stop_signal_);
+    if (loads) continue;
     worker.told_to_stop = true;
     sent_.insert(stop_signal_);
     worker.process->signal_group(stop_signal_);

@@ -254,7 +254,7 @@ RestartPolicy::Decision NodeLink::agree(RestartPolicy& policy, const Outcome& ou
           unpack_outcome(*over).value_or(lost_outcome("node 0 sent a malformed outcome"))};
     pause_between_looks();
   }
-  const auto decision = unpack_decision(*next);
+  auto decision = unpack_decision(*next);
   if (!decision)
     throw CommError(format("rendezvous {}: node 0 sent a malformed decision", address_));
   return *decision;

@@ -149,7 +149,7 @@ void add_exchanged_keys(const TrainConfig& config, const LayerSizes& sizes, plan
     if (sizes.recompute != layout::Recompute::full) cost.kept += sums;
     cost.forward_peak += 2 * local * sizes.element + sums;
     for (int64_t* const peak : {&cost.backward_peak, &cost.backward_peak_keeping, &cost.input_peak})
-      *peak += 2 * local * sizes.element + 3 * 4 * local + 2 * sums;
+      *peak += 2 * local * sizes.element + int64_t{3} * 4 * local + 2 * sums;
     return;
   }
   const int64_t elements = local * config.parallel.cp;
