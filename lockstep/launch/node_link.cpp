@@ -242,7 +242,7 @@ RestartPolicy::Decision NodeLink::agree(RestartPolicy& policy, const Outcome& ou
   const bool ends = outcome.kind != Kind::resized &&
                     !(outcome.kind == Kind::failed && outcome.restartable && restarts_);
   if (alone() || node_rank_ == 0) {
-    const auto decision = policy.after(outcome);
+    auto decision = policy.after(outcome);
     if (!alone() && !ends) client_->set(format("next/{}", generation_), pack(decision));
     return decision;
   }
@@ -254,7 +254,7 @@ RestartPolicy::Decision NodeLink::agree(RestartPolicy& policy, const Outcome& ou
           unpack_outcome(*over).value_or(lost_outcome("node 0 sent a malformed outcome"))};
     pause_between_looks();
   }
-  auto decision = unpack_decision(*next);
+  const auto decision = unpack_decision(*next);
   if (!decision)
     throw CommError(format("rendezvous {}: node 0 sent a malformed decision", address_));
   return *decision;
