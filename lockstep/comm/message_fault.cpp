@@ -30,7 +30,7 @@ uint64_t number_in(const std::string& word, const std::string& entry) {
 
 std::shared_ptr<MessageFault> MessageFault::parse(const std::string& text, int rank) {
   std::shared_ptr<MessageFault> found;
-  for (const FaultText& fault : parse_fault_texts(text)) {
+  for (const flight::FaultText& fault : flight::parse_fault_texts(text)) {
     if (!fault.has("message")) continue;
     constexpr std::string_view kFlip = "flip:";
     const std::string action = fault.value("action");
@@ -48,7 +48,7 @@ std::shared_ptr<MessageFault> MessageFault::parse(const std::string& text, int r
 }
 
 std::shared_ptr<MessageFault> MessageFault::from_environment(int rank) {
-  const char* const text = std::getenv(kFaultVariable);
+  const char* const text = std::getenv(flight::kFaultVariable);
   return text == nullptr ? nullptr : parse(text, rank);
 }
 

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/flight/fault_text.h"
 
-namespace lockstep {
-namespace {
+namespace lockstep::flight {
 
-// The last part too where it is empty.
-std::vector<std::string> parts_of(std::string_view text, char separator) {
+std::vector<std::string> parts_of_fault(std::string_view text, char separator) {
   std::vector<std::string> parts(1);
   for (const char c : text) {
     if (c == separator) {
@@ -17,8 +15,6 @@ std::vector<std::string> parts_of(std::string_view text, char separator) {
   return parts;
 }
 
-}  // namespace
-
 std::string FaultText::value(const std::string& key) const {
   const auto found = values.find(key);
   return found == values.end() ? "" : found->second;
@@ -26,10 +22,10 @@ std::string FaultText::value(const std::string& key) const {
 
 std::vector<FaultText> parse_fault_texts(std::string_view text) {
   std::vector<FaultText> faults;
-  for (const std::string& entry : parts_of(text, ';')) {
+  for (const std::string& entry : parts_of_fault(text, ';')) {
     FaultText fault{.text = entry, .values = {}};
     if (!entry.empty()) {
-      for (const std::string& word : parts_of(entry, ',')) {
+      for (const std::string& word : parts_of_fault(entry, ',')) {
         const size_t equals = word.find('=');
         const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
         fault.repeats |= !fault.values.try_emplace(word.substr(0, equals), value).second;
@@ -40,4 +36,4 @@ std::vector<FaultText> parse_fault_texts(std::string_view text) {
   return faults;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::flight

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::flight {
 
 inline constexpr const char* kFaultVariable = "LOCKSTEP_FAULT";
 
@@ -23,5 +23,7 @@ struct FaultText {
 };
 
 std::vector<FaultText> parse_fault_texts(std::string_view text);
+// The parts of a text, the last one too where it is empty.
+std::vector<std::string> parts_of_fault(std::string_view text, char separator);
 
-}  // namespace lockstep
+}  // namespace lockstep::flight

@@ -25,7 +25,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr const char* kVariable = kFaultVariable;
+constexpr const char* kVariable = flight::kFaultVariable;
 constexpr const char* kRule =
     "rank=R,step=S,action=A[,start=each|once=FILE] or rank=R,message=N,action=flip:BIT or "
     "rank=R[,step=S],sign=N,action=kill|stop, several separated by "
@@ -34,18 +34,6 @@ constexpr const char* kRule =
 
 [[noreturn]] void refuse(std::string_view text) {
   throw ConfigError(format("{} has '{}', must be {}", kVariable, text, kRule));
-}
-
-std::vector<std::string> parts_of(std::string_view text, char separator) {
-  std::vector<std::string> parts(1);
-  for (const char c : text) {
-    if (c == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
 }
 
 template <class Number>
@@ -61,7 +49,7 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 void parse_action(const std::string& text, std::string_view all, Fault& fault) {
   using Action = Fault::Action;
-  const std::vector<std::string> words = parts_of(text, ':');
+  const std::vector<std::string> words = flight::parts_of_fault(text, ':');
   const auto is = [&](const char* name, size_t arguments, Action action) {
     if (words[0] != name || words.size() != 1 + arguments) return false;
     fault.action = action;
@@ -122,7 +110,7 @@ void flip_bit(const Fault& fault, const checkpoint::NamedSlice& slice) {
 
 std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
-  for (const FaultText& each : parse_fault_texts(text)) {
+  for (const flight::FaultText& each : flight::parse_fault_texts(text)) {
     // Those of comm::init and of the flight recorder.
     if (each.has("message") || each.has("sign")) continue;
     size_t known = 3;  // rank, step and action
