@@ -9,6 +9,7 @@
 #include <set>
 #include <sstream>
 
+#include "lockstep/comm/group.h"
 #include "lockstep/core/error.h"
 #include "lockstep/formats/checkpoint_folder.h"
 #include "lockstep/formats/checkpoint_reader.h"
@@ -329,6 +330,24 @@ TEST(BestCheckpoint, IsTheLowestThatWasSaved) {
   EXPECT_EQ(later.step(), std::nullopt);
   train::BestCheckpoint other({.dir = "none", .best = false}, "text", {});
   EXPECT_FALSE(other.offer(1, 1));
+}
+
+// A save that failed may be known to rank 0 alone: all ranks continue with what its text says.
+TEST(BestCheckpoint, RankZerosTextCounts) {
+  using State = std::map<std::string, std::string>;
+  const auto with = [](int step) {
+    return State{{"best", json{{"step", step}, {"loss", 4}, {"measure", "text"}}.dump()}};
+  };
+  const auto restored = [](const State& state, const comm::Group& group) {
+    train::BestCheckpoint best({.dir = "none", .best = true}, "text", group);
+    best.restore(state, 5);
+    return best.step();
+  };
+  comm::run_threads(2, [&](const comm::Group& group) {
+    const bool leads = group.rank() == 0;
+    EXPECT_EQ(restored(with(leads ? 5 : 6), group), 5);
+    EXPECT_EQ(restored(leads ? State() : with(5), group), std::nullopt);
+  });
 }
 
 TEST_F(Tune, SaysWhatIsWrong) {

@@ -35,14 +35,18 @@ BestCheckpoint::BestCheckpoint(const config::CheckpointConfig& config, std::stri
 
 void BestCheckpoint::restore(const std::map<std::string, std::string>& state,
                              std::optional<int64_t> unsaved) {
-  const auto found = state.find(kKey);
-  if (!enabled_ || found == state.end()) return;
-  const Known known = parse(found->second);
+  if (!enabled_) return;
+  // The text that rank 0 has counts for all: another rank may not have heard of a save that failed.
   const auto answers = comm::run_on_all_ranks("best", world_, [&]() -> std::string {
-    return world_.rank() == 0 ? std::to_string(static_cast<int>(judge(known, unsaved))) : "";
+    const auto found = state.find(kKey);
+    if (world_.rank() != 0 || found == state.end()) return "";
+    const Verdict verdict = judge(parse(found->second), unsaved);
+    return std::to_string(static_cast<int>(verdict)) + found->second;
   });
-  const auto verdict = static_cast<Verdict>(std::stoi(answers[0]));
+  if (answers[0].empty()) return;
+  const auto verdict = static_cast<Verdict>(answers[0][0] - '0');
   if (verdict == Verdict::start_again) return;
+  const Known known = parse(answers[0].substr(1));
   best_ = verdict == Verdict::best ? known.best : known.before;
   if (verdict == Verdict::best) before_ = known.before;
 }
