@@ -128,7 +128,7 @@ check-gpu:
 # All tests, with the whole of what `make test` takes samples of.
 check-wide: export LOCKSTEP_TEST_ALL=1
 check-wide: export OMP_NUM_THREADS=1
-check-wide: tests
+check-wide: tests bench
 	$(call ctest,$(BUILD))
 	if command -v mpirun >/dev/null; then LOCKSTEP_TEST_BACKEND=mpi mpirun -n 4 --oversubscribe --allow-run-as-root --bind-to none \
 	  $(BUILD)/bin/process_tests --gtest_filter='-*Memory*'; fi

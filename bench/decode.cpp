@@ -16,7 +16,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/model/text_model.h"
 #include "lockstep/train/device/device.h"
-#include "lockstep/train/threads.h"
+#include "lockstep/train/device/threads.h"
 #include "lockstep/train/trained_model.h"
 
 namespace lockstep {

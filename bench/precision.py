@@ -23,25 +23,32 @@ SHAPES = {"6.7B": (32, 1024)}
 STEPS = {"162M": 24, "1.2B": 14}
 
 
-def train(lockstep, name, precision, extra, folder):
+def train(lockstep, name, precision, extra, folder, shape=None, steps=None, first=4):
+    """Medians of a run's steps without the first ones, and what the run said of recomputation."""
     size = SIZES[name]
-    rows, length = SHAPES.get(name, (size["rows"], size["length"]))
+    rows, length = shape or SHAPES.get(name, (size["rows"], size["length"]))
     metrics = pathlib.Path(folder) / "metrics.jsonl"
-    words = [lockstep, "train", "-n", 1, "--train.device", "cuda", "--train.precision", precision, "--train.recompute", "fit", "--data.path",
-             f"{folder}/tokens.bin", "--data.validation", 0, "--model.kind", "llama", "--optim.warmup", 3, "--optim.lr", "1e-4", "--run.dir", "",
-             "--metrics.file", metrics, "--train.seq_len", length, "--train.micro_batch", rows, "--train.steps", STEPS.get(name, 8), *extra]
+    model = ["-n", 1, "--train.device", "cuda", "--train.precision", precision, "--model.kind", "llama", "--train.seq_len", length,
+             "--train.micro_batch", rows]
     for key in ("layers", "hidden", "heads", "ffn", "vocab"):
-        words += [f"--model.{key}", size[key]]
+        model += [f"--model.{key}", size[key]]
+    model += extra
+    words = [lockstep, "train", *model, "--data.path", f"{folder}/tokens.bin", "--data.validation", 0, "--optim.warmup", 2, "--optim.lr", "1e-4",
+             "--run.dir", "", "--metrics.file", metrics, "--train.steps", steps or STEPS.get(name, 8)]
     result = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(f"{name} with {precision} failed:\n{result.stderr[-2000:]}")
     again = [line.strip() for line in result.stdout.splitlines() if "recompute" in line]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.unlink()
-    steps = [line for line in lines if "loss" in line][4:]
-    milliseconds = statistics.median(line["step_ms"] for line in steps)
-    peak = max(line["peak_bytes"] for line in steps) / 2**30
-    print(f"{name:6} {precision:9} {rows * length / milliseconds * 1e3:10.0f} tokens/s {milliseconds:9.1f} ms {peak:7.1f} GiB  {''.join(again)}", flush=True)
+    counted = [line for line in lines if "loss" in line][first:]
+    return {"model": model, "ms": statistics.median(line["step_ms"] for line in counted), "tokens": rows * length, "recompute": "".join(again),
+            "gib": max(line["peak_bytes"] for line in counted) / 2**30}
+
+
+def random_tokens(folder):
+    draw = random.Random(1)
+    (pathlib.Path(folder) / "tokens.bin").write_bytes(b"".join(draw.randrange(32000).to_bytes(2, "little") for _ in range(1 << 20)))
 
 
 def main():
@@ -51,13 +58,13 @@ def main():
         words.remove("--offload")
         extra = [*offload.STATES, "--offload.device_limit", "120GB"]
     lockstep, names = pathlib.Path(words[0]).resolve() / "lockstep", words[1:] or ["162M", "1.2B", "3.1B", "6.7B"]
-    draw = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = b"".join(draw.randrange(32000).to_bytes(2, "little") for _ in range(1 << 20))
-        (pathlib.Path(folder) / "tokens.bin").write_bytes(tokens)
+        random_tokens(folder)
         for name in names:
             for precision in ("bfloat16", "fp8"):
-                train(lockstep, name, precision, extra, folder)
+                found = train(lockstep, name, precision, ["--train.recompute", "fit", *extra], folder)
+                print(f"{name:6} {precision:9} {found['tokens'] / found['ms'] * 1e3:10.0f} tokens/s {found['ms']:9.1f} ms {found['gib']:7.1f} GiB  "
+                      f"{found['recompute']}", flush=True)
 
 
 if __name__ == "__main__":

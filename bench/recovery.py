@@ -26,7 +26,7 @@ def main():
         data = pathlib.Path(folder, "tokens.bin")
         draw = random.Random(1)
         data.write_bytes(b"".join(draw.randrange(32000).to_bytes(2, "little") for _ in range(1 << 18)))
-        options = observability.options_of(kind, data) + ([] if kind == "cpu" else ["-n", 2])
+        options = observability.options_of(kind, data) + ([] if kind == "cpu" else ["-n", 2, "--train.steps", 50])
         for number in range(rounds):
             for way in found if number % 2 == 0 else reversed(found):
                 found[way].append(observability.milliseconds(lockstep, options, [*RECOVERY, way], folder))

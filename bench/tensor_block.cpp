@@ -28,9 +28,7 @@ struct BlocksImpl : torch::nn::Module {
   BlocksImpl(const config::ModelSpec& spec, int64_t length) {
     model::Parts parts(spec, {});
     for (int64_t i = 0; i < spec.layers; ++i) {
-      blocks.push_back(register_module(
-          "blocks" + std::to_string(i),
-          model::Block(parts, i, layout::Recompute::none, parallel::RecomputeOptions{})));
+      blocks.push_back(register_module("blocks" + std::to_string(i), model::Block(parts, i)));
     }
     const std::vector<double> frequencies(static_cast<size_t>(spec.head_size() / 2), 0.1);
     rotation = nn::rotary_table(frequencies, length);

@@ -39,8 +39,9 @@ void add_tile(Schema& schema, RunConfig& train) {
   Option option{.type = OptionType::text_or_number,
                 .help =
                     "Tokens of a row that MLP, norms and loss compute at once; backward computes "
-                    "them again, one tile after the other. off: all tokens. auto: 4096 where a "
-                    "rank has at least 16384 tokens of a row, else off."};
+                    "them again, one tile after the other. off: all tokens. auto: off, but 4096 "
+                    "where a rank has at least 16384 tokens of a row and the predicted peak of "
+                    "memory needs it."};
   option.get = [&train]() -> Value {
     return !train.tile        ? detail::kAuto
            : *train.tile == 0 ? Value("off")

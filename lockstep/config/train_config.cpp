@@ -273,6 +273,7 @@ std::string TrainConfig::describe_dims(int world) const {
 
 int64_t TrainConfig::tile() const {
   if (train.tile) return *train.tile;
+  if (train.found_tile) return *train.found_tile;
   const int64_t tokens =
       train.seq_len / parallel.cp / (parallel.sequence_parallel ? parallel.tp : 1);
   return tokens >= kLongRow ? kLongTile : 0;

@@ -67,9 +67,10 @@ struct RunConfig {
   std::optional<Precision> precision = std::nullopt, dtype = std::nullopt;
   std::optional<int64_t> fp8_min = std::nullopt;              // not set: kFp8Min
   std::optional<layout::Recompute> recompute = std::nullopt;  // not set: memory.strategy decides
-  std::optional<RecomputedBlocks> fit = std::nullopt;  // set: as many as fit_recompute() has found
+  std::optional<RecomputedBlocks> fit = std::nullopt;  // set: as many as fit_to_memory() has found
   // Tokens that MLP, norms and loss compute at once; 0: all. Not set: TrainConfig::tile().
   std::optional<int64_t> tile = std::nullopt;
+  std::optional<int64_t> found_tile = std::nullopt;  // where it is not set, by fit_to_memory()
   bool reproducible = false;
   int threads = 0;                                // 0: cores per rank; 1 if reproducible
   int64_t eval_every = 0, log_every = 10;         // 0: at the end only
@@ -130,7 +131,7 @@ struct LayoutConfig {
   bool operator==(const LayoutConfig&) const = default;
 };
 
-// Tokens of a row on a rank from which train.tile auto computes so many at once.
+// Tokens of a row on a rank from which train.tile auto computes so many at once, unless all fit.
 constexpr int64_t kLongRow = 16384, kLongTile = 4096;
 // Where activations are while they are not in the memory of the device.
 enum class ActivationStore { disk, host };

@@ -13,7 +13,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
 #include "lockstep/core/system_memory.h"
-#include "lockstep/memory/pinning.h"
+#include "lockstep/memory/pinning/pinning.h"
 
 namespace lockstep::memory {
 namespace {

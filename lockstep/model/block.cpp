@@ -143,9 +143,12 @@ at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, D
                               const nn::Documents* documents) {
   if (decoding != nullptr && decoding->are_new() && nn::can_fuse(x) && !attention_->is_shared())
     return mlp_->add_to(attention_->add_to(x, norm1_, rotation, *decoding), norm2_);
-  const at::Tensor y = x + dropout1_(attention_(norm1_(x), rotation, decoding, documents));
-  if (tile_ == 0 || decoding != nullptr || y.size(1) <= tile_)
-    return y + dropout2_(mlp_(norm2_(y)));
+  const auto [in, around] = norm1_.fork(x);
+  const at::Tensor y = around + dropout1_(attention_(in, rotation, decoding, documents));
+  if (tile_ == 0 || decoding != nullptr || y.size(1) <= tile_) {
+    const auto [inner, past] = norm2_.fork(y);
+    return past + dropout2_(mlp_(inner));
+  }
   const auto path = [norm = norm2_, mlp = mlp_](const at::Tensor& part, int64_t) mutable {
     return mlp(norm(part));
   };

@@ -37,6 +37,11 @@ class Norm {
   at::Tensor operator()(const at::Tensor& x) const {
     return layer_ ? layer_->forward(x) : rms_->forward(x);
   }
+  // As nn::RmsNormImpl::fork().
+  nn::RmsNormImpl::Fork fork(const at::Tensor& x) const {
+    if (layer_) return {layer_->forward(x), x};
+    return rms_->fork(x);
+  }
   at::Tensor weight() const { return layer_ ? layer_->weight : rms_ ? rms_->weight : at::Tensor(); }
   at::Tensor bias() const { return layer_ ? layer_->bias : at::Tensor(); }
   double epsilon() const { return epsilon_; }

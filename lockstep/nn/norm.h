@@ -46,6 +46,12 @@ class RmsNormImpl : public torch::nn::Cloneable<RmsNormImpl> {
   explicit RmsNormImpl(int64_t width, NormOptions options = {});
 
   at::Tensor forward(const at::Tensor& input);
+  // The norm, and the input for what goes around it: backward adds the gradients of both in one
+  // pass where the device has a kernel for it.
+  struct Fork {
+    at::Tensor out, input;
+  };
+  Fork fork(const at::Tensor& input);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

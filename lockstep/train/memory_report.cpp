@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/config/plan/fit_recompute.h"
+#include "lockstep/config/plan/fit_to_memory.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
@@ -56,7 +56,7 @@ plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optim
 }
 
 config::TrainConfig fitted(config::TrainConfig config, const comm::Group& world) {
-  if (!config.train.fit) return config;
+  if (!config::chooses_by_memory(config)) return config;
   int64_t limit = config.memory.max_per_device;
   if (limit == 0) {
     const c10::Device device = choose_device(config, world);
@@ -65,7 +65,7 @@ config::TrainConfig fitted(config::TrainConfig config, const comm::Group& world)
   at::Tensor least = at::full({1}, limit, at::kLong);
   if (world.backend() == "nccl") least = least.to(choose_device(config, world));
   comm::all_reduce(least, world, {.op = comm::ReduceOp::min}).wait();
-  config::fit_recompute(config, config.model, world.size(), least.item<int64_t>());
+  config::fit_to_memory(config, config.model, world.size(), least.item<int64_t>());
   return config;
 }
 

@@ -2,7 +2,8 @@
 #include "lockstep/train/start_lines.h"
 
 #include "lockstep/config/float8.h"
-#include "lockstep/config/plan/fit_recompute.h"
+#include "lockstep/config/plan/fit_to_memory.h"
+#include "lockstep/config/plan/timed_run.h"
 #include "lockstep/config/run_folder.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/version.h"
@@ -29,6 +30,11 @@ std::vector<std::string> start_lines(const StartFacts& facts) {
   for (const std::string& line : model.describe()) lines.push_back(line);
   if (config.train.fit)
     lines.push_back("       " + config::describe_fit(*config.train.fit, config.model.layers));
+  if (config::computes_in_tiles(config,
+                                config.parallel.sequence_parallel ? config.parallel.tp : 1)) {
+    lines.push_back(
+        format("       MLP, norms and loss compute {} tokens of a row at once", config.tile()));
+  }
   lines.push_back(format("data   {}", describe(data)));
   if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {

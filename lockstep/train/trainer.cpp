@@ -94,7 +94,9 @@ bool Trainer::State::resume_from_memory() {
   });
   copies.emplace(
       world, memory, copy_identity(config, identities, world),
-      [this] { return model.slices(*optimizer); }, config.offload.any());
+      [this] { return model.slices(*optimizer); },
+      MemoryCopies::Options{.at_once = config.offload.any(),
+                            .verifies = config.train.verify_every > 0});
   const auto restored = copies->restore();
   if (!restored) return false;
   resumed_from = "memory";
@@ -211,11 +213,11 @@ void Trainer::State::verify() {
   if (config.train.verify_every == 0 || verified_at == done) return;
   try {
     const bool repaired = vote.verify(done, model.slices(*optimizer));
-    if (repaired && copies) copies->forget();  // a copy may have been made in between
+    if (copies) repaired ? copies->distrust() : copies->verified();
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
-    if (copies) copies->forget();  // they may be of corrupt weights; checkpoints are verified
+    if (copies) copies->distrust();
     throw;
   }
   verified_at = done;

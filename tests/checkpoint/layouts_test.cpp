@@ -218,7 +218,8 @@ TEST(CheckpointLayouts, AnyLayoutResumesInAnyOther) {
                        {"tensors3", "optimizer4"},
                        {"full2", "tensors3"},
                        {"tensors3", "tensors3pp2"}};
-  for (const auto& [from, to] : pairs) {
+  for (size_t i = 0; i < pairs.size(); i += tests_all() ? 1 : 2) {
+    const auto& [from, to] = pairs[i];
     SCOPED_TRACE(from + " to " + to);
     const PipelineCurve found = runs.resumed(from, to);
     expect_near_each(found.losses, later(expected.losses), "loss");

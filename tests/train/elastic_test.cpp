@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "tests/train/train_command.h"
 
 namespace lockstep::test {
@@ -47,42 +49,36 @@ class ElasticRun : public Train {
   }
 };
 
-// Rank 0 sleeps until the places of both can be used again.
+// Continued from copies in memory, and from checkpoints. Rank 0 sleeps until the places of both can
+// be used again.
 TEST_F(ElasticRun, FourRanksThenThreeThenTwoThenFourFollowTheUndisturbedCurve) {
   const Words batch(elastic("4", 20));
   const auto plain = steps("plain", Words(batch.begin() + 2, batch.end() - 6));
-  const Result result = lockstep_command(
-      command(elastic("2:4", 20) + Words{"--run.grow_after", "6", "--run.dir", path("run")}),
-      {"LOCKSTEP_FAULT=rank=3,step=4,action=kill,start=each;rank=2,step=8,action=kill,start=each;"
-       "rank=0,step=12,action=sleep:7"
-       ",start=each"});
-  EXPECT_EQ(result.code, 0) << result.err;
-  const auto found = read_steps(path("metrics.jsonl"));
-  expect_close(losses(found), losses(plain), 1e-5);
-  EXPECT_THAT(worlds(path("run")),
-              ElementsAre("4 to 3 rank 3: dp 3", "3 to 2 rank 2: dp 2", "2 to 4 : dp 4"));
-  EXPECT_THAT(result.err, says("3 of 4 ranks ... rank 3 ... dp 3"));
-  const Result report = lockstep_command({"report", path("run"), "--text"});
-  EXPECT_EQ(report.code, 0) << report.err;
-}
-
-// The same with copies in memory and without a checkpoint before the end.
-TEST_F(ElasticRun, ContinuesFromTheCopiesOfMoreAndOfFewerRanks) {
-  const Words none{"--checkpoint.every", "0"};
-  const Words batch(elastic("4", 14));
-  const auto plain = steps("plain", Words(batch.begin() + 2, batch.end() - 6));
-  const Result result = lockstep_command(
-      command(elastic("2:4", 14) + none +
-              Words{"--recovery", "memory", "--run.grow_after", "6", "--run.dir", path("run")}),
-      {"LOCKSTEP_FAULT=rank=3,step=4,action=kill,start=each;rank=0,step=9,action=sleep:7"
-       ",start=each"});
-  EXPECT_EQ(result.code, 0) << result.err;
-  expect_close(losses(read_steps(path("metrics.jsonl"))), losses(plain), 1e-5);
-  EXPECT_THAT(worlds(path("run")), ElementsAre("4 to 3 rank 3: dp 3", "3 to 4 : dp 4"));
-  size_t resumed = 0;
-  for (size_t at = 0; (at = result.out.find("memory at step", at)) != std::string::npos; ++at)
-    ++resumed;
-  EXPECT_EQ(resumed, 2U) << result.out << result.err;
+  std::map<std::string, Words> ways{
+      {"memory", {"--recovery", "memory", "--checkpoint.every", "0"}}};
+  if (tests_all()) ways["checkpoint"] = {"--checkpoint.every", "2"};
+  for (const auto& [way, options] : ways) {
+    SCOPED_TRACE(way);
+    const Words in{"--run.dir", path(way), "--checkpoint.dir", "auto", "--metrics.file", "auto"};
+    const Result result = lockstep_command(
+        command(elastic("2:4", 20) + Words{"--run.grow_after", "6"} + options + in),
+        {"LOCKSTEP_FAULT=rank=3,step=4,action=kill,start=each;rank=2,step=8,action=kill,start=each;"
+         "rank=0,step=12,action=sleep:7"
+         ",start=each"});
+    EXPECT_EQ(result.code, 0) << result.err;
+    expect_close(losses(read_steps(path(way) + "/metrics.jsonl")), losses(plain), 1e-5);
+    EXPECT_THAT(worlds(path(way)),
+                ElementsAre("4 to 3 rank 3: dp 3", "3 to 2 rank 2: dp 2", "2 to 4 : dp 4"));
+    EXPECT_THAT(result.err, says("3 of 4 ranks ... rank 3 ... dp 3"));
+    size_t resumed = 0;
+    for (size_t at = 0; (at = result.out.find("resume " + way, at)) != std::string::npos; ++at)
+      ++resumed;
+    if (way == "memory") {
+      EXPECT_EQ(resumed, 3U) << result.out;
+    }
+    const Result report = lockstep_command({"report", path(way), "--text"});
+    EXPECT_EQ(report.code, 0) << report.err;
+  }
 }
 
 TEST_F(ElasticRun, RefusesBoundsThatCannotWork) {

@@ -64,10 +64,11 @@ TEST_F(Infer, EveryLayoutWritesAndMeasuresTheSame) {
   EXPECT_GT(expected[4]["ttft_ms"].get<double>(), 0);
   const json measured = lines(lockstep_command(eval({})))[0];
   for (const Words& layout : kLayouts) {
+    if (!tests_all() && (layout == kLayouts[0] || layout == kLayouts[3])) continue;
     const auto found = lines(sample(options + layout));
     ASSERT_EQ(found.size(), expected.size());
     for (size_t i = 0; i < 4; ++i) EXPECT_EQ(found[i], expected[i]) << layout.back();
-    if (!tests_all() && layout != kLayouts[1] && layout != kLayouts[2]) continue;
+    if (!tests_all() && layout == kLayouts[4]) continue;
     const json again = lines(lockstep_command(eval(layout)))[0];
     EXPECT_NEAR(again["loss"], measured["loss"], 1e-6) << layout.back();
     EXPECT_EQ(again["tokens"], measured["tokens"]);

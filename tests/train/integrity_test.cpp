@@ -177,6 +177,7 @@ TEST_F(Integrity, ARankThatDiffersFromTheMajorityIsNamed) {
 
 TEST_F(Integrity, ARepairedRunHasTheBitsOfAnUnharmedOne) {
   for (const Corrupt& run : corrupt_runs()) {
+    if (!tests_all() && run.layout[1] == "4") continue;
     SCOPED_TRACE(run.name);
     // Without any check: none changes a loss. On a GPU two runs may differ in the last bits.
     const std::string name = run.name, other = name + "-unharmed";

@@ -106,6 +106,7 @@ class Redistribution : public testing::Test {
   struct Start {
     int nodes = 1, ranks = 1;  // of each node
     Cut cut = Cut::rows;
+    bool verifies = false;  // keeps one copy more
   };
   struct Rank {
     const comm::Group& world;
@@ -165,7 +166,7 @@ class Redistribution : public testing::Test {
            .local_rank = world.rank() % start.ranks,
            .local_size = start.ranks,
            .generation = generation},
-          identity, [&] { return slices; }, /*at_once=*/false);
+          identity, [&] { return slices; }, MemoryCopies::Options{.verifies = start.verifies});
       const auto restored = copies.restore();
       const Rank rank{world, copies, slices,
                       restored ? std::optional(restored->step) : std::nullopt};
@@ -228,6 +229,18 @@ TEST_F(Redistribution, ACrashDuringTheRestartLosesNothing) {
     rank.copies.wait();
   });
   start({1, 2, Cut::columns}, 3, nothing);
+}
+
+// The same slices, but room for another number of copies.
+TEST_F(Redistribution, ACrashLosesNothingWhereTheNumberOfCopiesChanges) {
+  const auto nothing = [](const Rank&) {};
+  start({1, 2, Cut::none}, {}, [&](const Rank& rank) {
+    for (int64_t step = 0; step < 3; ++step) train_to(rank, step);
+  });
+  start({1, 2, Cut::none, true}, 2, nothing);
+  start({1, 2, Cut::none, true}, 2, [&](const Rank& rank) { train_to(rank, 3); });
+  start({1, 2, Cut::none}, 3, nothing);
+  start({1, 2, Cut::none}, 3, nothing);
 }
 
 // A step that some ranks of an earlier start had reached is not that step of a later one.

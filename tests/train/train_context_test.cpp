@@ -63,7 +63,7 @@ TEST_F(TrainContext, RanksThatShareRowsFollowOneProcess) {
           }
         }
       }
-      compare(data.empty() ? "wide" : "wide-packed", data, layouts);
+      compare((data.empty() ? "wide-" : "wide-packed-") + way[1], data, layouts);
     }
   }
 }

@@ -13,6 +13,7 @@
 namespace lockstep::test {
 namespace {
 
+using testing::AnyOf;
 using testing::HasSubstr;
 
 class TrainNccl : public Train {
@@ -63,6 +64,63 @@ TEST_F(TrainNccl, EightBitsFollowOneProcess) {
   check("pp", {"-n", "2", "--parallel.pp", "2"});
   check("tp", {"-n", "4", "--parallel.tp", "4"});
   check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
+}
+
+// A rank is killed in a step. All continue from copies in host memory, with the losses of a run
+// that nothing has happened to.
+TEST_F(TrainNccl, ALostRankContinuesFromMemoryWithEqualLosses) {
+  for (const char* ranks : {"2", "4"}) {
+    for (const Words& layout : {Words{}, Words{"--parallel.shard", "full"}}) {
+      if (layout.empty() && ranks[0] == '4') continue;
+      const std::string name = ranks + (layout.empty() ? "" : layout.back());
+      SCOPED_TRACE(name);
+      const Words options = model_ + Words{"-n", ranks, "--comm.backend", "nccl"} + layout;
+      const auto plain = losses(steps(name, options));
+      const std::string metrics = path(name + " lost.jsonl");
+      const Result result =
+          lockstep_command(command(options + Words{"--recovery", "memory", "--run.max_restarts",
+                                                   "2", "--checkpoint.dir", path(name + " lost"),
+                                                   "--metrics.file", metrics}),
+                           {"LOCKSTEP_FAULT=rank=1,step=5,action=kill"});
+      EXPECT_EQ(result.code, 0) << result.err;
+      EXPECT_THAT(result.out, AnyOf(HasSubstr("memory at step 4"), HasSubstr("memory at step 3")));
+      EXPECT_EQ(losses(read_steps(metrics)), plain);
+    }
+  }
+}
+
+// Flash attention with documents of different lengths, and rings of it; float32 takes another way.
+TEST_F(TrainNccl, SharedAndPackedRowsFollowOneProcess) {
+  std::string records;
+  for (size_t i = 0; i < 40; ++i)
+    records += json{{"text", some_text(9).substr(i, 5 + 7 * (i % 8))}}.dump() + "\n";
+  write_file(path("texts.jsonl"), records);
+  const Words packed{"--data.path", path("texts.jsonl"), "--data.pack", "true"};
+  for (const char* type : {"float32", "bfloat16"}) {
+    for (const Words& data : {Words{}, packed}) {
+      const std::string name = type + std::string(data.empty() ? "" : " packed");
+      SCOPED_TRACE(name);
+      const Words options = model_ + Words{"--train.dtype", type, "--model.kind", "llama"} + data;
+      const auto one = losses(steps(name, options + Words{"-n", "1"}));
+      ASSERT_EQ(one.size(), 8U);
+      for (const char* way : {"gather", "ring"}) {
+        for (const char* tp : {"1", "2"}) {
+          const Words layout{"-n",
+                             "4",
+                             "--comm.backend",
+                             "nccl",
+                             "--parallel.cp",
+                             "2",
+                             "--parallel.context",
+                             way,
+                             "--parallel.tp",
+                             tp};
+          expect_close(losses(steps(name + way + tp, options + layout)), one,
+                       type[0] == 'f' ? 1e-4 : 1e-2);
+        }
+      }
+    }
+  }
 }
 
 // Ranks may keep the same state in different places.

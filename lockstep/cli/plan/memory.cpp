@@ -5,7 +5,7 @@
 #include <iostream>
 
 #include "lockstep/config/freeze.h"
-#include "lockstep/config/plan/fit_recompute.h"
+#include "lockstep/config/plan/fit_to_memory.h"
 #include "lockstep/config/plan/inventory.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/plan/would_fit.h"
@@ -63,7 +63,7 @@ int plan_memory(const Words& arguments) {
   config::TrainConfig config = given;
   require(!config.train.fit || config.memory.max_per_device > 0,
           "train.recompute fit needs to know what it must fit in: give memory.max_per_device");
-  config::fit_recompute(config, model, world, config.memory.max_per_device);
+  config::fit_to_memory(config, model, world, config.memory.max_per_device);
   const plan::Run run = config::planned_run(config, model, world);
   const std::vector<plan::Memory> ranks = plan::memory_per_rank(run);
   std::cout

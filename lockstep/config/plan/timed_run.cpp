@@ -2,7 +2,7 @@
 #include "lockstep/config/plan/timed_run.h"
 
 #include "lockstep/config/pipeline_choice.h"
-#include "lockstep/config/plan/fit_recompute.h"
+#include "lockstep/config/plan/fit_to_memory.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/config/plan/search.h"
 #include "lockstep/plan/memory.h"
@@ -25,7 +25,8 @@ plan::ModelShape shape_of(const ModelSpec& model) {
 
 bool computes_in_tiles(const TrainConfig& config, int sharing) {
   const int64_t row = config.train.seq_len / config.parallel.cp / sharing;
-  const int64_t tile = config.train.tile.value_or(row >= kLongRow ? kLongTile : 0);
+  const int64_t by_length = row >= kLongRow ? kLongTile : 0;
+  const int64_t tile = config.train.tile.value_or(config.train.found_tile.value_or(by_length));
   return tile > 0 && tile < row;
 }
 
@@ -73,7 +74,7 @@ plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int
 Prediction predict(const TrainConfig& config, const ModelSpec& model, int world,
                    const plan::Cluster& cluster) {
   Prediction found{.config = config, .world = world};
-  fit_recompute(found.config, model, world, memory_limit(config, cluster));
+  fit_to_memory(found.config, model, world, memory_limit(config, cluster));
   found.layout = timed_layout(found.config, model, world);
   found.time = plan::step_time(shape_of(model), found.layout, cluster);
   const auto ranks = plan::memory_per_rank(planned_run(found.config, model, world));

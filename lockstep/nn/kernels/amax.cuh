@@ -4,11 +4,22 @@
 
 #include <cuda_runtime.h>
 
+#include "lockstep/nn/kernels/packs.cuh"
+
 namespace lockstep::nn::cuda {
 
 // The bits of magnitudes have their order, and those of NaN are above all: no atomic for floats is
 // needed, and the result does not depend on the order.
 __device__ inline unsigned magnitude(float value) { return __float_as_uint(value) & 0x7FFFFFFFU; }
+
+// Of what write() stores of the values.
+template <class T, int N>
+__device__ inline unsigned largest_of(const float (&values)[N]) {
+  unsigned largest = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) largest = max(largest, magnitude(load(store<T>(values[k]))));
+  return largest;
+}
 
 // All threads of the block call it. Most blocks find that the cell has as much already.
 __device__ inline void add_amax(unsigned largest, float* amax) {

@@ -9,6 +9,7 @@
 #include "lockstep/memory/tensor_bytes.h"
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_kernels.h"
+#include "lockstep/nn/kernels/norm_kernels.h"
 
 namespace lockstep::nn::cuda {
 namespace {
@@ -23,6 +24,12 @@ float* cell_of(const at::Tensor& amax) { return amax.defined() ? amax.data_ptr<f
 at::Tensor noted(at::Tensor out, const at::Tensor& amax) {
   if (amax.defined()) note_amax(out, amax);
   return out;
+}
+
+NormShape norm_shape(const at::Tensor& x, double epsilon) {
+  int processors = 1;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.get_device());
+  return {x.numel() / x.size(-1), x.size(-1), static_cast<float>(epsilon), processors};
 }
 
 // Of (B, n, T, D).
@@ -93,6 +100,64 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   put(k, true);
   put(v, false);
   return noted(out, amax);
+}
+
+bool has_rms_norm(const at::Tensor& x, const at::Tensor& weight) {
+  const auto aligned = [](const at::Tensor& tensor) {
+    return tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  };
+  return has_fused_kernels(x) && weight.device() == x.device() &&
+         weight.scalar_type() == x.scalar_type() &&
+         !weight.key_set().has(c10::DispatchKey::DeferredInit) &&
+         can_norm(x.size(-1), memory::dtype_of(x, "rms_norm")) && aligned(x) && aligned(weight);
+}
+
+RmsNormResult rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  RmsNormResult result{at::empty_like(x),
+                       at::empty({x.numel() / x.size(-1)}, x.options().dtype(at::kFloat))};
+  if (x.numel() == 0) return result;
+  const at::Tensor amax = amax_cell(result.out);
+  launch_rms_norm(norm_shape(x, epsilon), memory::dtype_of(x, "rms_norm"), x.data_ptr(),
+                  weight.data_ptr(), result.out.data_ptr(), result.scales.data_ptr<float>(),
+                  cell_of(amax), current_stream());
+  result.out = noted(result.out, amax);
+  return result;
+}
+
+RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight,
+                                   const at::Tensor& scales, const at::Tensor& grad,
+                                   const at::Tensor& around, bool wants_x, bool wants_weight) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  RmsNormGradients result;
+  if (wants_x) result.x = at::empty_like(x);
+  if (wants_weight) result.weight = at::empty_like(weight);
+  if (x.numel() == 0) {
+    if (wants_weight) result.weight.zero_();
+    return result;
+  }
+  const DType dtype = memory::dtype_of(x, "rms_norm");
+  const NormShape shape = norm_shape(x, 0);
+  const at::Tensor partial =
+      wants_weight ? at::empty({norm_partial_rows(shape, dtype), shape.width}, scales.options())
+                   : at::Tensor();
+  const at::Tensor amax = wants_x ? amax_cell(x) : at::Tensor();
+  const auto memory_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.data_ptr() : nullptr;
+  };
+  launch_rms_norm_backward(shape, dtype,
+                           {.x = x.data_ptr(),
+                            .weight = weight.data_ptr(),
+                            .scales = scales.data_ptr<float>(),
+                            .out = grad.data_ptr(),
+                            .around = memory_of(around),
+                            .to_x = memory_of(result.x),
+                            .to_weight = memory_of(result.weight),
+                            .partial = cell_of(partial),
+                            .amax = cell_of(amax)},
+                           current_stream());
+  if (wants_x) result.x = noted(result.x, amax);
+  return result;
 }
 
 at::Tensor swiglu(const at::Tensor& gate_up) {

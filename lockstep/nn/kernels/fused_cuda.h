@@ -4,9 +4,9 @@
 // contiguous unless said otherwise; work is queued on the current stream.
 #pragma once
 
-#include <cstdint>
+#include <ATen/core/Tensor.h>
 
-#include "lockstep/core/torch_fwd.h"
+#include <cstdint>
 
 namespace lockstep::nn::cuda {
 
@@ -22,6 +22,21 @@ at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64
 // Gradients (B, n, T, D) of any strides to that of qkv; those of q and k are turned back.
 at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& rotation);
+
+// Whether rms_norm() takes rows like these. The weight must be in memory: a kernel reads it unseen.
+bool has_rms_norm(const at::Tensor& x, const at::Tensor& weight);
+struct RmsNormResult {
+  at::Tensor out;
+  at::Tensor scales;  // float32, of each row: for backward
+};
+RmsNormResult rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon);
+struct RmsNormGradients {
+  at::Tensor x, weight;  // undefined where they are not wanted
+};
+// `around` is the gradient of x by another way, which is added, or undefined.
+RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight,
+                                   const at::Tensor& scales, const at::Tensor& grad,
+                                   const at::Tensor& around, bool wants_x, bool wants_weight);
 
 at::Tensor swiglu(const at::Tensor& gate_up);
 at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad);

@@ -16,15 +16,6 @@ __device__ int64_t thread_index() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// Of what write() stores of the values.
-template <class T, int N>
-__device__ unsigned largest_of(const float (&values)[N]) {
-  unsigned largest = 0;
-#pragma unroll
-  for (int k = 0; k < N; ++k) largest = max(largest, magnitude(load(store<T>(values[k]))));
-  return largest;
-}
-
 // A thread moves N elements of the first half of a head, and their partners in the second.
 template <int N, class T>
 __device__ unsigned turn(const TurnOptions& options, const T* in, T* out) {
@@ -199,13 +190,14 @@ template <int N, class T>
 __global__ void scale_kernel(int64_t count, T* data, const float* factor) {
   const float by = *factor;
   if (by == 1) return;
-  const int64_t i = thread_index() * N;
-  if (i >= count) return;
-  float values[N];
-  read(data + i, values);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * N;
+  for (int64_t i = thread_index() * N; i < count; i += step) {
+    float values[N];
+    read(data + i, values);
 #pragma unroll
-  for (int k = 0; k < N; ++k) values[k] *= by;
-  write(data + i, values);
+    for (int k = 0; k < N; ++k) values[k] *= by;
+    write(data + i, values);
+  }
 }
 
 constexpr int64_t kThreads = 256;
@@ -292,9 +284,9 @@ void launch_scale_unless_one(int64_t count, DType dtype, void* data, const float
                              void* stream) {
   launch_for(dtype, "cross_entropy", count, {data}, [&](auto type, auto pack) {
     using T = decltype(type);
-    scale_kernel<pack>
-        <<<blocks_for(count / pack), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            count, typed<T>(data), factor);
+    // Few blocks: most have nothing to do.
+    scale_kernel<pack><<<std::min(blocks_for(count / pack), 2112U), kThreads, 0,
+                         static_cast<cudaStream_t>(stream)>>>(count, typed<T>(data), factor);
   });
 }
 

@@ -21,6 +21,12 @@ at::Tensor rotate_heads(const at::Tensor&, const at::Tensor&, int64_t) { missing
 at::Tensor merge_heads(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   missing();
 }
+bool has_rms_norm(const at::Tensor&, const at::Tensor&) { return false; }
+RmsNormResult rms_norm(const at::Tensor&, const at::Tensor&, double) { missing(); }
+RmsNormGradients rms_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&, const at::Tensor&, bool, bool) {
+  missing();
+}
 at::Tensor swiglu(const at::Tensor&) { missing(); }
 at::Tensor swiglu_backward(const at::Tensor&, const at::Tensor&) { missing(); }
 at::Tensor cross_entropy(const at::Tensor&, const at::Tensor&, int64_t, double, const at::Tensor&) {

@@ -33,8 +33,8 @@ class TorchState {
     // They also forget, at their end, casts of parameters as they were.
     const optim::AutocastGuard on_cpu(cpu_), on_cuda(cuda_);
     const c10::MultiStreamGuard streams(streams_);
-    c10::OptionalDeviceGuard current;
-    if (!device.is_cpu()) current.reset_device(device);
+    if (device.is_cpu()) return body(index);
+    const c10::DeviceGuard current(device);
     body(index);
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two copies of a rank's state, of different steps, in memory that outlives the rank. Private: not
+// Copies of a rank's state, of different steps, in memory that outlives the rank. Private: not
 // installed.
 #pragma once
 
@@ -17,7 +17,8 @@ namespace lockstep::train {
 // An area of the launcher's memory (launch/recovery_memory.h). Each local rank has kAreas of them:
 // two for copies of its own, and two for those of the rank with its number on another node. Copies
 // of a start with another layout are made in one while those before are still in the other. While a
-// copy is written, the one before stays. A copy that is not complete, or is damaged, is not found.
+// copy is written, the one before stays, and of three also the newest that was verified. A copy
+// that is not complete, or is damaged, is not found.
 class CopyRegion {
  public:
   static constexpr int kAreas = 4, kGuestArea = 2;  // the first for copies of another node
@@ -29,8 +30,8 @@ class CopyRegion {
   CopyRegion(const CopyRegion&) = delete;
   CopyRegion& operator=(const CopyRegion&) = delete;
 
-  // Bytes of an area for two copies. `text`: identity and list of slices.
-  static uint64_t bytes_for(uint64_t data_bytes, size_t text_bytes);
+  // Bytes of an area for so many copies, two or three. `text`: identity and list of slices.
+  static uint64_t bytes_for(uint64_t data_bytes, size_t text_bytes, int copies);
 
   // What there is, of something with exactly this identity. A rank of an earlier start can write
   // nothing here from now on.
@@ -38,26 +39,37 @@ class CopyRegion {
     std::vector<CopyId> copies = {};  // that are sound
     std::string slices = {};          // that each of them holds: to_text()
     std::string refused = {};         // why others are not among them
+    int room = 0;                     // for so many copies
   };
   Found find(const std::string& identity);
   // No copy is left, and the memory of earlier ones is freed.
   void clear();
-  // Of the copies none is left but this one.
-  void keep_only(const CopyId& copy);
-  // The memory of the others is freed too; the region is not written again.
+  // Of the copies none is left but this one, and older ones that were verified.
+  void keep(const CopyId& copy);
+  // The newest copy is that of a state that was found to be right afterwards.
+  void verify_newest();
+  // Of the copies only those are left that were verified.
+  void keep_verified();
+  void drop_all();
+  // None is left but this one. The memory of the others is freed too; the region is not written
+  // again.
   void free_all_but(const CopyId& copy);
 
-  // Takes the memory, so that later writes cannot fail for want of it, and ownership: copies of the
-  // same slices stay. Throws SystemError where there is not enough. `copies`: 1 if the second one
-  // is to be taken later, by claim_second().
+  // Takes the memory of so many copies, so that later writes cannot fail for want of it, and
+  // ownership: copies of the same slices stay. Throws SystemError where there is not enough. `now`:
+  // those whose memory is taken at once; that of the rest is taken by claim_rest().
   void claim(const std::string& identity, const std::string& slices, uint64_t data_bytes,
-             int copies = 2);
-  void claim_second();
+             int copies, int now);
+  void claim_rest();
 
-  // One copy after the other, in place of the older one: begin(), any number of append(), commit().
+  // One copy after the other, in place of the oldest: begin(), any number of append(), commit().
   void begin();
   void append(std::span<const std::byte> bytes);
+  // Instead of append(): the next bytes, which the caller fills before commit().
+  std::span<std::byte> room(uint64_t bytes);
   void align();  // to the next multiple of kAlignment
+  // The memory of the copy that is being written, in whole pages.
+  std::span<std::byte> pages() const;
   void commit(int64_t step, const std::string& state);
 
   // What a sound copy holds.
@@ -68,14 +80,15 @@ class CopyRegion {
   struct Head;
   struct Slot;
   Head& head() const;
+  std::span<Slot> slots() const;
+  Slot* newest_slot(bool verified) const;  // null: there is none
   void map(uint64_t bytes);
   void take(uint64_t begin, uint64_t bytes);
   uint64_t slot_begin(int slot) const;
   int slot_of(const CopyId& copy) const;  // throws Error where there is none
   std::byte* text_of(int slot) const;
   std::byte* data_of(int slot) const;
-  io::Crc32c checksum_of_text() const;
-  uint32_t checksum(int slot) const;
+  uint32_t checksum(int slot, int64_t step, std::span<const uint32_t> chunks) const;
 
   const int memory_, local_rank_;
   const off_t start_;
@@ -85,7 +98,9 @@ class CopyRegion {
   // Of the copy that is being written.
   int slot_ = 0;
   uint64_t written_ = 0;
-  io::Crc32c checksum_;
+  bool has_room_ = false;            // given to the caller: not all bytes are known yet
+  std::vector<uint32_t> checksums_;  // of the chunks that are complete
+  io::Crc32c chunk_;                 // of the one that is not
 };
 
 // Throws ConfigError unless `needed` bytes for copies, of which `held` are taken already, fit into

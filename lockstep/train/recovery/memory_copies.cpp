@@ -33,8 +33,6 @@
 namespace lockstep::train {
 namespace {
 
-constexpr int64_t kPinned = int64_t{1} << 25;
-
 // Calls with each contiguous part of a tensor on the CPU, in row-major order. No operator runs:
 // another thread than the one that trains may call this.
 template <class Function>
@@ -57,8 +55,6 @@ void for_each_run(const at::Tensor& tensor, const Function& function) {
     if (last < 0) return;
   }
 }
-
-constexpr CopyId kNoCopy{-1, -1};
 
 CopiedSlice described(const checkpoint::NamedSlice& slice, int rank) {
   const layout::Placement& placement = slice.placement;
@@ -91,14 +87,14 @@ CopyMemory CopyMemory::of_launcher() {
 }
 
 MemoryCopies::MemoryCopies(const comm::Group& world, const CopyMemory& memory, std::string identity,
-                           std::function<Slices()> slices, bool at_once)
+                           std::function<Slices()> slices, Options options)
     : world_(world),
       memory_(memory),
       identity_(format("{}\n{}", LOCKSTEP_VERSION, identity)),
       slices_(std::move(slices)),
-      at_once_(at_once) {
+      at_once_(options.at_once) {
   Slices all = slices_();
-  share(all);
+  share(all, options.verifies);
   // They hold for all later steps. What is staged would keep its memory.
   if (!at_once_) kept_ = std::move(all);
 }
@@ -108,7 +104,7 @@ MemoryCopies::~MemoryCopies() {
 }
 
 // Every rank computes the same from the same lists.
-void MemoryCopies::share(const Slices& slices) {
+void MemoryCopies::share(const Slices& slices, bool verifies) {
   for (const checkpoint::NamedSlice& slice : slices)
     held_.push_back(described(slice, world_.rank()));
   std::vector<CopiedSlice> listed = held_;
@@ -121,6 +117,12 @@ void MemoryCopies::share(const Slices& slices) {
     nodes.push_back(std::stoi(text.substr(0, end)));
     lists.push_back(slices_from(text.substr(end + 1)));
   }
+  std::set<std::string> keys;
+  for (const auto& list : lists) {
+    for (const CopiedSlice& slice : list) {
+      if (!keys.insert(slice.key()).second && verifies) copies_ = 3;
+    }
+  }
   const auto shares = share_copies(lists, nodes);
   const CopyShare& mine = shares[static_cast<size_t>(world_.rank())];
   const auto stretch_of = [](int region, int from, const std::vector<CopiedSlice>& copied) {
@@ -132,7 +134,8 @@ void MemoryCopies::share(const Slices& slices) {
   };
   stretches_.push_back(stretch_of(memory_.local_rank, -1, mine.own));
   const auto bytes_of = [&](const std::vector<CopiedSlice>& copied) {
-    return CopyRegion::bytes_for(copy_bytes(copied), identity_.size() + to_text(copied).size());
+    return CopyRegion::bytes_for(copy_bytes(copied), identity_.size() + to_text(copied).size(),
+                                 copies_);
   };
   bool any = false;
   for (size_t rank = 0; rank < shares.size(); ++rank) {
@@ -230,7 +233,7 @@ void MemoryCopies::make_room(const std::optional<CopyId>& chosen) {
     for (Stretch& stretch : stretches_) {
       const bool is_guest = each.area >= CopyRegion::kGuestArea;
       if (stretch.region != each.region || (stretch.from >= 0) != is_guest) continue;
-      const bool same = each.found.slices == stretch.text;
+      const bool same = each.found.slices == stretch.text && each.found.room == copies_;
       stretch.area = same ? each.area : each.area ^ 1;  // the other one of two
       return same;
     }
@@ -243,7 +246,7 @@ void MemoryCopies::make_room(const std::optional<CopyId>& chosen) {
         each.opened->clear();
         continue;
       }
-      each.opened->keep_only(*chosen);
+      each.opened->keep(*chosen);
       if (stays(each)) continue;
       each.opened->free_all_but(*chosen);
       old_.push_back(std::move(each.opened));
@@ -260,7 +263,8 @@ void MemoryCopies::make_room(const std::optional<CopyId>& chosen) {
     for (Stretch& stretch : stretches_) {
       stretch.opened = std::make_unique<CopyRegion>(memory_.descriptor, stretch.region,
                                                     stretch.area, memory_.generation);
-      stretch.opened->claim(identity_, stretch.text, stretch.data_bytes, moved_ ? 1 : 2);
+      stretch.opened->claim(identity_, stretch.text, stretch.data_bytes, copies_,
+                            moved_ ? 1 : copies_);
     }
     return "";
   });
@@ -272,7 +276,7 @@ void MemoryCopies::drop_old() {
   for (const auto& region : old_) region->clear();
   old_.clear();
   comm::barrier(world_, {.tag = "copies"}).wait();
-  for (const Stretch& stretch : stretches_) stretch.opened->claim_second();
+  for (const Stretch& stretch : stretches_) stretch.opened->claim_rest();
   moved_ = false;
 }
 
@@ -281,7 +285,8 @@ void MemoryCopies::require_room() const {
   const uint64_t held =
       fstat(memory_.descriptor, &status) == 0 ? static_cast<uint64_t>(status.st_blocks) * 512 : 0;
   // Of another layout there is one copy, and until all ranks have made their own, one of theirs.
-  require_room_for_copies(moved_ ? held + node_bytes_ / 2 : node_bytes_, held, available_memory());
+  const uint64_t now = node_bytes_ / static_cast<uint64_t>(copies_);
+  require_room_for_copies(moved_ ? held + now : node_bytes_, held, available_memory());
 }
 
 std::optional<MemoryCopies::Restored> MemoryCopies::restore() {
@@ -356,8 +361,6 @@ void MemoryCopies::begin(int64_t step, const std::map<std::string, std::string>&
     mine.push_back(slices[index]);
     on_device = on_device || !slices[index].tensor.device().is_cpu();
   }
-  if (on_device && !pinned_.defined())
-    pinned_ = at::empty({kPinned}, at::TensorOptions(at::kByte).pinned_memory(true));
   const std::string text = nlohmann::json(state).dump();
   if (at_once_) return write(step, text, mine);
   if (!on_device) {
@@ -380,6 +383,15 @@ void MemoryCopies::begin(int64_t step, const std::map<std::string, std::string>&
   });
 }
 
+// Once for each of the copies. Where CUDA refuses, data take the way through memory of its own.
+void MemoryCopies::pin(std::span<std::byte> pages) {
+  auto& pinned = pinned_[pages.data()];
+  if (pinned) return;
+  pinned = std::make_unique<memory::PinnedPages>(pages);
+  if (!pinned->refusal().empty())
+    log::debug(format("run.recovery: memory of copies is not pinned: {}", pinned->refusal()));
+}
+
 void MemoryCopies::write(int64_t step, const std::string& state, const Slices& mine) {
   const at::NoGradGuard no_grad;
   const trace::Span span("recovery", "copy");
@@ -387,6 +399,7 @@ void MemoryCopies::write(int64_t step, const std::string& state, const Slices& m
   if (!at_once_) exclude.emplace();  // training waits in wait()
   for (const Stretch& stretch : stretches_) stretch.opened->begin();
   CopyRegion& own = *stretches_.front().opened;
+  std::optional<c10::Device> device;  // that data come from
   for (const checkpoint::NamedSlice& slice : mine) {
     own.align();
     const at::Tensor& tensor = slice.tensor;
@@ -401,16 +414,17 @@ void MemoryCopies::write(int64_t step, const std::string& state, const Slices& m
       own.append(memory::bytes_of(copy));
       continue;
     }
-    const at::Tensor flat = tensor.detach().contiguous().view({-1});
-    const auto width = static_cast<int64_t>(flat.element_size());
-    for (int64_t at = 0, count = 0; at < flat.numel(); at += count) {
-      count = std::min(flat.numel() - at, kPinned / width);
-      const at::Tensor arrived = pinned_.narrow(0, 0, count * width).view(flat.scalar_type());
-      arrived.copy_(flat.narrow(0, at, count));
-      own.append(memory::bytes_of(arrived));
-    }
+    if (tensor.is_cuda()) pin(own.pages());
+    device = tensor.device();
+    const at::Tensor arrives = at::from_blob(own.room(tensor.nbytes()).data(), tensor.sizes(),
+                                             at::TensorOptions(tensor.scalar_type()));
+    arrives.copy_(tensor.detach().contiguous(), /*non_blocking=*/true);
   }
   own.align();
+  if (device) {
+    const c10::impl::VirtualGuardImpl guard(device->type());
+    guard.synchronizeStream(guard.getStream(*device));
+  }
   own.commit(step, state);
   if (!exchange_) return;
   std::vector<CopyExchange::Incoming> incoming;
@@ -426,9 +440,20 @@ void MemoryCopies::wait() {
   if (running_.valid()) running_.get();
 }
 
+void MemoryCopies::verified() {
+  wait();
+  for (const Stretch& stretch : stretches_) stretch.opened->verify_newest();
+}
+
+void MemoryCopies::distrust() {
+  wait();
+  for (const Stretch& stretch : stretches_) stretch.opened->keep_verified();
+  for (const auto& region : old_) region->keep_verified();
+}
+
 void MemoryCopies::forget() {
   wait();
-  for (const Stretch& stretch : stretches_) stretch.opened->keep_only(kNoCopy);
+  for (const Stretch& stretch : stretches_) stretch.opened->drop_all();
   for (const auto& region : old_) region->clear();
 }
 

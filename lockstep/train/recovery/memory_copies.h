@@ -14,6 +14,7 @@
 
 #include "lockstep/checkpoint/slices.h"
 #include "lockstep/comm/group.h"
+#include "lockstep/memory/pinning/pinned_pages.h"
 #include "lockstep/train/recovery/copied_slices.h"
 #include "lockstep/train/recovery/copy_exchange.h"
 #include "lockstep/train/recovery/copy_region.h"
@@ -39,10 +40,15 @@ class MemoryCopies {
   using Slices = std::vector<checkpoint::NamedSlice>;
 
   // Collective. `identity` is what must not differ between a copy and the run that continues from
-  // it; the layout and the number of ranks may. `slices` gives what this rank holds. `at_once`:
-  // begin() returns when the copy is complete, for state that is not in memory all the time.
+  // it; the layout and the number of ranks may. `slices` gives what this rank holds.
+  struct Options {
+    // begin() returns when the copy is complete, for state that is not in memory all the time.
+    bool at_once = false;
+    // One copy more is kept, the newest that was verified, where ranks hold the same slices.
+    bool verifies = false;
+  };
   MemoryCopies(const comm::Group& world, const CopyMemory& memory, std::string identity,
-               std::function<Slices()> slices, bool at_once);
+               std::function<Slices()> slices, Options options);
   ~MemoryCopies();
   MemoryCopies(const MemoryCopies&) = delete;
   MemoryCopies& operator=(const MemoryCopies&) = delete;
@@ -59,6 +65,10 @@ class MemoryCopies {
   // Collective.
   void begin(int64_t step, const std::map<std::string, std::string>& state);
   void wait();
+  // The state is right, and so was it when the newest copy was made: damage would have stayed.
+  void verified();
+  // Of the copies only the verified ones are left: memory is damaged.
+  void distrust();
   // No copy is left: what follows does not continue from them.
   void forget();
 
@@ -78,12 +88,13 @@ class MemoryCopies {
     std::unique_ptr<CopyRegion> opened = {};
   };
   int node() const { return world_.rank() - memory_.local_rank; }  // the first rank on it
-  void share(const Slices& slices);
+  void share(const Slices& slices, bool verifies);
   std::vector<FoundCopies> look();
   std::optional<CopyId> newest(const std::vector<FoundCopies>& found, const CopyIndex& index) const;
   void make_room(const std::optional<CopyId>& chosen);
   void require_room() const;
   void drop_old();
+  void pin(std::span<std::byte> pages);
   void write(int64_t step, const std::string& state, const Slices& mine);
 
   const comm::Group world_;
@@ -91,6 +102,7 @@ class MemoryCopies {
   const std::string identity_;
   const std::function<Slices()> slices_;
   const bool at_once_;
+  int copies_ = 2;                          // of a step each, that a region holds
   Slices kept_;                             // of this rank, unless it copies at once
   std::vector<CopiedSlice> held_;           // the same, as copies list them
   std::vector<size_t> mine_;                // slices that this rank copies, in order
@@ -103,7 +115,7 @@ class MemoryCopies {
   std::vector<std::unique_ptr<CopyRegion>> old_;
   bool moved_ = false;  // some rank has such
   int begun_ = 0;
-  at::Tensor pinned_;  // where data of a device arrive
+  std::map<std::byte*, std::unique_ptr<memory::PinnedPages>> pinned_;  // of the regions above
   std::future<void> running_;
 };
 

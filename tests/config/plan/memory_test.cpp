@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "lockstep/config/plan/fit_recompute.h"
+#include "lockstep/config/plan/fit_to_memory.h"
 #include "lockstep/config/plan/planned_run.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/size_text.h"
@@ -327,7 +327,7 @@ TEST(Memory, FitRecomputesAsLittleAsTheLimitAllows) {
   for (int percent = 0; percent <= 110; percent += 10) {
     const int64_t limit = (all + (none - all) * percent / 100) * 100 / 94 + 100;
     TrainConfig fitted = with(0, 0);
-    fit_recompute(fitted, config.model, 2, limit);
+    fit_to_memory(fitted, config.model, 2, limit);
     const auto [selective, full] = *fitted.train.fit;
     EXPECT_LE(peak(fitted), limit * 94 / 100 + 100) << percent;
     const int64_t level = selective + 2 * full;
@@ -350,7 +350,35 @@ TEST(Memory, FitRecomputesAsLittleAsTheLimitAllows) {
   EXPECT_EQ(before, 0);
   EXPECT_NE(with(0, 4).recompute_of(0), with(0, 4).recompute_of(1));
   TrainConfig fitted = with(0, 0);
-  EXPECT_THROW(fit_recompute(fitted, config.model, 2, all), ConfigError);
+  EXPECT_THROW(fit_to_memory(fitted, config.model, 2, all), ConfigError);
+}
+
+// Tiles cost time: only where the peak needs them.
+TEST(Memory, LongRowsAreCutIntoTilesWhereTheyMustBe) {
+  TrainConfig config = large();
+  config.train.seq_len = 4 * kLongRow;
+  config.train.micro_batch = 1;
+  config.model.positions = config.train.seq_len;
+  const auto peak = [&](std::optional<int64_t> tile) {
+    TrainConfig other = config;
+    other.train.tile = tile;
+    return plan_for(other, 1)[0].total();
+  };
+  const int64_t whole = peak(0), tiled = peak(kLongTile);
+  ASSERT_LT(tiled, whole);
+  EXPECT_EQ(peak(std::nullopt), tiled);  // no limit is known
+  const auto tile_in = [&](int64_t bytes, bool fit) {
+    TrainConfig fitted = config;
+    if (fit) fitted.train.fit = RecomputedBlocks{};
+    fit_to_memory(fitted, config.model, 1, bytes / 94 * 100 + 100);
+    return fitted.tile();
+  };
+  EXPECT_EQ(tile_in(whole, false), 0);
+  EXPECT_EQ(tile_in(whole - (1 << 20), false), kLongTile);
+  EXPECT_EQ(tile_in(1 << 20, false), kLongTile);
+  EXPECT_EQ(tile_in(whole - (1 << 20), true), 0);  // recomputation is enough
+  config.train.tile = 0;
+  EXPECT_EQ(tile_in(1 << 20, false), 0);
 }
 
 TEST(Memory, RefusesStateThatDoesNotFit) {

@@ -11,6 +11,7 @@
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/loss.h"
+#include "lockstep/nn/norm.h"
 
 namespace lockstep::nn {
 namespace {
@@ -67,6 +68,41 @@ TEST(FusedCuda, SwiGlu) {
   }
 }
 
+// The result, and the input around it: its gradient is the sum of both ways.
+TEST(FusedCuda, RmsNorm) {
+  for (const int64_t width : {64, 128, 264, 768, 2048, 4096, 8192, 8200}) {
+    for (const int64_t rows : {1, 7, 3000}) {
+      if (rows == 3000 && width > 1000) continue;
+      at::manual_seed(5);
+      const at::Tensor weight = at::randn({width}, at::kDouble), others = at::randn({rows, width});
+      expect_alike(noise({rows, width}) * 3, [&](const at::Tensor& x) {
+        RmsNorm norm(width, {.tensors = x.options()});
+        norm->weight.detach().copy_(weight);
+        const auto [out, around] = norm->fork(x);
+        return std::vector{out, around * others.to(x.options())};
+      });
+    }
+  }
+}
+
+TEST(FusedCuda, GradientOfTheNormsWeight) {
+  for (const int64_t width : {768, 4096}) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      const at::Tensor x = noise({4000, width}).to(type), grad = at::randn({4000, width}).to(type);
+      const auto of = [&](const at::TensorOptions& options) {
+        RmsNorm norm(width, {.tensors = options});
+        norm->forward(x.to(options)).backward(grad.to(options));
+        return norm->weight.grad().cpu().to(at::kDouble);
+      };
+      const at::Tensor expected = of(at::kDouble);
+      const at::Tensor found = of(at::TensorOptions(at::kCUDA).dtype(type));
+      EXPECT_LT((found - expected).norm().item<double>(),
+                (type == at::kFloat ? 1e-5 : 1e-2) * expected.norm().item<double>());
+      EXPECT_TRUE(at::equal(of(at::TensorOptions(at::kCUDA).dtype(type)), found));
+    }
+  }
+}
+
 TEST(FusedCuda, Heads) {
   for (const int64_t width : {4, 16, 64, 22}) {
     std::vector<double> frequencies;
@@ -105,7 +141,8 @@ TEST(FusedCuda, LargestMagnitudesAreThoseOfTheResults) {
     const double largest = out.to(at::kDouble).abs().max().item<double>();
     EXPECT_NEAR(amax.item<double>(), largest, 0.01 * largest);
   };
-  const at::Tensor table = rotary_table({1, 0.5, 0.25, 0.125}, 17).cuda();
+  const std::vector<double> angles{1, 0.5, 0.25, 0.125};
+  const at::Tensor table = rotary_table(angles, 17).cuda();
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
     for (const int part : {0, 1, 2}) {
       SCOPED_TRACE(c10::str(c10::toString(type), " ", part));
@@ -116,6 +153,12 @@ TEST(FusedCuda, LargestMagnitudesAreThoseOfTheResults) {
                                      made({2, 2, 17, 8}, part == 2), table));
       const at::Tensor gate_up =
           at::cat({made({3, 5, 40}, part == 0), made({3, 5, 40}, part == 1)}, 2);
+      const at::Tensor rows = made({5, 512}, part == 0), weight = made({512}, part == 1);
+      const auto [normed, scales] = cuda::rms_norm(rows, weight, 1e-5);
+      expect_noted(normed);
+      expect_noted(cuda::rms_norm_backward(rows, weight, scales, made({5, 512}, part == 2),
+                                           made({5, 512}, part == 1), true, true)
+                       .x);
       expect_noted(cuda::swiglu(gate_up));
       expect_noted(cuda::swiglu_backward(gate_up, made({3, 5, 40}, part == 2)));
     }

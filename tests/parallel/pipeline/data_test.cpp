@@ -74,8 +74,10 @@ TEST_P(PipelineData, DdpTrainsAsOneProcess) {
 
 TEST_P(PipelineData, EveryShardingStrategyTrainsAsOneProcess) {
   using enum ShardingStrategy;
+  int turn = 0;
   for (PipelineCase c : cases(GetParam())) {
     for (const auto strategy : {full_shard, shard_grad_op, optimizer, no_shard, hybrid_shard}) {
+      if (!tests_all() && ++turn % 2 == 0) continue;
       c.shard = shard_options(strategy, c.reproducible);
       c.dp = strategy == hybrid_shard ? 4 : 2;
       c.microbatches = 8 / c.dp;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/memory/pinning.h"
+#include "lockstep/memory/pinning/pinning.h"
 
 namespace lockstep::memory::detail::cuda {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/memory/pinning.h"
+#include "lockstep/memory/pinning/pinning.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -12,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/size_text.h"
+#include "lockstep/memory/pinning/pinned_pages.h"
 
 namespace lockstep::memory::detail {
 namespace {
@@ -47,3 +48,14 @@ void lock_pages(std::span<std::byte> pages, std::string_view what) {
 }
 
 }  // namespace lockstep::memory::detail
+
+namespace lockstep::memory {
+
+PinnedPages::PinnedPages(std::span<std::byte> pages)
+    : pages_(pages), refusal_(detail::cuda::register_pages(pages)) {}
+
+PinnedPages::~PinnedPages() {
+  if (refusal_.empty()) detail::cuda::unregister_pages(pages_);
+}
+
+}  // namespace lockstep::memory

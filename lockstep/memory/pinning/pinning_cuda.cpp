@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_runtime_api.h>
 
-#include "lockstep/memory/pinning.h"
+#include "lockstep/memory/pinning/pinning.h"
 
 namespace lockstep::memory::detail::cuda {
 namespace {
