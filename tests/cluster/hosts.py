@@ -101,7 +101,8 @@ class Process:
         return self
 
     def describe(self):
-        return f"{shlex.join(self.argv)}\n--- out\n{self.out}\n--- err\n{self.err}"
+        # First what says why: reports of failed tests cut the end.
+        return f"--- err\n{self.err}\n--- out\n{self.out}\n--- {shlex.join(self.argv)}"
 
 
 class Hosts:
