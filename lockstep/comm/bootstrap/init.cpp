@@ -66,12 +66,26 @@ Client join_at(const std::string& address, const std::string& token, const RankE
       address, token, launch::Identity{env.rank, env.world_size, 0}, deadline);
 }
 
+// The rendezvous on this rank. It stays until the other ranks have left too, because they may still
+// communicate with each other, and takes at most the deadline of operations for that. If this rank
+// has failed they shall notice at once.
+std::shared_ptr<launch::RendezvousServer> host_at(const std::string& address,
+                                                  const std::string& token, const RankEnv& env,
+                                                  milliseconds timeout) {
+  const launch::RendezvousServer::Expected expected{.ranks = env.world_size, .single = true};
+  return {new launch::RendezvousServer(token, address, expected),
+          [timeout](launch::RendezvousServer* server) {
+            const std::unique_ptr<launch::RendezvousServer> owned(server);
+            if (std::uncaught_exceptions() == 0) owned->wait_until_left(Deadline(timeout));
+          }};
+}
+
 // Starts a rendezvous server on this rank, if the environment names no other.
 std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
-                                                        const std::string& token) {
+                                                        const std::string& token,
+                                                        milliseconds timeout) {
   using launch::HostPort;
   const std::string interface = launch::interface_from_environment();
-  const launch::RendezvousServer::Expected expected{.ranks = env.world_size, .single = true};
   HostPort place{"::", 0};
   if (env.local_size.value_or(0) == env.world_size) {
     place.host = "127.0.0.1";
@@ -79,12 +93,12 @@ std::shared_ptr<launch::RendezvousServer> host_anywhere(const RankEnv& env,
     place.host = launch::address_of_interface(interface, env.master_addr);
   }
   try {
-    return std::make_shared<launch::RendezvousServer>(token, place.text(), expected);
+    return host_at(place.text(), token, env, timeout);
   } catch (const SystemError&) {
     if (place.host != "::") throw;
   }
   // A host without IPv6.
-  return std::make_shared<launch::RendezvousServer>(token, "0.0.0.0:0", expected);
+  return host_at("0.0.0.0:0", token, env, timeout);
 }
 
 // What others may call it.
@@ -113,7 +127,7 @@ Client meet_through(World& world, const RankEnv& env, const Deadline& deadline,
         secret = launch::secret_from_environment();
         if (env.rank != 0) return {};
         const std::string job = launch::make_token();
-        world.server = host_anywhere(env, launch::token_for_job(secret, job));
+        world.server = host_anywhere(env, launch::token_for_job(secret, job), world.timeout);
         return places_of(*world.server, env) + " " + job;
       },
       detail::kTextBytes);
@@ -169,9 +183,7 @@ Client meet_at_address(World& world, const RankEnv& env, const Deadline& deadlin
   }
   const auto here = launch::listening_address(place, interface);
   if (secret.empty()) warn_of_open_job(here.text());
-  world.server = std::make_shared<launch::RendezvousServer>(
-      token, here.text(),
-      launch::RendezvousServer::Expected{.ranks = env.world_size, .single = true});
+  world.server = host_at(here.text(), token, env, world.timeout);
   return join_at(world.server->address(), token, env, deadline);
 }
 

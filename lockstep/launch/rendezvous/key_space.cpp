@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/rendezvous/key_space.h"
 
+#include <algorithm>
+
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/launch/rendezvous/rendezvous.h"
@@ -115,6 +117,12 @@ void Generation::forget_what_is_over() {
   const auto latest = std::prev(spaces_.end());
   for (auto at = spaces_.begin(); at != latest;)
     at = at->second->is_over() ? spaces_.erase(at) : std::next(at);
+}
+
+bool Generation::is_over_or_broken() const {
+  return std::ranges::all_of(spaces_, [](const auto& space) {
+    return space.second->is_over() || space.second->has_lost();
+  });
 }
 
 }  // namespace lockstep::launch

@@ -36,6 +36,7 @@ class KeySpace {
   void lose(int rank);
   // All have come, and have left or were lost.
   bool is_over() const;
+  bool has_lost() const { return !lost_.empty(); }
 
   // Answers set, add, find and remove. A get is answered like a find: who waits is not known here.
   wire::Reply answer(const wire::Request& request);
@@ -67,6 +68,8 @@ class Generation {
   void mark_gone(int rank, const std::string& how) { gone_[rank] = how; }
   const std::map<int, std::string>& gone() const { return gone_; }
   void forget_what_is_over();
+  // No rank is there any more, or one was lost in the latest incarnation.
+  bool is_over_or_broken() const;
 
  private:
   const int64_t number_;

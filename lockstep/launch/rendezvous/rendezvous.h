@@ -49,6 +49,9 @@ class RendezvousServer {
   // for a launcher that saw a rank end and knows how.
   void mark_lost(int rank, const std::string& how);
 
+  // Waits until all ranks have left, one is lost, or the deadline passes.
+  void wait_until_left(const Deadline& deadline);
+
  private:
   class Impl;
   std::unique_ptr<Impl> impl_;

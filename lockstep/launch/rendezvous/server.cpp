@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
 #include <future>
 #include <list>
@@ -119,6 +120,11 @@ class RendezvousServer::Impl {
     for (const auto& space : current_->ahead_of(rank)) mark_lost(space, rank, how);
   }
 
+  void wait_until_left(const Deadline& deadline) {
+    std::unique_lock lock(over_mutex_);
+    over_.wait_for(lock, deadline.left(), [this] { return is_over_; });
+  }
+
  private:
   void serve(const std::stop_token& stop) {
     while (!stop.stop_requested()) {
@@ -218,6 +224,11 @@ class RendezvousServer::Impl {
       mark_lost(space, rank, how);
     }
     current_->forget_what_is_over();
+    if (current_->is_over_or_broken()) {
+      const std::lock_guard lock(over_mutex_);
+      is_over_ = true;
+      over_.notify_all();
+    }
   }
 
   void leave(const std::shared_ptr<KeySpace>& space, int rank) {
@@ -430,6 +441,9 @@ class RendezvousServer::Impl {
   Clock::time_point refusal_report_due_{};
   std::mutex calls_mutex_;
   std::vector<std::packaged_task<void()>> calls_;
+  std::mutex over_mutex_;
+  std::condition_variable over_;
+  bool is_over_ = false;
   std::jthread thread_;  // last: ends before what it uses
 };
 
@@ -448,6 +462,10 @@ void RendezvousServer::begin_generation(int64_t generation, int ranks) {
 
 void RendezvousServer::mark_lost(int rank, const std::string& how) {
   impl_->call([&] { impl_->mark_lost(rank, how); });
+}
+
+void RendezvousServer::wait_until_left(const Deadline& deadline) {
+  impl_->wait_until_left(deadline);
 }
 
 }  // namespace lockstep::launch

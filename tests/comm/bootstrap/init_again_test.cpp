@@ -121,6 +121,22 @@ TEST(InitAgain, ByTheNextProgramOfARank) {
 #endif
 }
 
+// It hosts the rendezvous, without which the others would take it for lost.
+void expect_others_outlive_rank0(std::vector<std::string> argv, const std::string& backend) {
+  argv.insert(argv.end(), {kRankProgram, "--outlive", backend});
+  const Result result = Subprocess(argv).wait(milliseconds{60'000});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("received 6"));
+}
+
+TEST(InitAgain, OtherRanksOutliveRank0) {
+  expect_others_outlive_rank0(at_an_address("3"), "gloo");
+#ifdef LOCKSTEP_MPIRUN
+  expect_others_outlive_rank0(
+      {LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3"}, "mpi");
+#endif
+}
+
 // Connects to every port at which some processes listen, again and again.
 class Scanner {
  public:

@@ -4,6 +4,8 @@
 //   init_rank [BACKEND,BACKEND... [ELEMENTS [STRATEGY]]]
 //   init_rank --cycles N ...   before that: init, collectives, drop, N times, with random delays
 //   init_rank --vanish ...     the last rank ends after init, without a flush
+//   init_rank --outlive ...    rank 0 ends after the sum; the other two still have to communicate,
+//                              and to begin an operation that no rank waits for
 #include <ATen/ATen.h>
 #include <unistd.h>
 
@@ -30,6 +32,9 @@ struct Arguments {
     } else if (!words.empty() && words[0] == "--vanish") {
       vanish = true;
       words.erase(words.begin());
+    } else if (!words.empty() && words[0] == "--outlive") {
+      outlive = true;
+      words.erase(words.begin());
     }
     words.resize(std::max<size_t>(words.size(), 3));
     std::istringstream list(words[0]);
@@ -42,7 +47,7 @@ struct Arguments {
   std::vector<std::string> backends;
   int64_t elements = 3;
   int cycles = 0;
-  bool vanish = false;
+  bool vanish = false, outlive = false;
 };
 
 // Ranks reach each call at different times.
@@ -100,6 +105,20 @@ void run(const Arguments& arguments, std::mt19937& random) {
   std::printf("rank %d of %d, local %d of %d, backend %s, sum %ld\n", world.rank(), world.size(),
               world.local_rank(), world.local_size(), std::string(world.backend()).c_str(),
               sum[0].item<int64_t>());
+  const auto begin_and_drop = [&] {
+    const comm::Work dropped = comm::all_reduce(at::ones({arguments.elements}), world);
+  };
+  if (arguments.outlive && world.rank() == 0) begin_and_drop();
+  if (arguments.outlive && world.rank() == 1) {
+    std::this_thread::sleep_for(
+        milliseconds{1500});  // longer than a lost rank 0 would be waited for
+    comm::send(sum, 2, world).wait();
+  } else if (arguments.outlive && world.rank() == 2) {
+    at::Tensor received = at::zeros_like(sum);
+    comm::recv(received, 1, world).wait();
+    std::printf("received %ld\n", received[0].item<int64_t>());
+  }
+  if (arguments.outlive && world.rank() != 0) begin_and_drop();
 }
 
 }  // namespace

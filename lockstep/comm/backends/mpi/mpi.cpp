@@ -7,6 +7,7 @@
 
 #include <sched.h>
 
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -77,7 +78,8 @@ class MpiGroup final : public detail::GroupImpl, public std::enable_shared_from_
     }
     if (!thread_.joinable()) return;
     if (is_busy) {
-      if (broken_) do_not_finalize();
+      // Of a rank that has failed the others may never begin it.
+      if (broken_ || std::uncaught_exceptions() > 0) do_not_finalize();
       thread_.detach();
     } else {
       thread_.join();

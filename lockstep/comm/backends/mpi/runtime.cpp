@@ -5,8 +5,10 @@
 #include <cstdlib>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "lockstep/comm/backends/mpi/bootstrap.h"
+#include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 
@@ -16,7 +18,13 @@ namespace {
 std::atomic<bool> finalize_at_exit{false};
 std::atomic<int> unfinished{0};
 
+// What no thread waits for, such as a gather that was prefetched for a step that does not come,
+// ends when all ranks have begun it. mpirun takes a rank that leaves before for one that has
+// failed.
 void finalize() {
+  const Deadline deadline(kDefaultTimeout);
+  while (finalize_at_exit && unfinished > 0 && !deadline.passed())
+    std::this_thread::sleep_for(milliseconds{1});
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (finalize_at_exit && unfinished == 0 && finalized == 0) MPI_Finalize();

@@ -12,7 +12,8 @@ void require_mpi();
 
 // An operation did not come to an end: ending MPI at exit would wait for it for ever.
 void do_not_finalize();
-// While one is alive, an operation is still running that no thread waits for: MPI is not finalized.
+// While one is alive, an operation is still running that no thread waits for. At exit MPI is
+// finalized when all have ended, or not at all after the deadline of operations.
 struct Unfinished {
   Unfinished();
   ~Unfinished();
