@@ -22,7 +22,10 @@ namespace {
 
 class File {
  public:
-  explicit File(std::string folder) : folder_(std::move(folder)) { std::atexit(trace::flush); }
+  explicit File(std::string folder) : folder_(std::move(folder)) {
+    std::atexit(trace::flush);
+    std::at_quick_exit(trace::flush);
+  }
 
   void begin(uint64_t run, const std::string& process) {
     const std::lock_guard lock(mutex_);

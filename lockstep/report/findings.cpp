@@ -2,15 +2,20 @@
 #include "lockstep/report/findings.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <map>
+#include <numeric>
 
 #include "lockstep/core/format.h"
 #include "lockstep/flight/culprit.h"
+#include "lockstep/layout/rank_map.h"
 
 namespace lockstep::report {
 namespace {
 
 constexpr double kSlowRank = 1.3;
+constexpr double kEvenContext = 0.85;
 
 double percent(double part) { return 100 * part; }
 
@@ -73,6 +78,39 @@ void find_speed(const Run& run, const std::vector<Share>& parts, std::vector<Fin
   add("data", 0.05, "", "lockstep data pack tokenizes the text once, before training");
   add("checkpoint", 0.05, "",
       "checkpoint.async true writes while training continues; or a larger checkpoint.every");
+}
+
+// Ranks that share rows wait for each other in every layer, so their work should be equal.
+void find_context_balance(const Run& run, std::vector<Finding>& found) {
+  const auto busy = busy_of_ranks(run);
+  const int world = static_cast<int>(busy.size());
+  if (!run.config || run.config->parallel.cp == 1) return;
+  const layout::ParallelDims dims = run.config->dims(world);
+  if (dims.world_size() != world) return;  // the number of ranks has changed
+  const layout::RankMap map(dims, run.config->parallel.order);
+  std::map<std::array<int, 3>, std::vector<double>> groups;  // of those with the same rows
+  for (int rank = 0; rank < world; ++rank) {
+    const auto at = map.coordinate_of(rank);
+    groups[{run.config->context_place(at.dp, world).replica, at.tp, at.pp}].push_back(
+        busy[static_cast<size_t>(rank)]);
+  }
+  double least = 1;
+  for (const auto& [place, times] : groups) {
+    const double most = *std::ranges::max_element(times);
+    const double mean = std::reduce(times.begin(), times.end()) / static_cast<double>(times.size());
+    if (most > 0) least = std::min(least, mean / most);
+  }
+  const bool uneven = least < kEvenContext;
+  found.push_back(
+      {uneven,
+       format("balance of the ranks that share rows (parallel.cp {}): {:.0f} %, the mean of their "
+              "computation over that of the slowest, in the worst group",
+              run.config->parallel.cp, percent(least)),
+       !uneven                 ? ""
+       : run.config->data.pack ? "short documents give the ranks of a row unequal work; a smaller "
+                                 "parallel.cp balances better"
+                               : "compare lockstep doctor on the hosts: shared cores, a CPU limit, "
+                                 "heat"});
 }
 
 void find_memory(const Run& run, std::vector<Finding>& found) {
@@ -187,6 +225,7 @@ std::vector<Finding> findings(const Run& run) {
   find_failure(run, found);
   const std::vector<Share> parts = shares(run);
   find_speed(run, parts, found);
+  find_context_balance(run, found);
   const auto count = [&](const char* kind) {
     const auto counted = run.counts.find(kind);
     return counted == run.counts.end() ? 0 : counted->second;

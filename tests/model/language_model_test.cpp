@@ -172,13 +172,15 @@ TEST(LanguageModel, TooLongASequenceIsRefused) {
 // Logits of another implementation, from weights in a Hugging Face folder.
 TEST(LanguageModel, AgreesWithAPlainStatementInPyTorch) {
   const test::TempDir folder;
+  const std::vector<std::string> one_thread{"OMP_NUM_THREADS=1"};
   test::Subprocess python(
-      {LOCKSTEP_PYTHON_WITH_TORCH, LOCKSTEP_SOURCE_DIR "/tests/model/reference.py", folder.path()});
+      {LOCKSTEP_PYTHON_WITH_TORCH, LOCKSTEP_SOURCE_DIR "/tests/model/reference.py", folder.path()},
+      one_thread);
   const auto made = python.wait(milliseconds{120'000});
   ASSERT_EQ(made.code, 0) << made.err;
   for (const std::string family : {"gpt2", "llama", "llama3", "mistral", "qwen2", "qwen3"}) {
     test::Subprocess compare(
-        {LOCKSTEP_TEST_BIN "/model_logits", folder.path() + "/" + family, "1e-5"});
+        {LOCKSTEP_TEST_BIN "/model_logits", folder.path() + "/" + family, "1e-5"}, one_thread);
     const auto result = compare.wait(milliseconds{60'000});
     EXPECT_EQ(result.code, 0) << family << ": " << result.out << result.err;
   }

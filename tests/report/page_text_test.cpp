@@ -141,6 +141,21 @@ TEST_F(ReportPage, NamesTheSlowRankAndWhereTheTimeGoes) {
   EXPECT_THAT(page({run}), HasSubstr("rank 1 is slow"));
 }
 
+TEST_F(ReportPage, HasTheBalanceOfRanksThatShareRows) {
+  std::string text;
+  for (int step = 1; step <= 4; ++step)  // the pairs 0, 1 and 2, 3 share rows
+    text += format("{{\"step\":{},\"loss\":1,\"busy_ms\":[90,100,60,100]}}\n", step);
+  write("metrics.jsonl", text);
+  write("config.toml", "[parallel]\ncp = 2\n[data]\npack = true\n");
+  EXPECT_THAT(
+      text_report(read_run(folder())),
+      says("balance ... parallel.cp 2 ... 80 % ... short documents ... smaller parallel.cp"));
+  write("config.toml", "[parallel]\ncp = 2\n[train]\nreproducible = true\n");  // 0, 2 and 1, 3
+  EXPECT_THAT(text_report(read_run(folder())), says("balance ... 83 %"));
+  write("config.toml", "[parallel]\ncp = 1\n");
+  EXPECT_THAT(text_report(read_run(folder())), testing::Not(HasSubstr("balance")));
+}
+
 TEST_F(ReportPage, LaysRunsOverEachOther) {
   write("metrics.jsonl", lines(20), "first");
   write("metrics.jsonl", lines(30), "second");

@@ -107,7 +107,8 @@ TEST_F(Infer, ParametersStayGatheredWhereTheyFit) {
         Case{{"--offload.params", "true", "--offload.device_limit", "120KB"}, "streamed", true}}) {
     if (!sampled && !tests_all()) continue;
     const Result result = lockstep_command(
-        Words{"sample", "--checkpoint", path("run")} + options + layout, {"LOCKSTEP_LOG=debug"});
+        Words{"sample", "--train.threads", "1", "--checkpoint", path("run")} + options + layout,
+        {"LOCKSTEP_LOG=debug"});
     EXPECT_THAT(result.err, testing::HasSubstr(way)) << layout.back();
     const auto found = lines(result);
     ASSERT_EQ(found.size(), expected.size()) << layout.back();
@@ -165,10 +166,12 @@ TEST_F(Infer, TextsEndAtStopTextsAndPromptsAreRead) {
   ASSERT_EQ(lockstep_command({"checkpoint", "export", path("run"), path("hf")}).code, 0);
   ASSERT_EQ(lockstep_command({"checkpoint", "import", path("hf"), path("back")}).code, 0);
   const Words again{"--prompt", "int ", "--tokens", "30", "--json"};
-  EXPECT_EQ(lines(lockstep_command(
-                Words{"sample", "--checkpoint", path("hf"), "--tokenizer", "bytes"} + again))[0],
+  EXPECT_EQ(lines(lockstep_command(Words{"sample", "--train.threads", "1", "--checkpoint",
+                                         path("hf"), "--tokenizer", "bytes"} +
+                                   again))[0],
             whole);
-  EXPECT_EQ(lines(lockstep_command(Words{"sample", "--checkpoint", path("back")} + again))[0],
+  EXPECT_EQ(lines(lockstep_command(
+                Words{"sample", "--train.threads", "1", "--checkpoint", path("back")} + again))[0],
             whole);
 
   // Prompts of a file, in their order.
@@ -202,8 +205,10 @@ TEST_F(Infer, MeasuresTextAndContinuations) {
              "{\"context\": \"int \", \"continuation\": \"main\"}\n"
              "{\"context\": \"int main\", \"continuation\": \"() {\"}\n");
   for (const Words& layout : std::vector<Words>{{}, kLayouts[1]}) {
-    const auto scores = lines(lockstep_command(
-        Words{"eval", "--checkpoint", path("run"), "--requests", path("requests.jsonl")} + layout));
+    const auto scores =
+        lines(lockstep_command(Words{"eval", "--train.threads", "1", "--checkpoint", path("run"),
+                                     "--requests", path("requests.jsonl")} +
+                               layout));
     ASSERT_EQ(scores.size(), 3U);
     EXPECT_EQ(scores[0]["tokens"], 9);
     EXPECT_EQ(scores[1]["tokens"], 5);  // with the space

@@ -74,11 +74,12 @@ TEST_F(RunFolder, IsCompleteAndCanBeMoved) {
   const std::string environments = read_file(path("moved/environment.jsonl"));
   EXPECT_EQ(std::count(environments.begin(), environments.end(), '\n'), 2);
 
-  for (const Words& words : std::vector<Words>{
-           {"sample", "--checkpoint", path("moved"), "--prompt", "int", "--tokens", "3"},
-           {"checkpoint", "export", path("moved"), path("model")},
-           {"checkpoint", "inspect", path("moved")},
-           {"checkpoint", "verify", "--all", path("moved")}}) {
+  for (const Words& words :
+       std::vector<Words>{{"sample", "--train.threads", "1", "--checkpoint", path("moved"),
+                           "--prompt", "int", "--tokens", "3"},
+                          {"checkpoint", "export", path("moved"), path("model")},
+                          {"checkpoint", "inspect", path("moved")},
+                          {"checkpoint", "verify", "--all", path("moved")}}) {
     const Result result = lockstep_command(words);
     EXPECT_EQ(result.code, 0) << result.err;
     if (words[0] == "sample") {
@@ -104,8 +105,8 @@ TEST_F(RunFolder, IsEnoughToFineTuneItsModel) {
   train({"train", "--resume", path("base/best"), "--run.dir", path("branch"), "--steps", "6"});
   EXPECT_TRUE(fs::exists(path("branch/checkpoints/step-00000006")));
   EXPECT_FALSE(fs::exists(path("base/checkpoints/step-00000006")));
-  const Result sampled = lockstep_command(
-      {"sample", "--checkpoint", path("base/best"), "--prompt", "int", "--tokens", "3"});
+  const Result sampled = lockstep_command({"sample", "--train.threads", "1", "--checkpoint",
+                                           path("base/best"), "--prompt", "int", "--tokens", "3"});
   EXPECT_EQ(sampled.code, 0) << sampled.err;
 }
 

@@ -59,7 +59,8 @@ class Train : public testing::Test {
   std::string data() const { return folder_.path() + "/text.txt"; }
   std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
 
-  // lockstep train on the data; later options win.
+  // lockstep train on the data; later options win. One thread: two wait for each other where the
+  // cores are taken.
   Words command(const Words& options) const {
     Words words{"train",
                 "--data.path",
@@ -84,6 +85,8 @@ class Train : public testing::Test {
                 "0.01",
                 "--comm.timeout",
                 "120",
+                "--train.threads",
+                "1",
                 "--checkpoint.dir",
                 path("checkpoints"),
                 "--metrics.file",

@@ -340,8 +340,8 @@ TEST_F(Train, DamagedCheckpointsAreRefused) {
   EXPECT_EQ(damaged.code, 2);
   EXPECT_THAT(damaged.err, AllOf(HasSubstr(file), says("no other checkpoint")));
   EXPECT_EQ(std::count(damaged.err.begin(), damaged.err.end(), '\n'), 1) << damaged.err;
-  const Result sampled =
-      lockstep_command({"sample", "--checkpoint", checkpoint, "--prompt", "int"});
+  const Result sampled = lockstep_command(
+      {"sample", "--train.threads", "1", "--checkpoint", checkpoint, "--prompt", "int"});
   EXPECT_NE(sampled.code, 0);
   EXPECT_THAT(sampled.err, HasSubstr(file));
 }
@@ -412,8 +412,9 @@ TEST_F(Train, ARankWithoutMemorySaysWhatItWasFor) {
 
 TEST_F(Train, SampleContinuesThePrompt) {
   ASSERT_EQ(run({"--train.steps", "5"}).code, 0);
-  const Words words{"sample", "--checkpoint", path("checkpoints"), "--prompt", "int f", "--tokens",
-                    "12"};
+  const Words words{"sample",       "--train.threads",   "1",
+                    "--checkpoint", path("checkpoints"), "--prompt",
+                    "int f",        "--tokens",          "12"};
   const Result first = lockstep_command(words);
   ASSERT_EQ(first.code, 0) << first.err;
   EXPECT_TRUE(first.out.starts_with("int f"));
@@ -422,9 +423,9 @@ TEST_F(Train, SampleContinuesThePrompt) {
   EXPECT_THAT(first.err, HasSubstr("step 5"));
   EXPECT_EQ(std::count(first.err.begin(), first.err.end(), '\n'), 1) << first.err;
   const auto warned = [&](const std::string& prompt, const char* tokens) {
-    const Result result =
-        lockstep_command({"sample", "--checkpoint", path("checkpoints/step-00000005"), "--prompt",
-                          prompt, "--tokens", tokens});
+    const Result result = lockstep_command({"sample", "--train.threads", "1", "--checkpoint",
+                                            path("checkpoints/step-00000005"), "--prompt", prompt,
+                                            "--tokens", tokens});
     EXPECT_EQ(result.code, 0) << result.err;
     return result.err;
   };
@@ -441,8 +442,9 @@ TEST_F(Train, SampleContinuesThePrompt) {
 // Ids that the tokenizer does not have are not drawn.
 TEST_F(Train, SampleOfAPaddedVocabulary) {
   ASSERT_EQ(run({"--train.steps", "3", "--model.vocab", "4000"}).code, 0);
-  const Result result = lockstep_command({"sample", "--checkpoint", path("checkpoints"), "--prompt",
-                                          "x", "--tokens", "20", "--top-k", "0"});
+  const Result result =
+      lockstep_command({"sample", "--train.threads", "1", "--checkpoint", path("checkpoints"),
+                        "--prompt", "x", "--tokens", "20", "--top-k", "0"});
   EXPECT_EQ(result.code, 0) << result.err;
 }
 

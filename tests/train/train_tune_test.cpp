@@ -101,7 +101,8 @@ TEST_F(Tune, LossOnAnswersIsThatOfThePlainStatement) {
   const auto found = steps("second", options + Words{"--train.steps", "1", "--model.path",
                                                      path("hf"), "--train.eval_tokens", "0"});
   Subprocess python({LOCKSTEP_PYTHON_WITH_TORCH, LOCKSTEP_SOURCE_DIR "/tests/train/answer_loss.py",
-                     path("hf"), "20", "256", path("tune.jsonl"), path("held.jsonl")});
+                     path("hf"), "20", "256", path("tune.jsonl"), path("held.jsonl")},
+                    {"OMP_NUM_THREADS=1"});
   const Result plain = python.wait(milliseconds{120'000});
   ASSERT_EQ(plain.code, 0) << plain.err;
   double on_tune = 0, on_held = 0;
@@ -406,8 +407,9 @@ TEST_F(Tune, AModelEndsItsTextAsItsFilesSay) {
 
   fs::remove_all(path("base"));
   fs::rename(path("hf"), path("elsewhere"));
-  const Words sample{"sample",   "--checkpoint", path("tuned"),   "--prompt", "2+2=",
-                     "--tokens", "20",           "--temperature", "0"};
+  const Words sample{"sample",      "--train.threads", "1",    "--checkpoint",
+                     path("tuned"), "--prompt",        "2+2=", "--tokens",
+                     "20",          "--temperature",   "0"};
   const Result said = lockstep_command(sample);
   EXPECT_EQ(said.out, "2+2=4.\n") << said.err;
   const Result exported = lockstep_command({"checkpoint", "export", path("tuned"), path("out")});

@@ -24,8 +24,9 @@ std::vector<Result> run_gloo(int size, const std::string& what = "",
     std::vector<std::string> words{kProgram, "gloo", std::to_string(rank), std::to_string(size),
                                    folder.path() + "/meet"};
     if (!what.empty()) words.push_back(what);
-    ranks.push_back(std::make_unique<Subprocess>(
-        words, rank == size - 1 ? variables : std::vector<std::string>()));
+    std::vector<std::string> all{"OMP_NUM_THREADS=1"};
+    if (rank == size - 1) all.insert(all.end(), variables.begin(), variables.end());
+    ranks.push_back(std::make_unique<Subprocess>(words, all));
   }
   std::vector<Result> results;
   for (auto& rank : ranks) results.push_back(rank->wait(milliseconds{120'000}));
@@ -76,7 +77,8 @@ TEST(AdoptProcessGroup, BadInput) {
 #ifdef LOCKSTEP_MPIRUN
 Result run_mpi(int size, const std::string& what) {
   Subprocess process({LOCKSTEP_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n",
-                      std::to_string(size), kProgram, "mpi", what});
+                      std::to_string(size), kProgram, "mpi", what},
+                     {"OMP_NUM_THREADS=1"});
   return process.wait(milliseconds{120'000});
 }
 

@@ -43,6 +43,7 @@ void require_mpi() {
       MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
       finalize_at_exit = true;
       std::atexit(finalize);
+      std::at_quick_exit(finalize);
     }
     if (level < MPI_THREAD_MULTIPLE) {
       throw ConfigError(format(
