@@ -30,11 +30,8 @@ struct FusedRmsNorm : torch::autograd::Function<FusedRmsNorm> {
     const at::Tensor &out = gradients[0], &around = gradients[1];
     if (!out.defined()) return {around, at::Tensor(), at::Tensor()};
     const auto saved = context->get_saved_variables();
-    const auto dense = [](const at::Tensor& tensor) {
-      return tensor.defined() ? tensor.contiguous() : tensor;
-    };
     const auto found =
-        cuda::rms_norm_backward(saved[0], saved[1], saved[2], dense(out), dense(around),
+        cuda::rms_norm_backward(saved[0], saved[1], saved[2], out, around,
                                 context->needs_input_grad(0), context->needs_input_grad(1));
     return {found.x, found.weight, at::Tensor()};
   }

@@ -84,9 +84,10 @@ void find_speed(const Run& run, const std::vector<Share>& parts, std::vector<Fin
 void find_context_balance(const Run& run, std::vector<Finding>& found) {
   const auto busy = busy_of_ranks(run);
   const int world = static_cast<int>(busy.size());
-  if (!run.config || run.config->parallel.cp == 1) return;
+  if (!run.config || run.config->parallel.cp == 1 || busy.empty()) return;
   const layout::ParallelDims dims = run.config->dims(world);
-  if (dims.world_size() != world) return;  // the number of ranks has changed
+  // The number of ranks has changed.
+  if (dims.dp % run.config->parallel.cp != 0 || dims.world_size() != world) return;
   const layout::RankMap map(dims, run.config->parallel.order);
   std::map<std::array<int, 3>, std::vector<double>> groups;  // of those with the same rows
   for (int rank = 0; rank < world; ++rank) {

@@ -152,7 +152,14 @@ TEST_F(ReportPage, HasTheBalanceOfRanksThatShareRows) {
       says("balance ... parallel.cp 2 ... 80 % ... short documents ... smaller parallel.cp"));
   write("config.toml", "[parallel]\ncp = 2\n[train]\nreproducible = true\n");  // 0, 2 and 1, 3
   EXPECT_THAT(text_report(read_run(folder())), says("balance ... 83 %"));
-  write("config.toml", "[parallel]\ncp = 1\n");
+  // Without such ranks, with fewer ranks than the configuration has, and before the first step.
+  for (const char* text : {"[parallel]\ncp = 1\n", "[parallel]\ncp = 3\n",
+                           "[parallel]\ncp = 8\n[train]\nreproducible = true\n"}) {
+    write("config.toml", text);
+    EXPECT_THAT(text_report(read_run(folder())), testing::Not(HasSubstr("balance"))) << text;
+  }
+  write("config.toml", "[parallel]\ncp = 2\n");
+  write("metrics.jsonl", "");
   EXPECT_THAT(text_report(read_run(folder())), testing::Not(HasSubstr("balance")));
 }
 

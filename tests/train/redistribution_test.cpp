@@ -243,6 +243,22 @@ TEST_F(Redistribution, ACrashLosesNothingWhereTheNumberOfCopiesChanges) {
   start({1, 2, Cut::none}, 3, nothing);
 }
 
+// Counters of steps are the same on all ranks, whatever is sharded.
+TEST_F(Redistribution, AThirdCopyIsKeptOfStateThatRanksCanCompare) {
+  for (const bool shared : {false, true}) {
+    comm::run_threads(2, [&](const comm::Group& world) {
+      const MemoryCopies::Slices slices{
+          cut_slice("matrix", {1 << 18, 2}, shared ? Cut::none : Cut::rows, at::kFloat, world),
+          cut_slice("count", {}, Cut::none, at::kLong, world)};
+      MemoryCopies copies(
+          world, {.descriptor = nodes_[shared].get(), .local_rank = world.rank(), .local_size = 2},
+          "one", [&] { return slices; }, {.verifies = true});
+      copies.restore();
+    });
+    EXPECT_EQ(held(shared) >> 21, shared ? 3U : 2U);  // of 2 MiB
+  }
+}
+
 // A step that some ranks of an earlier start had reached is not that step of a later one.
 TEST_F(Redistribution, StepsOfDifferentStartsAreNotMixed) {
   start({1, 4, Cut::rows}, {}, [&](const Rank& rank) {

@@ -26,6 +26,15 @@ at::Tensor noted(at::Tensor out, const at::Tensor& amax) {
   return out;
 }
 
+// As kernels read it that load 16 bytes at once.
+bool is_packed(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+at::Tensor packed(const at::Tensor& tensor) {
+  return !tensor.defined() || is_packed(tensor) ? tensor
+                                                : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
 NormShape norm_shape(const at::Tensor& x, double epsilon) {
   int processors = 1;
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.get_device());
@@ -103,13 +112,10 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
 }
 
 bool has_rms_norm(const at::Tensor& x, const at::Tensor& weight) {
-  const auto aligned = [](const at::Tensor& tensor) {
-    return tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-  };
   return has_fused_kernels(x) && weight.device() == x.device() &&
-         weight.scalar_type() == x.scalar_type() &&
+         weight.scalar_type() == x.scalar_type() && weight.numel() == x.size(-1) &&
          !weight.key_set().has(c10::DispatchKey::DeferredInit) &&
-         can_norm(x.size(-1), memory::dtype_of(x, "rms_norm")) && aligned(x) && aligned(weight);
+         can_norm(x.size(-1), memory::dtype_of(x, "rms_norm")) && is_packed(x) && is_packed(weight);
 }
 
 RmsNormResult rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
@@ -129,6 +135,7 @@ RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight
                                    const at::Tensor& scales, const at::Tensor& grad,
                                    const at::Tensor& around, bool wants_x, bool wants_weight) {
   const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor out_grad = packed(grad), around_grad = packed(around);
   RmsNormGradients result;
   if (wants_x) result.x = at::empty_like(x);
   if (wants_weight) result.weight = at::empty_like(weight);
@@ -149,8 +156,8 @@ RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight
                            {.x = x.data_ptr(),
                             .weight = weight.data_ptr(),
                             .scales = scales.data_ptr<float>(),
-                            .out = grad.data_ptr(),
-                            .around = memory_of(around),
+                            .out = out_grad.data_ptr(),
+                            .around = memory_of(around_grad),
                             .to_x = memory_of(result.x),
                             .to_weight = memory_of(result.weight),
                             .partial = cell_of(partial),

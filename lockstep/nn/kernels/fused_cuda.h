@@ -33,7 +33,8 @@ RmsNormResult rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps
 struct RmsNormGradients {
   at::Tensor x, weight;  // undefined where they are not wanted
 };
-// `around` is the gradient of x by another way, which is added, or undefined.
+// `around` is the gradient of x by another way, which is added, or undefined. Both may have any
+// strides.
 RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight,
                                    const at::Tensor& scales, const at::Tensor& grad,
                                    const at::Tensor& around, bool wants_x, bool wants_weight);

@@ -117,10 +117,12 @@ void MemoryCopies::share(const Slices& slices, bool verifies) {
     nodes.push_back(std::stoi(text.substr(0, end)));
     lists.push_back(slices_from(text.substr(end + 1)));
   }
+  // Single numbers, such as counters of steps, are the same on all ranks of every layout: what is
+  // known of them says nothing about the rest.
   std::set<std::string> keys;
   for (const auto& list : lists) {
     for (const CopiedSlice& slice : list) {
-      if (!keys.insert(slice.key()).second && verifies) copies_ = 3;
+      if (verifies && !slice.shape.empty() && !keys.insert(slice.key()).second) copies_ = 3;
     }
   }
   const auto shares = share_copies(lists, nodes);
@@ -286,7 +288,8 @@ void MemoryCopies::require_room() const {
       fstat(memory_.descriptor, &status) == 0 ? static_cast<uint64_t>(status.st_blocks) * 512 : 0;
   // Of another layout there is one copy, and until all ranks have made their own, one of theirs.
   const uint64_t now = node_bytes_ / static_cast<uint64_t>(copies_);
-  require_room_for_copies(moved_ ? held + now : node_bytes_, held, available_memory());
+  require_room_for_copies(moved_ ? std::max(held + now, node_bytes_) : node_bytes_, held,
+                          available_memory());
 }
 
 std::optional<MemoryCopies::Restored> MemoryCopies::restore() {

@@ -85,6 +85,16 @@ TEST(FusedCuda, RmsNorm) {
   }
 }
 
+// A gradient that begins at an odd element, and rows that are not as wide as the weight.
+TEST(FusedCuda, RmsNormOfWhatItsKernelDoesNotTake) {
+  expect_alike(noise({3, 64}), [](const at::Tensor& x) {
+    RmsNorm norm(64, {.tensors = x.options()});
+    return std::vector{at::cat({at::zeros({1}, x.options()), norm->forward(x).flatten()})};
+  });
+  RmsNorm narrow(64, {.tensors = at::TensorOptions(at::kCUDA)});
+  EXPECT_ANY_THROW(narrow->forward(at::zeros({3, 128}, at::kCUDA)));
+}
+
 TEST(FusedCuda, GradientOfTheNormsWeight) {
   for (const int64_t width : {768, 4096}) {
     for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
