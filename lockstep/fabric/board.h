@@ -38,7 +38,8 @@ enum class SlotState : uint32_t { empty, joined, left };
 struct Posting {
   Signature signature;
   uint64_t sequence;
-  bool eager;  // the input lies in the eager buffer
+  bool eager;        // the input lies in the eager buffer
+  bool reads_peers;  // this rank can read the memory of every other process of the group
   Location input, output;
 };
 
@@ -63,6 +64,8 @@ struct alignas(2 * kCacheLine) Slot {
   std::atomic<uint64_t> activity;
   std::atomic<SlotState> state;
   int64_t pid;
+  // A random word in the rank's own memory: who can read it there can read the rest too.
+  uint64_t word, address_of_word;
   SegmentHandle heap;
   alignas(kCacheLine) Posting postings[2];  // by parity of the sequence number
 };

@@ -17,8 +17,8 @@ struct Location {
   uint32_t kind = unreachable;
   uint32_t entry = 0;  // block: index in the owner's table
   uint64_t id = 0;     // block: tells a reused entry from the one that was meant
-  uint64_t offset =
-      0;  // block: bytes from its start; address: the address itself, for ranks of one process
+  // block: bytes from its start; otherwise the address in the owner's process
+  uint64_t offset = 0;
 };
 
 // The blocks of one rank, laid out in few segments: descriptors and mappings do not grow with the

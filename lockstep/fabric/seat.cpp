@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/fabric/seat.h"
 
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 
 #include "lockstep/fabric/agreement.h"
 
@@ -18,8 +20,12 @@ Seat::Seat(std::shared_ptr<Board> board, int rank, std::string group_name,
       group_name_(std::move(group_name)),
       heap_(std::move(heap)),
       peer_heaps_(std::move(peer_heaps)) {
+  std::random_device random;
+  word_ = std::make_unique<const uint64_t>(uint64_t{random()} << 32 | random());
   Slot& mine = board_->slot(rank_);
   mine.pid = getpid();
+  mine.word = *word_;
+  mine.address_of_word = reinterpret_cast<uint64_t>(word_.get());
   if (heap_) mine.heap = heap_->table();
   mine.state.store(SlotState::joined, std::memory_order_release);
 }
@@ -29,6 +35,7 @@ void Seat::enter(const Operation& operation) {
   Posting& mine = board_->slot(rank_).postings[sequence_ % 2];
   mine.signature = signature_of(operation);
   mine.sequence = sequence_;
+  mine.reads_peers = reads_peers_;
   mine.input = locate(operation.input.data(), operation.input.size());
   mine.output = locate(operation.output.data(), operation.output.size());
   // Eager data is read by every peer: the more there are, the sooner sharing the work pays. What
@@ -64,6 +71,39 @@ Wait Seat::everyone() const {
           progress_};
 }
 
+Wait Seat::next_phase_of(int rank) const {
+  return {reinterpret_cast<const std::byte*>(&board_->slot(0).progress), sizeof(Slot), rank,
+          rank + 1, progress_ + 1};
+}
+
+void Seat::look_at_peers() {
+  if (has_looked_ || heap_ == nullptr) return;
+  has_looked_ = true;
+  reads_peers_ = true;
+  for (int peer = 0; peer < size_ && reads_peers_; ++peer) {
+    const Slot& slot = board_->slot(peer);
+    uint64_t word = 0;
+    reads_peers_ = read(peer, {Location::unreachable, 0, 0, slot.address_of_word}, 0,
+                        reinterpret_cast<std::byte*>(&word), sizeof(word)) &&
+                   word == slot.word;
+  }
+}
+
+bool Seat::read(int rank, const Location& location, size_t offset, std::byte* to,
+                size_t bytes) const {
+  const auto pid = static_cast<pid_t>(board_->slot(rank).pid);
+  while (bytes > 0) {
+    const iovec mine{to, bytes};
+    const iovec theirs{reinterpret_cast<void*>(location.offset + offset), bytes};
+    const ssize_t copied = process_vm_readv(pid, &mine, 1, &theirs, 1, 0);
+    if (copied <= 0) return false;
+    to += copied;
+    offset += static_cast<size_t>(copied);
+    bytes -= static_cast<size_t>(copied);
+  }
+  return true;
+}
+
 void Seat::compare() const {
   const Signature& first = posting(0).signature;
   bool equal = first.kind != OpKind::all_to_all;  // its blocks have to be looked at
@@ -77,7 +117,9 @@ void Seat::compare() const {
 Location Seat::locate(const void* data, size_t bytes) const {
   if (heap_ == nullptr || bytes == 0)
     return {Location::address, 0, 0, reinterpret_cast<uint64_t>(data)};
-  return heap_->find(data, bytes);
+  Location location = heap_->find(data, bytes);
+  if (location.kind == Location::unreachable) location.offset = reinterpret_cast<uint64_t>(data);
+  return location;
 }
 
 std::byte* Seat::reach(int rank, const Location& location) const {

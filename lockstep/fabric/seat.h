@@ -33,9 +33,18 @@ class Seat {
   void post();
   // All ranks have finished as many phases as this one.
   Wait everyone() const;
+  // One rank has finished one phase more than this one.
+  Wait next_phase_of(int rank) const;
   // Throws MismatchError, the same on every rank, unless all have entered the same collective.
   void compare() const;
   const Posting& posting(int rank) const { return board_->slot(rank).postings[sequence_ % 2]; }
+
+  // Looks once, when all ranks are there, whether this one can read the memory of the others
+  // through the kernel; they learn it with its next posting.
+  void look_at_peers();
+  // Copies from unreachable memory of another process. False if the kernel refuses, as it does once
+  // the process has died.
+  bool read(int rank, const Location& location, size_t offset, std::byte* to, size_t bytes) const;
 
   // How peers find memory of this rank, and how this rank finds theirs.
   Location locate(const void* data, size_t bytes) const;
@@ -58,6 +67,8 @@ class Seat {
   std::shared_ptr<PeerHeaps> peer_heaps_;
   uint64_t sequence_ = 0;  // of the collective entered last
   uint64_t progress_ = 0;  // phases finished
+  std::unique_ptr<const uint64_t> word_;
+  bool has_looked_ = false, reads_peers_ = false;
 };
 
 }  // namespace lockstep::fabric
