@@ -2,6 +2,7 @@
 """`lockstep train` of Llama models on one GPU in bfloat16 and with 8-bit products: tokens per second, and the peak of memory.
 
     python3 bench/precision.py BIN_DIR [SIZE...] [--offload]      sizes of bench/llama_sizes.py; 162M, 1.2B, 3.1B and 6.7B if not given
+    python3 bench/precision.py BIN_DIR --graphs                   162M with 4 x 1024 tokens, where the CPU limits: with and without CUDA graphs, in turn
 
 The precisions run in turn. train.recompute is fit: what does not fit is recomputed, and the table says how much. --offload keeps the states of the
 optimizer in host memory. The data are random tokens; the times are medians of all steps but the first four.
@@ -53,14 +54,19 @@ def random_tokens(folder):
 
 def main():
     words = sys.argv[1:]
-    extra = []
+    extra, by_graphs = [], "--graphs" in words
+    words = [word for word in words if word != "--graphs"]
     if "--offload" in words:
         words.remove("--offload")
         extra = [*offload.STATES, "--offload.device_limit", "120GB"]
     lockstep, names = pathlib.Path(words[0]).resolve() / "lockstep", words[1:] or ["162M", "1.2B", "3.1B", "6.7B"]
     with tempfile.TemporaryDirectory() as folder:
         random_tokens(folder)
-        for name in names:
+        for graphs in ["off", "on"] * 3 if by_graphs else []:
+            for precision in ("bfloat16", "fp8"):
+                found = train(lockstep, "162M", precision, ["--train.graphs", graphs], folder, shape=(4, 1024), steps=60, first=10)
+                print(f"162M {precision:9} graphs {graphs:4} {found['tokens'] / found['ms'] * 1e3:10.0f} tokens/s {found['ms']:9.2f} ms", flush=True)
+        for name in [] if by_graphs else names:
             for precision in ("bfloat16", "fp8"):
                 found = train(lockstep, name, precision, ["--train.recompute", "fit", *extra], folder)
                 print(f"{name:6} {precision:9} {found['tokens'] / found['ms'] * 1e3:10.0f} tokens/s {found['ms']:9.1f} ms {found['gib']:7.1f} GiB  "

@@ -255,9 +255,41 @@ void TrainConfig::validate(int world) const {
           format("comm.strategy is {}, but comm.backend is nccl, which chooses between rings and "
                  "trees for tensors on GPUs itself: leave it out, or use another backend",
                  layout::name_of(comm.strategy)));
+  require_graphs(train.device != DeviceKind::cpu);
   validate_bad_steps(*this);
   validate_elastic(run);
   validate_output(*this);
+}
+
+std::string TrainConfig::graphs_obstacle(bool has_examples) const {
+  if (parallel.tp > 1)
+    return format("parallel.tp is {}, whose ranks communicate in each layer", parallel.tp);
+  if (parallel.cp > 1)
+    return format("parallel.cp is {}, whose ranks communicate in each layer", parallel.cp);
+  if (parallel.pp > 1 || parallel.chunks > 1)
+    return format("parallel.pp is {} with {} chunks, whose stages wait for each other", parallel.pp,
+                  parallel.chunks);
+  if (parallel.shard != layout::ShardingStrategy::no_shard)
+    return format("parallel.shard is {}, whose ranks gather each layer",
+                  layout::name_of(parallel.shard));
+  if (offload.any()) return "state is offloaded, and moves during the step";
+  if (memory.strategy == layout::MemoryStrategy::extreme)
+    return "memory.strategy is extreme, and activations move during the step";
+  if (train.reproducible) return "train.reproducible is true, which sums gradients on demand";
+  if (model.dropout > 0)
+    return format("model.dropout is {}, which draws new numbers in each step", model.dropout);
+  if (data.pack) return "data.pack is true: documents have other lengths in each row";
+  if (has_examples) return "examples of the data have other lengths in each row";
+  return "";
+}
+
+void TrainConfig::require_graphs(bool on_gpu, bool has_examples) const {
+  if (train.graphs != Graphs::on) return;
+  const std::string obstacle =
+      on_gpu ? graphs_obstacle(has_examples) : "the training is on the CPU";
+  if (obstacle.empty()) return;
+  throw ConfigError(
+      format("train.graphs is on, but {}; set train.graphs auto, or change that", obstacle));
 }
 
 layout::ParallelDims TrainConfig::dims(int world) const {

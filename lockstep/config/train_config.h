@@ -32,6 +32,8 @@ enum class OnCorruption { stop, repair };
 // A step whose loss is far above those before, and one whose gradients are not finite.
 enum class OnSpike { warn, skip, rollback, stop };
 enum class OnNonfinite { skip, rollback, stop };
+// Whether steps are repeated as CUDA graphs. Not set: where they can be, and memory allows it.
+enum class Graphs { on, off };
 // What restarted ranks continue from.
 enum class Recovery { checkpoint, memory };
 
@@ -71,6 +73,7 @@ struct RunConfig {
   // Tokens that MLP, norms and loss compute at once; 0: all. Not set: TrainConfig::tile().
   std::optional<int64_t> tile = std::nullopt;
   std::optional<int64_t> found_tile = std::nullopt;  // where it is not set, by fit_to_memory()
+  std::optional<Graphs> graphs = std::nullopt;
   bool reproducible = false;
   int threads = 0;                                // 0: cores per rank; 1 if reproducible
   int64_t eval_every = 0, log_every = 10;         // 0: at the end only
@@ -230,6 +233,11 @@ struct TrainConfig {
   int accumulation(int world) const;
   layout::Recompute recompute() const;  // of the block that recomputes most
   layout::Recompute recompute_of(int64_t block) const;
+  // What keeps steps from being recorded as CUDA graphs: the option, its value and the reason;
+  // empty: nothing does. `has_examples`: the loss counts some tokens of each row.
+  std::string graphs_obstacle(bool has_examples = false) const;
+  // ConfigError where train.graphs is on, and steps cannot be recorded, or are not on a GPU.
+  void require_graphs(bool on_gpu, bool has_examples = false) const;
   bool evaluates_first() const;  // before the first step, if there is validation data
   layout::OffloadOptions offload_options() const;  // `offload`, for the state of `optim`
   int64_t warmup() const;

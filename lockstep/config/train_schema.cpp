@@ -193,6 +193,11 @@ void add_train(Schema& schema, RunConfig& train) {
              kFromZero);
   add_recompute(schema, train);
   add_tile(schema, train);
+  schema.add_choice("graphs", train.graphs, {"on", "off"},
+                    "Record forward and backward of a step as CUDA graphs, and repeat these: the "
+                    "CPU has less to do. For whole models on each GPU, without dropout, packed "
+                    "rows or examples. auto: on where that holds and the device has twice the "
+                    "memory of a step's activations, which a recording keeps.");
   schema.add("reproducible", train.reproducible,
              "Compute bit-identical results on 1, 2, 4, 8, ... ranks. Slower.");
   schema.add("threads", train.threads,

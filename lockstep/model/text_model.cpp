@@ -5,11 +5,14 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
+#include <memory>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/error.h"
 #include "lockstep/layout/shard_math.h"
-#include "lockstep/model/recorded_forward.h"
+#include "lockstep/memory/device_graph.h"
 
 namespace lockstep::model {
 namespace {
@@ -66,6 +69,21 @@ void require_own(const Decoding& decoding, int64_t reset) {
       "after the other");
 }
 
+struct RecordedForward {
+  std::unique_ptr<memory::DeviceGraph> graph;
+  at::Tensor result;  // always in the same memory
+};
+
+// `forward` was called before. Its graph is null where this device cannot record.
+RecordedForward record(c10::Device device, const std::function<at::Tensor()>& forward) {
+  const memory::OnStream stream(memory::own_stream(device));
+  const auto recorder = memory::make_graph_recorder(device);
+  if (!recorder) return {};
+  recorder->begin();
+  at::Tensor result = forward();
+  return {recorder->end(), std::move(result)};
+}
+
 // A model that is all here, and stays where it is.
 class WholeModel final : public TextModel {
  public:
@@ -80,7 +98,7 @@ class WholeModel final : public TextModel {
   ~WholeModel() override { decoding_->reset({}); }
 
   void reset(nn::KvCacheOptions options) override {
-    recorded_.reset();
+    recorded_ = {};
     tokens_ = at::Tensor();
     reset_ = decoding_->reset(decoding_options(options, spec_, device_, 1));
   }
@@ -129,11 +147,13 @@ class WholeModel final : public TextModel {
     }
     tokens_.copy_(tokens.pin_memory(), /*non_blocking=*/true);
     if (!stays_) return compute();
-    if (!recorded_ || recorded_for_ != reader.most_likely_of) {
+    if (!recorded_.graph || recorded_for_ != reader.most_likely_of) {
       recorded_ = record(device_, compute);
       recorded_for_ = reader.most_likely_of;
     }
-    return recorded_ ? recorded_->repeat() : compute();
+    if (!recorded_.graph) return compute();
+    recorded_.graph->repeat();
+    return recorded_.result;
   }
 
   std::vector<parallel::LayerForward> layers_;
@@ -143,7 +163,7 @@ class WholeModel final : public TextModel {
   config::ModelSpec spec_;
   bool stays_;
   at::Tensor tokens_;  // of new tokens, always the same memory
-  std::unique_ptr<RecordedForward> recorded_;
+  RecordedForward recorded_;
   int64_t recorded_for_ = 0;
 };
 

@@ -12,6 +12,16 @@
 #include "lockstep/train/progress.h"
 
 namespace lockstep::train {
+namespace {
+
+std::string describe_graphs(const config::TrainConfig& config, const config::Data& data) {
+  if (config.train.graphs == config::Graphs::off) return "off: train.graphs is off";
+  const std::string obstacle = config.graphs_obstacle(data.train.has_examples());
+  if (!obstacle.empty()) return "off: " + obstacle;
+  return "on: forward and backward are recorded in the third step";
+}
+
+}  // namespace
 
 std::vector<std::string> start_lines(const StartFacts& facts) {
   const auto& [config, world, model, data, threads, device, global_batch, accumulation, samples,
@@ -35,6 +45,7 @@ std::vector<std::string> start_lines(const StartFacts& facts) {
     lines.push_back(
         format("       MLP, norms and loss compute {} tokens of a row at once", config.tile()));
   }
+  if (device.is_cuda()) lines.push_back("graphs " + describe_graphs(config, data));
   lines.push_back(format("data   {}", describe(data)));
   if (config.model.vocab <= 256 && !data.train.has_examples()) {
     if (const auto entropy = data::entropy(data.train)) {

@@ -21,6 +21,15 @@
 namespace lockstep::train {
 namespace {
 
+using Graphs = parallel::PipelineGraphs;
+
+Graphs graphs_of(const config::TrainConfig& config, c10::Device device) {
+  if (!device.is_cuda() || config.train.graphs == config::Graphs::off ||
+      !config.graphs_obstacle().empty())
+    return Graphs::none;
+  return config.train.graphs ? Graphs::always : Graphs::if_possible;
+}
+
 // What a parallel configuration does not speak of.
 parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::Device device,
                                         const comm::Group& world,
@@ -31,7 +40,8 @@ parallel::PipelineOptions other_options(const config::TrainConfig& config, c10::
                                                  .random = random,
                                                  .store = activation_store(config, world.rank()),
                                                  .group = config.parallel.group,
-                                                 .schedule_file = config.parallel.schedule_file}};
+                                                 .schedule_file = config.parallel.schedule_file,
+                                                 .graphs = graphs_of(config, device)}};
   if (config.parallel.shard == layout::ShardingStrategy::no_shard && !config.offload.any()) {
     options.data = parallel::DdpOptions{.reproducible = config.train.reproducible,
                                         .hook = parallel::hooks::by_name(config.comm.compression),
@@ -136,22 +146,42 @@ void TrainedModel::prepare_tiles(const Tensors& batch, double scale) {
   };
 }
 
+const Tensors& TrainedModel::in_place(const Tensors& batch) {
+  Tensors& place = places_[batch.input.sizes().vec()];
+  if (!place.input.defined())
+    place = {.input = at::empty_like(batch.input), .target = at::empty_like(batch.target)};
+  place.input.copy_(batch.input);
+  place.target.copy_(batch.target);
+  return place;
+}
+
 at::Tensor TrainedModel::step(const StepInput& input) {
   watch_.clear();
+  const bool is_recorded = input.is_recorded && pipeline_.options().advanced.graphs != Graphs::none;
   std::vector<Tensors> batches;
   for (int i = 0; i < pipeline_.options().microbatches; ++i) batches.push_back(input.next());
   const auto batch = [&](int i) -> const Tensors& { return batches[static_cast<size_t>(i)]; };
-  return pipeline_.step({.inputs = [&](int i) { return batch(i).inputs(); },
-                         .loss =
-                             [&](int i, const parallel::Tensors& outputs) {
-                               return loss_of(outputs, batch(i), input.loss_scale);
-                             },
-                         .begin =
-                             [&](int i) {
-                               random_->position = {.step = input.step,
-                                                    .micro_batch = input.first_micro_batch + i};
-                               prepare_tiles(batch(i), input.loss_scale);
-                             }});
+  parallel::PipelineBatch steps{
+      .inputs =
+          [&](int i) {
+            if (is_recorded) batches[static_cast<size_t>(i)] = in_place(batch(i));
+            return batch(i).inputs();
+          },
+      .loss =
+          [&](int i, const parallel::Tensors& outputs) {
+            return loss_of(outputs, batch(i), input.loss_scale);
+          },
+      .begin =
+          [&](int i) {
+            random_->position = {.step = input.step, .micro_batch = input.first_micro_batch + i};
+            prepare_tiles(batch(i), input.loss_scale);
+          }};
+  if (is_recorded) {
+    steps.recorded_as = [&](int i) {
+      return format("({}), scale {}", join(batch(i).input.sizes()), input.loss_scale);
+    };
+  }
+  return pipeline_.step(steps);
 }
 
 std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {

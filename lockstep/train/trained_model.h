@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -31,6 +32,7 @@ struct StepInput {
   int64_t step = 0;
   int64_t first_micro_batch = 0;  // counted over all data-parallel ranks
   double loss_scale = 1;          // of the sum over targets; gradients are averaged over dp ranks
+  bool is_recorded = true;        // where the configuration allows that
 };
 
 // A language model over the ranks of a job. All functions are collective.
@@ -81,6 +83,8 @@ class TrainedModel {
   at::Tensor loss(const at::Tensor& logits, const at::Tensor& target, double scale) const;
   // Of a model's outputs, which are the loss itself where rows are computed in tiles.
   at::Tensor loss_of(const parallel::Tensors& outputs, const Tensors& batch, double scale) const;
+  // What is recorded reads its batch where this puts it.
+  const Tensors& in_place(const Tensors& batch);
   // Before the forward of each micro-batch.
   void prepare_tiles(const Tensors& batch, double scale);
 
@@ -93,6 +97,7 @@ class TrainedModel {
   int64_t vocab_;
   std::string frozen_;
   GradientWatch watch_;
+  std::map<std::vector<int64_t>, Tensors> places_;  // of what is recorded, by shape
   parallel::Pipeline pipeline_;
 };
 

@@ -58,6 +58,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       faults(world.rank(), world.size()),
       vote(world, config.train.on_corruption),
       bad_steps(config.train, world.rank() == 0) {
+  config.require_graphs(device.is_cuda(), data.train.has_examples());
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   }

@@ -428,6 +428,31 @@ TEST(TrainConfig, NamesOfChoices) {
   }
 }
 
+TEST(TrainConfig, GraphsAreOfWholeModelsWhoseStepsAreAlike) {
+  expect_valid(1, [](auto& c) { c.train.graphs = Graphs::on; });
+  expect_valid(4, [](auto& c) { c.parallel.tp = 2; });
+  const auto refused = [](const Change& change, const std::string& message) {
+    expect_refused(
+        4,
+        [&](auto& c) {
+          c.train.graphs = Graphs::on;
+          change(c);
+        },
+        "train.graphs is on, but " + message + " ... set train.graphs auto");
+  };
+  refused([](auto& c) { c.parallel.tp = 2; }, "parallel.tp is 2");
+  refused([](auto& c) { c.parallel.cp = 2; }, "parallel.cp is 2");
+  refused([](auto& c) { c.parallel.pp = 2; }, "parallel.pp is 2");
+  refused([](auto& c) { c.parallel.shard = layout::ShardingStrategy::full_shard; },
+          "parallel.shard is full");
+  refused([](auto& c) { c.memory.strategy = MemoryStrategy::extreme; },
+          "memory.strategy is extreme");
+  refused([](auto& c) { c.train.reproducible = true; }, "train.reproducible is true");
+  refused([](auto& c) { c.model.dropout = 0.1; }, "model.dropout is 0.1");
+  refused([](auto& c) { c.data.pack = true; }, "data.pack is true");
+  refused([](auto& c) { c.train.device = DeviceKind::cpu; }, "... CPU");
+}
+
 TEST(TrainConfig, JsonGoesBothWays) {
   TrainConfig config = valid();
   EXPECT_EQ(train_config_from_json(to_json(config), "x"), config);
@@ -439,6 +464,7 @@ TEST(TrainConfig, JsonGoesBothWays) {
                   .rope_theta = 5e5,
                   .rope_scaling = RopeScaling{32, 1, 4, 8192}};
   config.train.recompute = Recompute::none;
+  config.train.graphs = Graphs::off;
   config.optim.warmup = 7;
   config.memory.max_per_device = int64_t{8} << 30;
   config.parallel.dp = 2;

@@ -16,7 +16,7 @@ LAYERS = WITHOUT_TORCH + WITH_TORCH
 # The first use the second as a user's program could: by installed headers, but for texts and bytes, which a program has ways of its own for.
 LIKE_A_USER = {"model", "train"}
 OF_PARALLELISM = {"memory", "comm", "mesh", "optim", "parallel", "checkpoint"}
-FOR_ANYBODY = {"lockstep/" + name for name in ["comm/control/rank_consistency.h", "comm/control/rank_texts.h", "memory/device_size.h", "memory/meter.h", "memory/pinning/pinned_pages.h", "memory/tensor_bytes.h", "parallel/pipeline/timeline.h"]}
+FOR_ANYBODY = {"lockstep/" + name for name in ["comm/control/rank_consistency.h", "comm/control/rank_texts.h", "memory/device_graph.h", "memory/device_size.h", "memory/meter.h", "memory/pinning/pinned_pages.h", "memory/tensor_bytes.h", "parallel/pipeline/timeline.h"]}
 
 # What programs include. Of the installed headers it includes all but those that need the headers of another library.
 UMBRELLA = "lockstep/lockstep.h"

@@ -66,6 +66,51 @@ TEST_F(TrainNccl, EightBitsFollowOneProcess) {
   check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
 }
 
+// Steps from the third on are repeated as CUDA graphs. Validation between steps uses the weights,
+// whose 8-bit codes graphs make themselves.
+TEST_F(TrainNccl, GraphsHaveTheLossesOfEagerSteps) {
+  const Words wide = model_ + Words{"--model.kind",  "llama",    "--model.hidden",     "128",
+                                    "--model.ffn",   "256",      "--model.heads",      "4",
+                                    "--train.dtype", "bfloat16", "--train.eval_every", "1"};
+  const Words eight_bits{"--train.precision", "fp8", "--train.fp8_min", "0"};
+  const auto check = [&](const std::string& name, const Words& options) {
+    SCOPED_TRACE(name);
+    const auto eager = losses(steps(name + "eager", options + Words{"--train.graphs", "off"}));
+    ASSERT_EQ(eager.size(), 8U);
+    expect_close(losses(steps(name, options + Words{"--train.graphs", "on"})), eager, 1e-6);
+  };
+  for (const auto& [name, ranks] :
+       {std::pair{"one ", Words{"-n", "1"}},
+        std::pair{"two ", Words{"-n", "2", "--comm.backend", "nccl"}}}) {
+    check(name + std::string("float32"), model_ + ranks);
+    check(name + std::string("bfloat16"), wide + ranks);
+    check(name + std::string("fp8"), wide + eight_bits + ranks);
+    const Words accumulating =
+        ranks + Words{"--train.global_batch", "24", "--train.micro_batch", "4"};
+    check(name + std::string("accumulating"), wide + eight_bits + accumulating);
+    check(name + std::string("recomputed"),
+          wide + eight_bits + accumulating + Words{"--train.recompute", "full"});
+    check(name + std::string("in parts"),
+          wide + accumulating + Words{"--train.recompute", "selective", "--train.tile", "16"});
+    check(name + std::string("tied"), model_ + accumulating + Words{"--model.tied", "true"});
+  }
+  check("compressed",
+        wide + Words{"-n", "2", "--comm.backend", "nccl", "--comm.compression", "bf16"});
+}
+
+// What a graph has recorded is not what such a step computes.
+TEST_F(TrainNccl, AStepThatIsNotFiniteIsComputedAgainWithGraphs) {
+  const Words options = model_ + Words{"--train.graphs", "on", "--checkpoint.dir", ""};
+  const auto plain = losses(steps("plain", model_ + Words{"-n", "1", "--train.graphs", "on"}));
+  const std::string metrics = path("once.jsonl");
+  const Result result =
+      lockstep_command(command(options + Words{"-n", "1", "--metrics.file", metrics}),
+                       {"LOCKSTEP_FAULT=rank=0,step=5,action=nan,once=" + path("came")});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("computed again"));
+  expect_close(losses(read_steps(metrics)), plain, 1e-6);
+}
+
 // A rank is killed in a step. All continue from copies in host memory, with the losses of a run
 // that nothing has happened to.
 TEST_F(TrainNccl, ALostRankContinuesFromMemoryWithEqualLosses) {

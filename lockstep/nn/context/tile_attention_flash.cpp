@@ -4,6 +4,12 @@
 #include <ATen/ATen.h>
 #include <torch/version.h>
 
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 5)
+#include <ATen/SDPBackend.h>
+
+#include <tuple>
+#endif
+
 #include "lockstep/core/error.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 
@@ -46,12 +52,58 @@ struct Arguments {
   }
 };
 
+// cuDNN's plans are kept by the strides of queries, keys and values alone, and would be wrong for
+// results with others: so all is contiguous.
+at::Tensor part_of(const at::Tensor& heads, const layout::Range& places) {
+  return heads.narrow(2, places.begin, places.size()).contiguous();
+}
+
+void add(const at::Tensor& sum, const layout::Range& places, const at::Tensor& part) {
+  sum.narrow(2, places.begin, places.size()).add_(part);
+}
+
+PartialAttention attend_with_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const AttentionTile& tile) {
+  const auto results = at::_scaled_dot_product_cudnn_attention(
+      part_of(q, tile.queries), part_of(k, tile.keys), part_of(v, tile.keys),
+      /*attn_bias=*/std::nullopt, /*compute_log_sumexp=*/true, /*dropout_p=*/0.0, tile.causal);
+  const auto& [out, lse] = std::tie(std::get<0>(results), std::get<1>(results));
+  return {out.to(at::kFloat), lse.squeeze(-1)};
+}
+
+void add_cudnn_gradients(const AttentionGradients& sums, const at::Tensor& q, const at::Tensor& k,
+                         const at::Tensor& v, const AttentionResult& result,
+                         const AttentionTile& tile) {
+  const at::Tensor no_random = at::empty({0}, q.options().dtype(at::kLong));  // nothing is dropped
+  const auto gradients = at::_scaled_dot_product_cudnn_attention_backward(
+      part_of(result.grad, tile.queries), part_of(q, tile.queries), part_of(k, tile.keys),
+      part_of(v, tile.keys), part_of(result.out, tile.queries),
+      part_of(result.lse, tile.queries).unsqueeze(-1), no_random, no_random,
+      /*attn_bias=*/at::Tensor(), /*cum_seq_q=*/at::Tensor(), /*cum_seq_k=*/at::Tensor(),
+      tile.queries.size(), tile.keys.size(), /*dropout_p=*/0.0, tile.causal);
+  add(sums.q, tile.queries, std::get<0>(gradients));
+  add(sums.k, tile.keys, std::get<1>(gradients));
+  add(sums.v, tile.keys, std::get<2>(gradients));
+}
+
 }  // namespace
 
 bool can_attend(const at::Tensor& q) { return cuda::has_flash_attention(q); }
 
+bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const AttentionTile& tile) {
+  if (tile.borders.defined() || tile.window > 0) return false;
+  const auto choice = at::_fused_sdp_choice(
+      q.narrow(2, tile.queries.begin, tile.queries.size()),
+      k.narrow(2, tile.keys.begin, tile.keys.size()),
+      v.narrow(2, tile.keys.begin, tile.keys.size()), /*attn_mask=*/std::nullopt,
+      /*dropout_p=*/0.0, tile.causal, /*scale=*/std::nullopt, /*enable_gqa=*/true);
+  return choice == static_cast<int64_t>(at::SDPBackend::cudnn_attention);
+}
+
 PartialAttention attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                         const AttentionTile& tile) {
+  if (takes_cudnn(q, k, v, tile)) return attend_with_cudnn(q, k, v, tile);
   const Arguments arguments(tile);
   const bool documents = arguments.borders.has_value();
   const auto results = at::_flash_attention_forward(
@@ -65,6 +117,7 @@ PartialAttention attend(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
 void add_gradients(const AttentionGradients& sums, const at::Tensor& q, const at::Tensor& k,
                    const at::Tensor& v, const AttentionResult& result, const AttentionTile& tile) {
+  if (takes_cudnn(q, k, v, tile)) return add_cudnn_gradients(sums, q, k, v, result, tile);
   const Arguments arguments(tile);
   const bool documents = arguments.borders.has_value();
   const at::Tensor lse = result.lse.narrow(2, tile.queries.begin, tile.queries.size());
@@ -77,17 +130,17 @@ void add_gradients(const AttentionGradients& sums, const at::Tensor& q, const at
       (documents ? lse.squeeze(0) : lse).contiguous(), borders, borders, arguments.longest_query,
       arguments.longest_keys, /*dropout_p=*/0.0, tile.causal, no_random, no_random,
       /*scale=*/std::nullopt, arguments.before, arguments.after);
-  const auto add = [](const at::Tensor& sum, const layout::Range& places, const at::Tensor& part) {
-    sum.narrow(2, places.begin, places.size()).add_(by_head(part));
-  };
-  add(sums.q, tile.queries, std::get<0>(gradients));
-  add(sums.k, tile.keys, std::get<1>(gradients));
-  add(sums.v, tile.keys, std::get<2>(gradients));
+  add(sums.q, tile.queries, by_head(std::get<0>(gradients)));
+  add(sums.k, tile.keys, by_head(std::get<1>(gradients)));
+  add(sums.v, tile.keys, by_head(std::get<2>(gradients)));
 }
 
 #else
 
 bool can_attend(const at::Tensor&) { return false; }
+bool takes_cudnn(const at::Tensor&, const at::Tensor&, const at::Tensor&, const AttentionTile&) {
+  return false;
+}
 
 PartialAttention attend(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                         const AttentionTile&) {

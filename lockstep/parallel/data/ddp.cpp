@@ -279,6 +279,7 @@ NoSync::~NoSync() {
 DdpHandle::DdpHandle(torch::nn::Module& model, const comm::Group& group, DdpOptions options)
     : ddp_(std::make_shared<detail::Ddp>(model, group, std::move(options))) {}
 void DdpHandle::before_forward() { ddp_->before_forward(); }
+detail::Reducer* DdpHandle::reducer() const { return ddp_->reducer_.get(); }
 void DdpHandle::after_forward(const std::vector<at::Tensor>& outputs) {
   ddp_->after_forward(outputs);
 }

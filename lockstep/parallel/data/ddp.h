@@ -68,6 +68,7 @@ struct BucketInfo {
 namespace detail {
 
 class Ddp;
+class Reducer;
 
 // The tensors in what a forward takes or returns: a tensor, or tuples, optionals and ranges of
 // such.
@@ -232,6 +233,8 @@ class DdpHandle {
   // As sync_gradients(), in any mode.
   void reduce_gradients();
   void before_forward();
+  // Null on a group of one, unless it is reproducible.
+  detail::Reducer* reducer() const;
   // The device of all parameters and buffers; none, if they are on several or there are none.
   std::optional<c10::Device> input_device() const;
   void after_forward(const std::vector<at::Tensor>& outputs);

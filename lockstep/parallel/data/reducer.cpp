@@ -186,6 +186,7 @@ void Reducer::on_gradient(size_t index, bool /*is_new*/) {
   if (!parameters_[index].tensor.grad().defined()) return;
   states_[index].unreduced = true;
   const std::lock_guard lock(rounds_.mutex());
+  if (recorded_) return record(index);
   rounds_.begin_backward();
   if (!rounds_.is_open()) return;
   State& state = states_[index];
@@ -425,6 +426,43 @@ void Reducer::learn(const at::Tensor& totals) {
       std::equal(better.begin(), better.end(), buckets_.begin(), buckets_.end(),
                  [](auto& members, auto& bucket) { return members == bucket.members; });
   if (!same) use_buckets(better);
+}
+
+void Reducer::begin_recording(std::function<void(Arrived, bool)> full) {
+  const std::lock_guard lock(rounds_.mutex());
+  open_round(/*in_backward=*/true);
+  num_recorded_ = 0;
+  recorded_ = std::move(full);
+}
+
+void Reducer::end_recording() {
+  const std::lock_guard lock(rounds_.mutex());
+  recorded_ = {};
+}
+
+void Reducer::record(size_t index) {
+  stage(index);
+  bool is_full = false;
+  for (; num_launched_ < buckets_.size() && num_missing_[num_launched_] == 0; ++num_launched_)
+    is_full = true;
+  if (!is_full) return;
+  const auto first = arrival_order_.begin() + static_cast<std::ptrdiff_t>(num_recorded_);
+  num_recorded_ = arrival_order_.size();
+  recorded_({first, arrival_order_.end()}, num_launched_ == buckets_.size());
+}
+
+void Reducer::begin_repeat() {
+  const std::lock_guard lock(rounds_.mutex());
+  rounds_.begin_repeated();
+}
+
+void Reducer::repeat(const Arrived& arrived) {
+  for (const size_t index : arrived) on_gradient(index, /*is_new=*/true);
+}
+
+void Reducer::end_repeat() {
+  const std::lock_guard lock(rounds_.mutex());
+  rounds_.end_repeated();
 }
 
 void Reducer::reduce_now() {

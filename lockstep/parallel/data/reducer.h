@@ -55,6 +55,16 @@ class Reducer final : public BackwardRounds::Listener,
   void begin_backward();
   // Says what this rank is about to do, where ranks may run out of data. Collective.
   Attendance take_part(Activity activity);
+  // A backward that is recorded as graphs: until end_recording() nothing is reduced. Gradients are
+  // put where they are reduced from, and `full` is called when all of a bucket have come, with the
+  // parameters whose gradients came since it was last called; `last`: no bucket is left.
+  using Arrived = std::vector<size_t>;
+  void begin_recording(std::function<void(Arrived arrived, bool last)> full);
+  void end_recording();
+  // The gradients of such a backward come again.
+  void begin_repeat();
+  void repeat(const Arrived& arrived);
+  void end_repeat();
   // A round outside backward, over the gradients as they are.
   void reduce_now();
   // A round of the other ranks, to which this one adds nothing.
@@ -83,6 +93,7 @@ class Reducer final : public BackwardRounds::Listener,
   void accumulate_round();
   void average_round();
   void stage(size_t index);
+  void record(size_t index);
   void launch_full_buckets();
   void launch(size_t position);
   const Parameter* thawed() const;
@@ -118,6 +129,8 @@ class Reducer final : public BackwardRounds::Listener,
   std::vector<size_t> num_missing_;  // per bucket
   std::vector<std::function<void()>> completions_;
   std::vector<size_t> arrival_order_;
+  std::function<void(Arrived, bool)> recorded_;  // while a backward is recorded
+  size_t num_recorded_ = 0;                      // of arrival_order_
 };
 
 }  // namespace lockstep::parallel::detail

@@ -95,6 +95,19 @@ void BackwardRounds::begin_backward() {
   });
 }
 
+void BackwardRounds::begin_repeated() {
+  const auto listener = listener_.lock();
+  if (open_) abandon(*listener);
+  if (!listener->open_round(/*in_backward=*/true)) return;
+  open_ = true;
+  end_ = repeated_ = std::make_shared<bool>();
+}
+
+void BackwardRounds::end_repeated() {
+  repeated_.reset();
+  if (open_) close(*listener_.lock());
+}
+
 void BackwardRounds::run() {
   const auto listener = listener_.lock();
   if (open_) abandon(*listener);

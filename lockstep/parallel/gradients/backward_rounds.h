@@ -53,6 +53,10 @@ class BackwardRounds {
   // With the mutex held, in backward: opens a round if none is open; its end is queued on the graph
   // that runs now. One whose backward has failed is abandoned first.
   void begin_backward();
+  // With the mutex held: the same for gradients that come again without autograd, which
+  // end_repeated() ends.
+  void begin_repeated();
+  void end_repeated();
   // With the mutex held: a round outside backward. One that is open has failed.
   void run();
   // With the mutex held.
@@ -75,6 +79,7 @@ class BackwardRounds {
   std::vector<Hook> hooks_;
   std::recursive_mutex mutex_;
   bool open_ = false;
+  std::shared_ptr<bool> repeated_;
   std::weak_ptr<bool> end_;  // gone, if the backward of the round was ended by an exception
 };
 

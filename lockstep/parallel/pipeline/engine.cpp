@@ -174,7 +174,17 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
   schedule::check_deadlock(program_);
   check_names(options, layers, schedule, axes);
   try {
+    if (options.advanced.graphs != PipelineGraphs::none) {
+      require_recordable(options, program_, tensor_.group().size());
+      stream_ = memory::own_stream(options.device);
+    }
+    // Autograd adds gradients on the stream on which it first knew of the parameter.
+    const memory::OnStream stream(stream_);
     build(layers, axes);
+    if (stream_) {
+      graphs_ = std::make_unique<StageGraphs>(*stages_[0], options.device,
+                                              options.advanced.graphs == PipelineGraphs::always);
+    }
   } catch (const std::exception& error) {
     abort(format("rank {} could not build its stages: {}", rank(), error.what()));
     throw;
@@ -271,9 +281,22 @@ Tensors PipelineEngine::forward(const Action& action, ProgramRun& run) {
     return run.batch.loss(action.microbatch, outputs);
   };
   run.started = Clock::now();
+  if (graphs_ && run.trains) {
+    if (at::Tensor found = recorded_forward(action, inputs, loss, run); found.defined()) {
+      run.losses[static_cast<size_t>(action.microbatch)] = found;
+      return {found};
+    }
+  }
   Tensors outputs = stage.forward(action.microbatch, std::move(inputs), is_last ? &loss : nullptr);
   if (is_last) run.losses[static_cast<size_t>(action.microbatch)] = outputs[0].detach();
   return outputs;
+}
+
+at::Tensor PipelineEngine::recorded_forward(const Action& action, const Tensors& inputs,
+                                            const Stage::Loss& loss, const ProgramRun& run) {
+  const std::string name = run.batch.recorded_as ? run.batch.recorded_as(action.microbatch) : "";
+  const bool syncs = run.reduces && action.microbatch + 1 == layout().microbatches;
+  return graphs_->forward(name, action.microbatch, inputs, loss, syncs);
 }
 
 void PipelineEngine::compute(const Action& action, bool syncs, ProgramRun& run) {
@@ -292,6 +315,7 @@ void PipelineEngine::compute(const Action& action, bool syncs, ProgramRun& run) 
     gradients = take(action, 1);
   }
   run.started = Clock::now();
+  if (graphs_ && graphs_->backward(action.microbatch, syncs)) return;
   pass_on(action,
           action.op == Op::backward ? stage.backward(action.microbatch, gradients, syncs)
                                     : stage.backward_input(action.microbatch, gradients),
@@ -362,6 +386,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, ProgramRun run)
   try {
     if (run.trains) {
       for (const auto& stage : stages_) stage->begin_step();
+      if (graphs_) graphs_->begin_step();
     }
     wait_for_all([&] { tied_->copy_values(); });
     const auto& actions = program.actions[static_cast<size_t>(rank())];
@@ -410,6 +435,7 @@ at::Tensor PipelineEngine::exchange_losses(const Tensors& losses) {
 
 at::Tensor PipelineEngine::step(const PipelineBatch& batch, PipelineStep how) {
   const c10::AutoGradMode grad(true);
+  const memory::OnStream stream(stream_);
   for (const auto& stage : stages_) stage->set_first_microbatch(first_microbatch_);
   first_microbatch_ = how.accumulate ? first_microbatch_ + layout().microbatches : 0;
   return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true});

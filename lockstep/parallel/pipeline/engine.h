@@ -11,6 +11,7 @@
 #include "lockstep/parallel/pipeline/pipeline.h"
 #include "lockstep/parallel/pipeline/progress.h"
 #include "lockstep/parallel/pipeline/stage.h"
+#include "lockstep/parallel/pipeline/stage_graphs.h"
 #include "lockstep/parallel/pipeline/tied.h"
 #include "lockstep/parallel/pipeline/timeline.h"
 
@@ -69,6 +70,9 @@ class PipelineEngine {
   void act(const schedule::Action& action, bool reduces_next, ProgramRun& run);
   void compute(const schedule::Action& action, bool syncs, ProgramRun& run);
   Tensors forward(const schedule::Action& action, ProgramRun& run);
+  // Where micro-batches are recorded: undefined, if this one is to be computed.
+  at::Tensor recorded_forward(const schedule::Action& action, const Tensors& inputs,
+                              const Stage::Loss& loss, const ProgramRun& run);
   Tensors inputs_of(const schedule::Action& action, const ProgramRun& run);
   void pass_on(const schedule::Action& action, Tensors tensors, ProgramRun& run);
   void note_memory();
@@ -82,6 +86,8 @@ class PipelineEngine {
   int data_rank_;
   schedule::Program program_, forward_program_;
   std::vector<std::unique_ptr<Stage>> stages_;  // one for each chunk
+  std::optional<c10::Stream> stream_;  // of the model and its steps, where they are recorded
+  std::unique_ptr<StageGraphs> graphs_;
   std::unique_ptr<TiedParameters> tied_;
   milliseconds patience_;  // of what waits for other ranks' computations
   Mailbox mailbox_;

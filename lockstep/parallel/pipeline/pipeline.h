@@ -41,6 +41,11 @@ struct Program;
 
 namespace lockstep::parallel {
 
+// Whether steps on a GPU are repeated as CUDA graphs. if_possible: where recording fails, or the
+// device has less than twice the memory of a step's activations, steps are computed as ever, and a
+// line says so. always: an Error.
+enum class PipelineGraphs { none, if_possible, always };
+
 struct PipelineAdvancedOptions {
   // The tensor-parallel ranks share the sequence too, as TensorParallelOptions has it.
   bool sequence_parallel = false;
@@ -58,6 +63,9 @@ struct PipelineAdvancedOptions {
   std::shared_ptr<ActivationStore> store = {};
   int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
   std::string schedule_file = {};  // of PipelineSchedule::file
+  // Of micro-batches that PipelineBatch::recorded_as names. ConfigError where stages are several,
+  // sharded, tensor-parallel or reproducible.
+  PipelineGraphs graphs = PipelineGraphs::none;
 };
 
 using layout::PipelineSchedule;
@@ -88,6 +96,11 @@ struct PipelineBatch {
   std::function<at::Tensor(int microbatch, const Tensors& outputs)> loss;
   // On every rank, before a stage's forward: to set what random layers depend on.
   std::function<void(int microbatch)> begin = {};
+  // With `graphs`: the micro-batch's forward and backward are recorded in the third step of this
+  // name, and repeated in later ones, without a call of `loss` or of a layer. So micro-batches of
+  // one name must do the same with the same memory: inputs and whatever the loss reads are in it,
+  // and no layer draws random numbers or has another step in mind. Empty: computed by itself.
+  std::function<std::string(int microbatch)> recorded_as = {};
 };
 
 struct PipelineStep {

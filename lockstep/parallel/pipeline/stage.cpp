@@ -155,6 +155,11 @@ Tensors Stage::backward(int microbatch, const Tensors& gradients, bool syncs) {
   return arrived;
 }
 
+void Stage::backward_by(int microbatch, bool syncs, const std::function<void()>& run) {
+  const NoSyncGuard guard = synchronised(microbatch, syncs);
+  run();
+}
+
 Tensors Stage::backward_input(int microbatch, const Tensors& gradients) {
   Flight& flight = flights_.at(microbatch);
   auto [roots, given] = begin_backward(flight, gradients);

@@ -57,6 +57,13 @@ class Stage {
   Tensors backward_input(int microbatch, const Tensors& gradients);
   void backward_weight(int microbatch, bool syncs);
 
+  // The backward of the micro-batch by other means: `run` leaves the gradients, and reduces them.
+  void backward_by(int microbatch, bool syncs, const std::function<void()>& run);
+  // Forgets a micro-batch whose forward or backward has failed.
+  void drop(int microbatch) { flights_.erase(microbatch); }
+  // What averages the gradients; null where nothing does, or they are sharded.
+  Reducer* reducer() const { return whole_ ? whole_->reducer() : nullptr; }
+
   // Before the first forward of a step.
   void begin_step();
   void unshard();
@@ -95,6 +102,7 @@ class Stage {
     using DdpHandle::before_forward;
     using DdpHandle::DdpHandle;
     using DdpHandle::reduce_gradients;
+    using DdpHandle::reducer;
   };
   using NoSyncGuard = std::variant<std::monostate, NoSync, NoSyncShards>;
 

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels on CUDA against the operators on the CPU.
 #include <ATen/ATen.h>
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <torch/version.h>
 
 #include <functional>
 #include <vector>
 
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention_heads.h"
+#include "lockstep/nn/context/tile_attention.h"
+#include "lockstep/nn/context/tile_attention_flash.h"
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/loss.h"
@@ -174,6 +178,55 @@ TEST(FusedCuda, LargestMagnitudesAreThoseOfTheResults) {
     }
   }
   notes_amax() = wanted;
+}
+
+// By cuDNN where libtorch chooses it, with a window by flash attention; heads share keys. The
+// same tile again with gradients that lie otherwise in memory, because cuDNN keeps plans.
+TEST(TilesCuda, AreThoseOfTheCpu) {
+  const at::Tensor q = noise({1, 4, 384, 64}), k = noise({1, 2, 384, 64}).neg(),
+                   v = noise({1, 2, 384, 64}), grad = noise({1, 4, 384, 64}).sin();
+  const std::vector<AttentionTile> tiles{
+      {.queries = {128, 384}, .keys = {128, 384}, .causal = true},
+      {.queries = {0, 128}, .keys = {128, 384}},
+      {.queries = {128, 384}, .keys = {128, 384}, .causal = true, .window = 40}};
+  for (const AttentionTile& tile : tiles) {
+    SCOPED_TRACE(tile.window);
+    const auto results = [&](at::Device device, at::ScalarType type, bool turned) {
+      const auto there = [&](const at::Tensor& heads) {
+        return heads.to(at::kBFloat16).to(type).to(device);
+      };
+      const at::Tensor mine = there(q), keys = there(k), values = there(v);
+      const PartialAttention part = attend(mine, keys, values, tile);
+      at::Tensor out = at::zeros(q.sizes(), part.out.options()),
+                 lse = at::zeros({1, 4, 384}, part.lse.options()), given = there(grad);
+      out.narrow(2, tile.queries.begin, tile.queries.size()).copy_(part.out);
+      lse.narrow(2, tile.queries.begin, tile.queries.size()).copy_(part.lse);
+      out = out.to(type);
+      const at::Tensor delta = (out.to(lse.scalar_type()) * given).sum(-1);
+      if (turned) given = given.transpose(1, 2).contiguous().transpose(1, 2);
+      const AttentionGradients sums{at::zeros(q.sizes(), lse.options()),
+                                    at::zeros(k.sizes(), lse.options()),
+                                    at::zeros(v.sizes(), lse.options())};
+      add_gradients(sums, mine, keys, values, {out, lse, given, delta}, tile);
+      return std::vector<at::Tensor>{part.out, part.lse, sums.q, sums.k, sums.v};
+    };
+    const auto expected = results(at::kCPU, at::kDouble, false);
+    for (const bool turned : {false, true}) {
+      const auto found = results(at::kCUDA, at::kBFloat16, turned);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        const double off =
+            (found[i].cpu().to(at::kDouble) - expected[i]).abs().max().item<double>();
+        EXPECT_LT(off, 0.02 * expected[i].abs().max().item<double>()) << "result " << i;
+      }
+    }
+  }
+  const at::Tensor on_gpu = q.to(at::kBFloat16).cuda();
+  EXPECT_FALSE(flash_tiles::takes_cudnn(on_gpu, on_gpu, on_gpu, tiles[2]));
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11  // whose choice is known
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  EXPECT_EQ(flash_tiles::takes_cudnn(on_gpu, on_gpu, on_gpu, tiles[0]), major == 9);
+#endif
 }
 
 }  // namespace
