@@ -194,10 +194,10 @@ void add_train(Schema& schema, RunConfig& train) {
   add_recompute(schema, train);
   add_tile(schema, train);
   schema.add_choice("graphs", train.graphs, {"on", "off"},
-                    "Record forward and backward of a step as CUDA graphs, and repeat these: the "
-                    "CPU has less to do. For whole models on each GPU, without dropout, packed "
-                    "rows or examples. auto: on where that holds and the device has twice the "
-                    "memory of a step's activations, which a recording keeps.");
+                    "Record forward and backward of a micro-batch as CUDA graphs and repeat them, "
+                    "which saves CPU time. on: an error where other options do not allow it "
+                    "(docs/training.md). auto: where they do, and the free memory is at least "
+                    "twice what a step needs.");
   schema.add("reproducible", train.reproducible,
              "Compute bit-identical results on 1, 2, 4, 8, ... ranks. Slower.");
   schema.add("threads", train.threads,

@@ -25,8 +25,8 @@ class DeviceGraph {
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
-  // Whether the device has twice the memory that tensors took at most besides those of now: a graph
-  // keeps what its work takes, and other work needs memory, too.
+  // Whether the free memory is at least twice the peak so far above what is allocated now: a graph
+  // keeps what its work takes, and other work needs as much again.
   virtual bool has_room() const = 0;
   // The work that any thread queues on the current stream is recorded from here on, and not done.
   // The stream is not the default one. The work was done before, so that what it makes at first is

@@ -36,5 +36,7 @@ std::optional<OutOfMemory> cuda_refusal();
 int64_t cuda_peak(c10::Device device);
 int64_t highest_cuda_peak(c10::Device device);
 void reset_cuda_peak(c10::Device device);
+// Bytes that it may still give out: of the device or, where limit_device() has set one, the limit.
+int64_t cuda_room(c10::Device device);
 
 }  // namespace lockstep::memory

@@ -27,7 +27,7 @@ Trainer::State::Gradients Trainer::State::compute(const std::vector<data::Batch>
        .step = done,
        .first_micro_batch = model.replica() * accumulation,
        .loss_scale = fault * dp.size() / static_cast<double>(batches[0].step_targets),
-       .is_recorded = !data.train.has_examples()});
+       .is_recorded = !data.train.has_examples() && !faults.has_hooks()});
   if (looks_at(done + 1)) health->before_update(model.pipeline());
   const double norm = model.clip_grad_norm_(config.optim.clip);
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.

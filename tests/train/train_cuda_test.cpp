@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 
+#include "lockstep/core/format.h"
 #include "lockstep/train/integrity/checksum.h"
 #include "tests/train/train_command.h"
 
@@ -98,17 +99,21 @@ TEST_F(TrainNccl, GraphsHaveTheLossesOfEagerSteps) {
         wide + Words{"-n", "2", "--comm.backend", "nccl", "--comm.compression", "bf16"});
 }
 
-// What a graph has recorded is not what such a step computes.
-TEST_F(TrainNccl, AStepThatIsNotFiniteIsComputedAgainWithGraphs) {
-  const Words options = model_ + Words{"--train.graphs", "on", "--checkpoint.dir", ""};
-  const auto plain = losses(steps("plain", model_ + Words{"-n", "1", "--train.graphs", "on"}));
-  const std::string metrics = path("once.jsonl");
-  const Result result =
-      lockstep_command(command(options + Words{"-n", "1", "--metrics.file", metrics}),
-                       {"LOCKSTEP_FAULT=rank=0,step=5,action=nan,once=" + path("came")});
-  EXPECT_EQ(result.code, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("computed again"));
-  expect_close(losses(read_steps(metrics)), plain, 1e-6);
+// What a graph has recorded is not what such a step computes: with a NaN in the loss, or in one
+// gradient of one rank.
+TEST_F(TrainNccl, StepsThatAreNotFiniteAreComputedAgainWithGraphs) {
+  const Words options = model_ + Words{"--train.graphs", "on", "-n", "2", "--comm.backend", "nccl"};
+  const auto plain = losses(steps("plain", options));
+  for (const char* action : {"nan", "nan_grad:blocks.1.mlp.up.weight"}) {
+    SCOPED_TRACE(action);
+    const std::string metrics = path(action + std::string(".jsonl"));
+    const Result result = lockstep_command(
+        command(options + Words{"--checkpoint.dir", "", "--metrics.file", metrics}),
+        {format("LOCKSTEP_FAULT=rank=1,step=5,action={},once={}", action, path(action))});
+    EXPECT_EQ(result.code, 0) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("computed again"));
+    expect_close(losses(read_steps(metrics)), plain, 1e-6);
+  }
 }
 
 // A rank is killed in a step. All continue from copies in host memory, with the losses of a run

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "lockstep/memory/device_graph.h"
-#include "lockstep/memory/device_size.h"
 #include "lockstep/memory/meter.h"
 
 namespace lockstep::memory {
@@ -37,7 +36,7 @@ class Recorder final : public GraphRecorder {
   bool has_room() const override {
     const auto used =
         c10::cuda::CUDACachingAllocator::getDeviceStats(device_.index()).allocated_bytes[0].current;
-    return device_bytes(device_) - used >= 2 * (highest_cuda_peak(device_) - used);
+    return cuda_room(device_) >= 2 * (highest_cuda_peak(device_) - used);
   }
 
   void begin() override {
@@ -65,11 +64,24 @@ class Recorder final : public GraphRecorder {
     try {
       graph_->graph.capture_end();
     } catch (const std::exception&) {  // as it must, where what made the caller give up ended it
+      leave_pool();
     }
     graph_.reset();
   }
 
  private:
+  // What capture_end() does not come to: without it torch's allocator waits for the end of the
+  // capture, and gives no memory back.
+  void leave_pool() const {
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 4)
+    try {
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool_);
+      c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool_);
+    } catch (const std::exception&) {  // capture_end() had done it
+    }
+#endif
+  }
+
   c10::Device device_;
   at::cuda::MempoolId_t pool_;
   bool has_begun_ = false;

@@ -84,6 +84,12 @@ void reset_cuda_peak(c10::Device device) {
   c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
 }
 
+int64_t cuda_room(c10::Device device) {
+  const int64_t all = device_bytes(device), limit = cuda_limit;
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+  return (limit > 0 ? std::min(all, limit) : all) - stats.allocated_bytes[0].current;
+}
+
 std::optional<OutOfMemory> cuda_refusal() {
   if (cuda_limit == 0 || cuda_refused == 0) return std::nullopt;
   return OutOfMemory(cuda_refused, cuda_held, cuda_limit);

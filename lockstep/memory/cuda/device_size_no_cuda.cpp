@@ -10,6 +10,7 @@ void limit_device(c10::Device, int64_t bytes) { Meter::set_limit(bytes); }
 int64_t cuda_peak(c10::Device) { return 0; }
 int64_t highest_cuda_peak(c10::Device) { return 0; }
 void reset_cuda_peak(c10::Device) {}
+int64_t cuda_room(c10::Device) { return 0; }
 std::optional<OutOfMemory> cuda_refusal() { return std::nullopt; }
 
 }  // namespace lockstep::memory

@@ -53,7 +53,8 @@ class TilePlanner {
                   .keys = keys.places(seen),
                   .query_position = part.begin,
                   .key_position = seen.begin,
-                  .window = window});
+                  .window = window,
+                  .whole = part == queries.tokens && seen == keys.tokens});
     };
     tile({first, whole}, 0);
     tile({whole, end}, window_);
@@ -68,7 +69,8 @@ class TilePlanner {
                        .query_position = begin,
                        .key_position = begin,
                        .window = window_ < end - begin ? window_ : 0};
-    if (start_[end - 1] <= begin) return tile;
+    tile.whole = start_[end - 1] <= begin;
+    if (tile.whole) return tile;
     tile.starts = starts_;
     if (!device_.is_cuda()) return tile;
     std::vector<int32_t> borders{0};
@@ -87,10 +89,12 @@ class TilePlanner {
     if (before != nullptr && !before->causal && before->window == 0 && tile.window == 0) {
       if (before->keys == tile.keys && before->queries.end == tile.queries.begin) {
         before->queries.end = tile.queries.end;
+        before->whole = before->whole && tile.whole;
         return;
       }
       if (before->queries == tile.queries && before->keys.end == tile.keys.begin) {
         before->keys.end = tile.keys.end;
+        before->whole = before->whole && tile.whole;
         return;
       }
     }

@@ -28,6 +28,7 @@ struct AttentionTile {
   // several.
   at::Tensor borders = {};
   int64_t longest = 0;
+  bool whole = false;  // chunks that no document and no window cuts: there are few shapes of these
 
   // The keys that a query of `queries` sees, from the first of `keys` on.
   layout::Range seen(int64_t query) const;

@@ -68,7 +68,7 @@ PartialAttention attend_with_cudnn(const at::Tensor& q, const at::Tensor& k, con
       part_of(q, tile.queries), part_of(k, tile.keys), part_of(v, tile.keys),
       /*attn_bias=*/std::nullopt, /*compute_log_sumexp=*/true, /*dropout_p=*/0.0, tile.causal);
   const auto& [out, lse] = std::tie(std::get<0>(results), std::get<1>(results));
-  return {out.to(at::kFloat), lse.squeeze(-1)};
+  return {out.to(at::kFloat), lse.view({1, q.size(1), tile.queries.size()})};
 }
 
 void add_cudnn_gradients(const AttentionGradients& sums, const at::Tensor& q, const at::Tensor& k,
@@ -92,7 +92,7 @@ bool can_attend(const at::Tensor& q) { return cuda::has_flash_attention(q); }
 
 bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  const AttentionTile& tile) {
-  if (tile.borders.defined() || tile.window > 0) return false;
+  if (!tile.whole || tile.window > 0) return false;
   const auto choice = at::_fused_sdp_choice(
       q.narrow(2, tile.queries.begin, tile.queries.size()),
       k.narrow(2, tile.keys.begin, tile.keys.size()),

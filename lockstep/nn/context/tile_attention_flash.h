@@ -9,7 +9,7 @@ namespace lockstep::nn::flash_tiles {
 
 // Whether libtorch has it (2.5 or later, on CUDA) for heads like these.
 bool can_attend(const at::Tensor& q);
-// Whether the tile is cuDNN's: of whole rows, without documents and windows.
+// Whether the tile is cuDNN's: of whole chunks, because plans are kept by shape.
 bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  const AttentionTile& tile);
 PartialAttention attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

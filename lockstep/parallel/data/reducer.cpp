@@ -435,9 +435,16 @@ void Reducer::begin_recording(std::function<void(Arrived, bool)> full) {
   recorded_ = std::move(full);
 }
 
-void Reducer::end_recording() {
+Reducer::Arrived Reducer::end_recording() {
   const std::lock_guard lock(rounds_.mutex());
   recorded_ = {};
+  return arrived();
+}
+
+Reducer::Arrived Reducer::arrived() {
+  const auto first = arrival_order_.begin() + static_cast<std::ptrdiff_t>(std::exchange(
+                                                  num_recorded_, arrival_order_.size()));
+  return {first, arrival_order_.end()};
 }
 
 void Reducer::record(size_t index) {
@@ -445,10 +452,7 @@ void Reducer::record(size_t index) {
   bool is_full = false;
   for (; num_launched_ < buckets_.size() && num_missing_[num_launched_] == 0; ++num_launched_)
     is_full = true;
-  if (!is_full) return;
-  const auto first = arrival_order_.begin() + static_cast<std::ptrdiff_t>(num_recorded_);
-  num_recorded_ = arrival_order_.size();
-  recorded_({first, arrival_order_.end()}, num_launched_ == buckets_.size());
+  if (is_full) recorded_(arrived(), num_launched_ == buckets_.size());
 }
 
 void Reducer::begin_repeat() {
@@ -463,6 +467,12 @@ void Reducer::repeat(const Arrived& arrived) {
 void Reducer::end_repeat() {
   const std::lock_guard lock(rounds_.mutex());
   rounds_.end_repeated();
+}
+
+void Reducer::note_accumulated() {
+  const std::lock_guard lock(rounds_.mutex());
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    states_[i].unreduced = states_[i].unreduced || parameters_[i].tensor.grad().defined();
 }
 
 void Reducer::reduce_now() {

@@ -55,16 +55,19 @@ class Reducer final : public BackwardRounds::Listener,
   void begin_backward();
   // Says what this rank is about to do, where ranks may run out of data. Collective.
   Attendance take_part(Activity activity);
-  // A backward that is recorded as graphs: until end_recording() nothing is reduced. Gradients are
-  // put where they are reduced from, and `full` is called when all of a bucket have come, with the
-  // parameters whose gradients came since it was last called; `last`: no bucket is left.
+  // A backward that is recorded as graphs: until end_recording() gradients are put where they are
+  // reduced from, and nothing is reduced. `full` is called when the next bucket in order is
+  // complete, with the parameters whose gradients came since it was last called; `last`: no bucket
+  // is left.
   using Arrived = std::vector<size_t>;
   void begin_recording(std::function<void(Arrived arrived, bool last)> full);
-  void end_recording();
-  // The gradients of such a backward come again.
+  Arrived end_recording();  // those that came since `full` was last called
+  // Such a backward again: repeat() behind each graph reduces the buckets that are complete.
   void begin_repeat();
   void repeat(const Arrived& arrived);
   void end_repeat();
+  // Behind a backward without reduction that was repeated.
+  void note_accumulated();
   // A round outside backward, over the gradients as they are.
   void reduce_now();
   // A round of the other ranks, to which this one adds nothing.
@@ -94,6 +97,7 @@ class Reducer final : public BackwardRounds::Listener,
   void average_round();
   void stage(size_t index);
   void record(size_t index);
+  Arrived arrived();
   void launch_full_buckets();
   void launch(size_t position);
   const Parameter* thawed() const;

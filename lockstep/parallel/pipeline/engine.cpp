@@ -177,12 +177,16 @@ PipelineEngine::PipelineEngine(const std::vector<Layer>& layers, const Axes& axe
     if (options.advanced.graphs != PipelineGraphs::none) {
       require_recordable(options, program_, tensor_.group().size());
       stream_ = memory::own_stream(options.device);
+      if (!stream_ && options.advanced.graphs == PipelineGraphs::always) {
+        throw ConfigError(format("[pipeline] graphs are always wanted, but the device is {}",
+                                 options.device.str()));
+      }
     }
     // Autograd adds gradients on the stream on which it first knew of the parameter.
     const memory::OnStream stream(stream_);
     build(layers, axes);
     if (stream_) {
-      graphs_ = std::make_unique<StageGraphs>(*stages_[0], options.device,
+      graphs_ = std::make_unique<StageGraphs>(*stages_[0], stream_->device(),
                                               options.advanced.graphs == PipelineGraphs::always);
     }
   } catch (const std::exception& error) {
@@ -286,6 +290,7 @@ Tensors PipelineEngine::forward(const Action& action, ProgramRun& run) {
       run.losses[static_cast<size_t>(action.microbatch)] = found;
       return {found};
     }
+    if (graphs_->has_failed() && run.batch.begin) run.batch.begin(action.microbatch);
   }
   Tensors outputs = stage.forward(action.microbatch, std::move(inputs), is_last ? &loss : nullptr);
   if (is_last) run.losses[static_cast<size_t>(action.microbatch)] = outputs[0].detach();
@@ -445,6 +450,7 @@ at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches
   if (microbatches < 1)
     throw ConfigError(format("[pipeline] {} micro-batches, must be at least 1", microbatches));
   const at::NoGradGuard no_grad;
+  const memory::OnStream stream(stream_);  // whose memory it can use again
   if (forward_program_.microbatches != microbatches || forward_program_.actions.empty())
     forward_program_ = forward_alone(layout(), microbatches, lower_options(options, layout()));
   return run(forward_program_, {.batch = batch, .reduces = false, .trains = false});

@@ -41,9 +41,9 @@ struct Program;
 
 namespace lockstep::parallel {
 
-// Whether steps on a GPU are repeated as CUDA graphs. if_possible: where recording fails, or the
-// device has less than twice the memory of a step's activations, steps are computed as ever, and a
-// line says so. always: an Error.
+// Whether micro-batches are recorded as CUDA graphs and repeated. if_possible: where the memory is
+// too small or a recording fails, a line says so, and steps are eager. always: an Error where a
+// recording fails, and a ConfigError on another device than CUDA.
 enum class PipelineGraphs { none, if_possible, always };
 
 struct PipelineAdvancedOptions {
@@ -63,8 +63,9 @@ struct PipelineAdvancedOptions {
   std::shared_ptr<ActivationStore> store = {};
   int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
   std::string schedule_file = {};  // of PipelineSchedule::file
-  // Of micro-batches that PipelineBatch::recorded_as names. ConfigError where stages are several,
-  // sharded, tensor-parallel or reproducible.
+  // Of micro-batches that PipelineBatch::recorded_as names. Unless none, ConfigError where stages
+  // are several, sharded, tensor-parallel or reproducible, inputs are uneven, or the schedule has
+  // other work between a forward and its backward.
   PipelineGraphs graphs = PipelineGraphs::none;
 };
 
@@ -96,10 +97,12 @@ struct PipelineBatch {
   std::function<at::Tensor(int microbatch, const Tensors& outputs)> loss;
   // On every rank, before a stage's forward: to set what random layers depend on.
   std::function<void(int microbatch)> begin = {};
-  // With `graphs`: the micro-batch's forward and backward are recorded in the third step of this
-  // name, and repeated in later ones, without a call of `loss` or of a layer. So micro-batches of
-  // one name must do the same with the same memory: inputs and whatever the loss reads are in it,
-  // and no layer draws random numbers or has another step in mind. Empty: computed by itself.
+  // With advanced.graphs: a name for what the micro-batch computes. Its forward and backward are
+  // recorded in the third step of this name; later steps repeat them and call neither `loss` nor a
+  // layer. Micro-batches of one name have the same shapes and constants, and keep inputs (else
+  // ConfigError) and all that `loss` reads (not checked) at the same addresses. Layers draw no
+  // random numbers, have no hooks and do not depend on the step. Of more than two names, others are
+  // eager, and so is the empty one.
   std::function<std::string(int microbatch)> recorded_as = {};
 };
 

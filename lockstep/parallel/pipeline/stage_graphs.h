@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -34,6 +35,8 @@ class StageGraphs {
   // are those of PipelineBatch. The first steps of a name are the caller's.
   at::Tensor forward(const std::string& name, int microbatch, const Tensors& inputs,
                      const Stage::Loss& loss, bool syncs);
+  // Whether that forward was to be recorded, and failed.
+  bool has_failed() const { return failed_; }
   // Of the micro-batch whose forward was last; false: the caller computes it.
   bool backward(int microbatch, bool syncs);
 
@@ -45,18 +48,20 @@ class StageGraphs {
   struct Recording {
     std::string name;
     bool syncs = false;
-    // A recording is of memory: parameters, and gradients before it.
-    std::vector<const void*> memory;
+    std::vector<int64_t> state, inputs;      // that it is of
     std::vector<at::Tensor> gradients = {};  // after it
     at::Tensor loss = {};
     std::unique_ptr<memory::DeviceGraph> forward = nullptr;
     std::vector<Piece> backward = {};
   };
 
-  std::vector<const void*> memory_now() const;
+  // Where parameters and their gradients are, which are trained, and whether layers are training.
+  std::vector<int64_t> state_now() const;
+  void renew_weights() const;
   std::vector<at::Tensor> gradients() const;
   void set_gradients(const std::vector<at::Tensor>& gradients) const;
-  const Recording* find(const std::string& name, bool syncs) const;
+  const Recording* find(const std::string& name, bool syncs, const Tensors& inputs,
+                        int microbatch) const;
   bool has_place(const std::string& name) const;
   Recording record(const std::string& name, int microbatch, const Tensors& inputs,
                    const Stage::Loss& loss, bool syncs);
@@ -64,7 +69,7 @@ class StageGraphs {
 
   Stage& stage_;
   const bool must_;
-  const std::vector<at::Tensor> parameters_;  // that are trained
+  const std::vector<at::Tensor> parameters_;
   std::unique_ptr<memory::GraphRecorder> recorder_;
   std::map<std::string, int> steps_;  // of each name
   std::vector<std::unique_ptr<Recording>> recordings_;
@@ -72,6 +77,8 @@ class StageGraphs {
   // What the step has repeated so far. Weights in 8 bits are made by its first micro-batch, so that
   // others can only be repeated behind a repeated one.
   std::string repeated_;
+  bool has_recorded_ = false;  // in this step
+  bool failed_ = false;
 };
 
 }  // namespace lockstep::parallel::detail

@@ -43,6 +43,8 @@ class FaultInjection {
   // Before the forward of a step: ends, stops or delays the process, or throws, or lets the step's
   // gradient of a parameter be NaN. Returns what the loss is to be multiplied by.
   double begin_step(int64_t step, const parallel::Pipeline& model);
+  // Whether this step's backward is changed, which one that was recorded would not be.
+  bool has_hooks() const { return !hooks_.empty(); }
   // After the update of a step: flips bits.
   void end_step(int64_t step, const std::function<std::vector<checkpoint::NamedSlice>()>& slices);
 

@@ -186,8 +186,8 @@ TEST(TilesCuda, AreThoseOfTheCpu) {
   const at::Tensor q = noise({1, 4, 384, 64}), k = noise({1, 2, 384, 64}).neg(),
                    v = noise({1, 2, 384, 64}), grad = noise({1, 4, 384, 64}).sin();
   const std::vector<AttentionTile> tiles{
-      {.queries = {128, 384}, .keys = {128, 384}, .causal = true},
-      {.queries = {0, 128}, .keys = {128, 384}},
+      {.queries = {128, 384}, .keys = {128, 384}, .causal = true, .whole = true},
+      {.queries = {0, 128}, .keys = {128, 384}, .whole = true},
       {.queries = {128, 384}, .keys = {128, 384}, .causal = true, .window = 40}};
   for (const AttentionTile& tile : tiles) {
     SCOPED_TRACE(tile.window);

@@ -87,6 +87,40 @@ TEST(PipelineMisuse, SchedulesThatDoNotFit) {
 }
 
 // Only one rank can see it; the other hears of it, or that it is alone.
+TEST(PipelineMisuse, GraphsAreOfOneWholeStageOnAGpu) {
+  const auto refused = [](int ranks, PipelineOptions options, const std::string& message) {
+    options.advanced.graphs = parallel::PipelineGraphs::always;
+    const Messages found = messages(ranks, [&](const comm::Group& group) {
+      const Pipeline pipeline(blocks(4), group, options);
+    });
+    for (const std::string& one : found) EXPECT_THAT(one, says(message));
+  };
+  refused(1, {.microbatches = 2}, "device ... cpu");
+  refused(2, {.microbatches = 2}, "2 stages");
+  refused(1, {.schedule = PipelineSchedule::gpipe, .microbatches = 2}, "schedule gpipe");
+  refused(1, {.microbatches = 2, .data = FullyShardOptions{}}, "sharded");
+  refused(1, {.microbatches = 2, .data = parallel::DdpOptions{.reproducible = true}},
+          "reproducible");
+  refused(1, {.microbatches = 2, .data = parallel::DdpOptions{.uneven_inputs = true}},
+          "uneven_inputs");
+  // Elsewhere than on a GPU, graphs that are only wished for change nothing.
+  PipelineOptions wished{.microbatches = 2};
+  wished.advanced.graphs = parallel::PipelineGraphs::if_possible;
+  EXPECT_THAT(messages(1,
+                       [&](const comm::Group& group) {
+                         Pipeline pipeline(blocks(4), group, wished);
+                         const at::Tensor losses = pipeline.step(
+                             {.inputs =
+                                  [](int) {
+                                    return Tensors{at::ones({2, 6})};
+                                  },
+                              .loss = [](int, const Tensors& out) { return out[0].sum(); },
+                              .recorded_as = [](int) { return std::string("a"); }});
+                         if (losses.numel() != 2) throw ConfigError("no losses");
+                       }),
+              testing::ElementsAre("nothing was thrown"));
+}
+
 TEST(PipelineMisuse, ANameTwiceInAStage) {
   const Messages found = messages(2, [](const comm::Group& group) {
     const Pipeline pipeline(
