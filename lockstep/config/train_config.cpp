@@ -298,7 +298,7 @@ layout::ParallelDims TrainConfig::dims(int world) const {
 }
 
 std::string TrainConfig::describe_dims(int world) const {
-  const std::string text = layout::ParallelDims{dp(world), parallel.tp, parallel.pp}.describe();
+  std::string text = layout::ParallelDims{dp(world), parallel.tp, parallel.pp}.describe();
   if (parallel.cp == 1) return text;
   return format("{} x cp {} ({})", text, parallel.cp, attends_in_ring() ? "ring" : "gather");
 }
