@@ -64,8 +64,9 @@ struct PipelineAdvancedOptions {
   int group = 0;  // interleaved and zb-1p: micro-batches a chunk takes in turn; 0: ranks
   std::string schedule_file = {};  // of PipelineSchedule::file
   // Of micro-batches that PipelineBatch::recorded_as names. Unless none, ConfigError where stages
-  // are several, sharded, tensor-parallel or reproducible, inputs are uneven, or the schedule has
-  // other work between a forward and its backward.
+  // are several, sharded or tensor-parallel, where DdpOptions have reproducible, uneven_inputs,
+  // static_graph or delay_all_reduce, and where the schedule has other work between a forward and
+  // its backward.
   PipelineGraphs graphs = PipelineGraphs::none;
 };
 

@@ -103,6 +103,11 @@ TEST(PipelineMisuse, GraphsAreOfOneWholeStageOnAGpu) {
           "reproducible");
   refused(1, {.microbatches = 2, .data = parallel::DdpOptions{.uneven_inputs = true}},
           "uneven_inputs");
+  refused(1, {.microbatches = 2, .data = parallel::DdpOptions{.static_graph = true}},
+          "static_graph");
+  refused(1,
+          {.microbatches = 2, .data = parallel::DdpOptions{.advanced = {.delay_all_reduce = true}}},
+          "delay_all_reduce");
   // Elsewhere than on a GPU, graphs that are only wished for change nothing.
   PipelineOptions wished{.microbatches = 2};
   wished.advanced.graphs = parallel::PipelineGraphs::if_possible;
