@@ -61,8 +61,9 @@ AdamW::Kernel AdamW::kernel_for(const detail::Update& update) const {
              int64_t begin, int64_t end) { run(operands, factors, begin, end); };
 }
 
-bool AdamW::update_on_device(const detail::Update& update) const {
-  return update.param.is_cuda() && detail::cuda::adamw(update, factors_of(update, options_));
+void AdamW::update_on_device(std::span<const detail::Update> updates) const {
+  detail::cuda::adamw(
+      updates, [this](const detail::Update& update) { return factors_of(update, options_); });
 }
 
 void AdamW::update_by_operators(std::span<const detail::Update> updates) const {

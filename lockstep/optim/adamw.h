@@ -27,7 +27,7 @@ class AdamW final : public detail::ElementwiseOptimizer {
 
  private:
   Kernel kernel_for(const detail::Update& update) const override;
-  bool update_on_device(const detail::Update& update) const override;
+  void update_on_device(std::span<const detail::Update> updates) const override;
   void update_by_operators(std::span<const detail::Update> updates) const override;
 
   AdamWOptions options_;

@@ -15,6 +15,7 @@
 #include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/parameters/named_state.h"
 #include "lockstep/optim/tensor_memory.h"
+#include "lockstep/optim/update_cuda.h"
 
 namespace lockstep::optim::detail {
 namespace {
@@ -156,7 +157,7 @@ Update ElementwiseOptimizer::next_update(Slot& slot) const {
 
 void ElementwiseOptimizer::step() {
   const at::NoGradGuard no_grad;
-  std::vector<Update> in_memory, by_operators;
+  std::vector<Update> in_memory, on_device, by_operators;
   std::vector<Slot*> stepped;
   for (Slot& slot : slots_) {
     if (!slot.parameter.tensor.grad().defined()) continue;
@@ -168,9 +169,12 @@ void ElementwiseOptimizer::step() {
       if (update_sparse(update)) continue;
       update.grad = update.grad.to_dense();
     }
-    if (update_on_device(update)) continue;
-    (has_kernel(update) ? in_memory : by_operators).push_back(std::move(update));
+    (cuda::has_kernel(update) ? on_device
+     : has_kernel(update)     ? in_memory
+                              : by_operators)
+        .push_back(std::move(update));
   }
+  if (!on_device.empty()) update_on_device(on_device);
 
   Blocks blocks;
   std::vector<Kernel> kernels;

@@ -50,8 +50,9 @@ class ElementwiseOptimizer : public Optimizer {
   // The same by torch's operators, for any device and any strides. The gradients have the type of
   // weight(), which is to be updated.
   virtual void update_by_operators(std::span<const Update> updates) const = 0;
-  // Whether the update was queued on a device that has a kernel for it.
-  virtual bool update_on_device(const Update&) const { return false; }
+  // The same for updates of CUDA memory that have a kernel (cuda::has_kernel), queued on its
+  // device.
+  virtual void update_on_device(std::span<const Update> updates) const = 0;
   // Whether the update was made with its sparse gradient as it is; if not it is made dense.
   virtual bool update_sparse(const Update&) const { return false; }
 

@@ -77,9 +77,9 @@ SGD::Kernel SGD::kernel_for(const detail::Update& update) const {
              int64_t begin, int64_t end) { run(operands, factors, begin, end); };
 }
 
-bool SGD::update_on_device(const detail::Update& update) const {
-  return update.param.is_cuda() &&
-         detail::cuda::sgd(update, sgd_kind(options_), factors_of(update, options_));
+void SGD::update_on_device(std::span<const detail::Update> updates) const {
+  detail::cuda::sgd(updates, sgd_kind(options_),
+                    [this](const detail::Update& update) { return factors_of(update, options_); });
 }
 
 void SGD::update_by_operators(std::span<const detail::Update> updates) const {

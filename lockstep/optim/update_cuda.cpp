@@ -5,11 +5,36 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail::cuda {
 namespace {
+
+// Calls launch(parts, factors, stream) for each run of updates that one kernel makes.
+template <class FactorsOf, class Launch>
+void queue_updates(std::span<const Update> updates, const FactorsOf& factors_of,
+                   const Launch& launch) {
+  for (size_t begin = 0; begin < updates.size();) {
+    const Update& first = updates[begin];
+    const auto factors = factors_of(first);
+    const auto is_alike = [&](const Update& other) {
+      return other.param.device() == first.param.device() &&
+             other.param.scalar_type() == first.param.scalar_type() &&
+             other.grad.scalar_type() == first.grad.scalar_type() && factors_of(other) == factors;
+    };
+    std::vector<UpdatePart> parts;
+    do {
+      parts.push_back({operands_of(updates[begin]), updates[begin].param.numel()});
+    } while (++begin < updates.size() && is_alike(updates[begin]));
+    const c10::cuda::CUDAGuard guard(first.param.device());
+    launch(parts, factors, *dtype_of(first.param), *dtype_of(first.grad),
+           c10::cuda::getCurrentCUDAStream().stream());
+  }
+}
+
+}  // namespace
 
 bool has_kernel(const Update& update) {
   const at::Tensor& param = update.param;
@@ -22,30 +47,17 @@ bool has_kernel(const Update& update) {
          update.grad.device() == param.device();
 }
 
-// launch(stream), unless there is nothing to update.
-template <class Launch>
-bool queue_update(const Update& update, const Launch& launch) {
-  if (!has_kernel(update)) return false;
-  if (update.param.numel() == 0) return true;
-  const c10::cuda::CUDAGuard guard(update.param.device());
-  launch(c10::cuda::getCurrentCUDAStream().stream());
-  return true;
+void adamw(std::span<const Update> updates,
+           const std::function<AdamWFactors(const Update&)>& factors_of) {
+  queue_updates(updates, factors_of, launch_adamw);
 }
 
-}  // namespace
-
-bool adamw(const Update& update, const AdamWFactors& factors) {
-  return queue_update(update, [&](void* stream) {
-    launch_adamw(operands_of(update), factors, *dtype_of(update.param), *dtype_of(update.grad),
-                 update.param.numel(), stream);
-  });
-}
-
-bool sgd(const Update& update, SgdKind kind, const SgdFactors& factors) {
-  return queue_update(update, [&](void* stream) {
-    launch_sgd(operands_of(update), kind, factors, *dtype_of(update.param), *dtype_of(update.grad),
-               update.param.numel(), stream);
-  });
+void sgd(std::span<const Update> updates, SgdKind kind,
+         const std::function<SgdFactors(const Update&)>& factors_of) {
+  queue_updates(
+      updates, factors_of,
+      [kind](std::span<const UpdatePart> parts, const SgdFactors& factors, DType param, DType grad,
+             void* stream) { launch_sgd(parts, kind, factors, param, grad, stream); });
 }
 
 }  // namespace lockstep::optim::detail::cuda

@@ -3,14 +3,22 @@
 // where they are not built. Private: not installed.
 #pragma once
 
+#include <functional>
+#include <span>
+
 #include "lockstep/optim/elementwise_optimizer.h"
 #include "lockstep/optim/kernels/kernels.h"
 
 namespace lockstep::optim::detail::cuda {
 
-// Queue the update on the current stream of the parameter's device. False where there is no kernel
-// for tensors like these.
-bool adamw(const Update& update, const AdamWFactors& factors);
-bool sgd(const Update& update, SgdKind kind, const SgdFactors& factors);
+// Whether there is a kernel for tensors like these.
+bool has_kernel(const Update& update);
+
+// Queue updates that have one on the current streams of their devices: one kernel for many
+// parameters of the same types whose factors are equal.
+void adamw(std::span<const Update> updates,
+           const std::function<AdamWFactors(const Update&)>& factors_of);
+void sgd(std::span<const Update> updates, SgdKind kind,
+         const std::function<SgdFactors(const Update&)>& factors_of);
 
 }  // namespace lockstep::optim::detail::cuda

@@ -61,13 +61,20 @@ template <class Make>
 void expect_cpus_bits(const Make& make) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     at::manual_seed(2);
-    const auto expected = parameters_of_many_sizes(type), tensors = on_device(expected);
+    // More parameters than one kernel takes.
+    auto expected = parameters_of_many_sizes(type);
+    while (expected.size() < 150) {
+      for (const at::Tensor& more : parameters_of_many_sizes(type)) expected.push_back(more);
+    }
+    const auto tensors = on_device(expected);
     auto reference = make(named(expected)), optimizer = make(named(tensors));
     for (int step = 0; step < 5; ++step) {
       set_grads(expected, expected);
       for (size_t i = 0; i < tensors.size(); ++i) {
         tensors[i].mutable_grad() = expected[i].grad().to(at::kCUDA);
       }
+      // The steps of a parameter are its own.
+      if (step == 1) expected[7].mutable_grad() = tensors[7].mutable_grad() = at::Tensor();
       reference.step();
       optimizer.step();
       // A parameter that somebody else writes wins over its master.

@@ -68,16 +68,17 @@ at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64
   at::Tensor out = at::empty_like(qkv);
   if (out.numel() == 0) return out;
   const HeadStrides strides{qkv.size(1) * row, row, width};
+  const auto* const memory = static_cast<const char*>(qkv.data_ptr());
+  const HeadPart turned{memory, strides, rotated, true};
+  const HeadPart others{memory + rotated * width * qkv.element_size(), strides,
+                        row / width - rotated, false};
   launch_turn({.shape = {qkv.size(0), qkv.size(1), width},
-               .heads = row / width,
-               .turned = rotated,
-               .from = strides,
+               .parts = {turned, others, {}},
                .to = strides,
                .table = rotation.data_ptr<float>(),
                .table_positions = rotation.size(1),
                .sign = 1},
-              memory::dtype_of(qkv, "split_heads"), qkv.data_ptr(), out.data_ptr(),
-              current_stream());
+              memory::dtype_of(qkv, "split_heads"), out.data_ptr(), current_stream());
   return out;
 }
 
@@ -89,25 +90,22 @@ at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tenso
   at::Tensor out = at::empty({batch, length, row}, q.options());
   if (out.numel() == 0) return out;
   const at::Tensor amax = amax_cell(out);
-  auto* place = static_cast<char*>(out.data_ptr());
-  const auto put = [&](const at::Tensor& part, bool turned) {
-    // Only the last dimension must be dense.
-    const at::Tensor from = part.stride(3) == 1 ? part : part.contiguous();
-    launch_turn({.shape = {batch, length, width},
-                 .heads = part.size(1),
-                 .turned = turned ? part.size(1) : 0,
-                 .from = strides_of(from),
-                 .to = {length * row, row, width},
-                 .table = rotation.data_ptr<float>(),
-                 .table_positions = rotation.size(1),
-                 .sign = -1,
-                 .amax = cell_of(amax)},
-                memory::dtype_of(part, "split_heads"), from.data_ptr(), place, current_stream());
-    place += part.size(1) * width * part.element_size();
+  // Only the last dimension must be dense.
+  const auto dense = [](const at::Tensor& part) {
+    return part.stride(3) == 1 ? part : part.contiguous();
   };
-  put(q, true);
-  put(k, true);
-  put(v, false);
+  const auto part_of = [](const at::Tensor& part, bool turned) {
+    return HeadPart{part.data_ptr(), strides_of(part), part.size(1), turned};
+  };
+  const at::Tensor from_q = dense(q), from_k = dense(k), from_v = dense(v);
+  launch_turn({.shape = {batch, length, width},
+               .parts = {part_of(from_q, true), part_of(from_k, true), part_of(from_v, false)},
+               .to = {length * row, row, width},
+               .table = rotation.data_ptr<float>(),
+               .table_positions = rotation.size(1),
+               .sign = -1,
+               .amax = cell_of(amax)},
+              memory::dtype_of(q, "split_heads"), out.data_ptr(), current_stream());
   return noted(out, amax);
 }
 

@@ -16,27 +16,35 @@ __device__ int64_t thread_index() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// A thread moves N elements of the first half of a head, and their partners in the second.
-template <int N, class T>
-__device__ unsigned turn(const TurnOptions& options, const T* in, T* out) {
-  const int64_t half = options.shape.width / 2, packs = half / N;
-  int64_t index = thread_index();
-  if (index >= options.shape.batch * options.shape.length * options.heads * packs) return 0;
-  const int64_t i = index % packs * N;
-  index /= packs;
-  const int64_t head = index % options.heads;
-  index /= options.heads;
-  const int64_t t = index % options.shape.length, b = index / options.shape.length;
+// What threads share of the rows (b, t): 32 bits, whose divisions are quick.
+struct TurnTiling {
+  unsigned rows, length;   // B * T, T
+  unsigned packs, items;   // of half a head, of a row
+  unsigned rows_of_block;  // at most
+};
 
-  const auto place = [&](const HeadStrides& strides) {
-    return b * strides.batch + t * strides.position + head * strides.head + i;
+// N elements of the first half of a head, and their partners in the second.
+template <int N, class T>
+__device__ unsigned turn(const TurnOptions& options, const TurnTiling& tiling, unsigned row,
+                         unsigned item, T* out) {
+  const int64_t half = options.shape.width / 2, i = item % tiling.packs * N;
+  const int64_t b = row / tiling.length, t = row % tiling.length, head = item / tiling.packs;
+  const HeadPart *parts = options.parts, &first_part = parts[0], &second_part = parts[1];
+  const bool in_first = head < first_part.heads;
+  const bool in_second = head < first_part.heads + second_part.heads;
+  const HeadPart& part = in_first ? first_part : in_second ? second_part : parts[2];
+  const int64_t before = in_first    ? 0
+                         : in_second ? first_part.heads
+                                     : first_part.heads + second_part.heads;
+  const auto place = [&](const HeadStrides& strides, int64_t of_head) {
+    return b * strides.batch + t * strides.position + of_head * strides.head + i;
   };
-  const T* source = in + place(options.from);
-  T* target = out + place(options.to);
+  const T* source = static_cast<const T*>(part.memory) + place(part.strides, head - before);
+  T* target = out + place(options.to, head);
   float first[N], second[N];
   read(source, first);
   read(source + half, second);
-  if (head < options.turned) {
+  if (part.turned) {
     const float* cosines = options.table + t * half + i;
     const float* sines = cosines + options.table_positions * half;
 #pragma unroll
@@ -53,8 +61,15 @@ __device__ unsigned turn(const TurnOptions& options, const T* in, T* out) {
 }
 
 template <int N, class T>
-__global__ void turn_kernel(TurnOptions options, const T* in, T* out) {
-  const unsigned largest = turn<N>(options, in, out);
+__global__ void turn_kernel(TurnOptions options, TurnTiling tiling, T* out) {
+  const unsigned first = blockIdx.x * tiling.rows_of_block;
+  const unsigned end = min(tiling.rows_of_block, tiling.rows - first) * tiling.items;
+  unsigned largest = 0;
+  for (unsigned i = threadIdx.x; i < end; i += blockDim.x) {
+    const unsigned found =
+        turn<N>(options, tiling, first + i / tiling.items, i % tiling.items, out);
+    largest = max(largest, found);
+  }
   if (options.amax != nullptr) add_amax(largest, options.amax);
 }
 
@@ -141,11 +156,34 @@ __device__ Summary combine_block(Summary summary) {
   return combine_warp(summary);
 }
 
-// A block for each row: once over the logits for the loss, once more for the gradient.
-template <int N, class T>
-__global__ void cross_entropy_kernel(CrossEntropyShape shape, const T* logits,
-                                     const int64_t* targets, float scale, T* gradient,
-                                     float* losses) {
+template <int N>
+__device__ void add_values(const float (&values)[N], Summary& summary) {
+  float largest = values[0], total = values[0];
+#pragma unroll
+  for (int k = 1; k < N; ++k) {
+    largest = fmaxf(largest, values[k]);
+    total += values[k];
+  }
+  if (largest == -INFINITY) {  // exp(-inf - -inf) would be NaN
+    if (isnan(total)) summary = {0, NAN};
+    return;
+  }
+  if (largest > summary.largest) {  // soon no more
+    summary.sum *= __expf(summary.largest - largest);
+    summary.largest = largest;
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) summary.sum += __expf(values[k] - summary.largest);
+}
+
+// A block for each row. With kKeeps it is read once and kept in shared memory for the gradient,
+// else it is read again.
+template <int N, bool kKeeps, class T>
+__global__ void __launch_bounds__(1024, 2)
+    cross_entropy_kernel(CrossEntropyShape shape, const T* logits, const int64_t* targets,
+                         float scale, T* gradient, float* losses) {
+  extern __shared__ __align__(16) unsigned char kept_bytes[];
+  T* const kept = reinterpret_cast<T*>(kept_bytes);
   const int64_t row = blockIdx.x, classes = shape.classes, target = targets[row];
   const T* in = logits + row * classes;
   T* out = gradient + row * classes;
@@ -158,15 +196,13 @@ __global__ void cross_entropy_kernel(CrossEntropyShape shape, const T* logits,
     return;
   }
   Summary summary{-INFINITY, 0};
+#pragma unroll 4
   for (int64_t i = first; i < classes; i += step) {
-    read(in + i, values);
-    float largest = values[0];
+    const auto pack = *reinterpret_cast<const Pack<T, N>*>(in + i);
+    if constexpr (kKeeps) *reinterpret_cast<Pack<T, N>*>(kept + i) = pack;
 #pragma unroll
-    for (int k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < N; ++k) sum += __expf(values[k] - largest);
-    summary = combine(summary, {largest, sum});
+    for (int k = 0; k < N; ++k) values[k] = load(pack.lane[k]);
+    add_values(values, summary);
   }
   summary = combine_block(summary);
   if (threadIdx.x == 0) {
@@ -177,7 +213,7 @@ __global__ void cross_entropy_kernel(CrossEntropyShape shape, const T* logits,
   __syncthreads();  // the logit of the target is read before it is overwritten
   const float factor = scale / summary.sum;
   for (int64_t i = first; i < classes; i += step) {
-    read(in + i, values);
+    read((kKeeps ? kept : in) + i, values);  // what this thread has kept
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       values[k] = __expf(values[k] - summary.largest) * factor - (i + k == target ? scale : 0);
@@ -228,22 +264,43 @@ void launch_for(DType dtype, const char* operation, int64_t divisor,
                  [&](auto type) { launch_packed<decltype(type)>(divisor, addresses, launch); });
 }
 
+int64_t shared_bytes_of_processor() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return bytes;
+}
+
 int64_t common_divisor(const HeadStrides& strides) {
   return std::gcd(std::gcd(strides.batch, strides.position), strides.head);
 }
 
 }  // namespace
 
-void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* out, void* stream) {
-  const int64_t half = options.shape.width / 2;
-  const int64_t divisor =
-      std::gcd(half, std::gcd(common_divisor(options.from), common_divisor(options.to)));
-  launch_for(dtype, "split_heads", divisor, {in, out}, [&](auto type, auto pack) {
+void launch_turn(const TurnOptions& options, DType dtype, void* out, void* stream) {
+  const int64_t half = options.shape.width / 2, rows = options.shape.batch * options.shape.length;
+  int64_t divisor = std::gcd(half, common_divisor(options.to)), heads = 0;
+  for (const HeadPart& part : options.parts) {
+    if (part.heads > 0) divisor = std::gcd(divisor, common_divisor(part.strides));
+    heads += part.heads;
+  }
+  const auto& parts = options.parts;
+  const auto addresses = {parts[0].memory, parts[1].memory, parts[2].memory,
+                          static_cast<const void*>(out)};
+  launch_for(dtype, "split_heads", divisor, addresses, [&](auto type, auto pack) {
     using T = decltype(type);
-    const int64_t threads =
-        options.shape.batch * options.shape.length * options.heads * (half / pack);
-    turn_kernel<pack><<<blocks_for(threads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        options, typed<T>(in), typed<T>(out));
+    constexpr int64_t kItems = 4 * kThreads;  // of a block, about
+    const int64_t packs = half / pack, items = heads * packs;
+    const int64_t of_block = std::max<int64_t>(1, kItems / items);
+    if (rows > INT32_MAX || items * of_block > INT32_MAX)
+      throw Error("[split_heads] too many positions or heads for one launch");
+    const TurnTiling tiling{static_cast<unsigned>(rows),
+                            static_cast<unsigned>(options.shape.length),
+                            static_cast<unsigned>(packs), static_cast<unsigned>(items),
+                            static_cast<unsigned>(of_block)};
+    const auto blocks = static_cast<unsigned>((rows + of_block - 1) / of_block);
+    turn_kernel<pack><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(options, tiling,
+                                                                                  typed<T>(out));
   });
 }
 
@@ -273,10 +330,22 @@ void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const voi
   launch_for(dtype, "cross_entropy", shape.classes, {logits, gradient}, [&](auto type, auto pack) {
     using T = decltype(type);
     const int64_t wanted = (shape.classes / pack + 31) / 32 * 32;
-    const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, 1024));
-    cross_entropy_kernel<pack>
-        <<<static_cast<unsigned>(shape.rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
-            shape, typed<T>(logits), targets, scale, typed<T>(gradient), losses);
+    const auto launch = [&](auto keeps, int bytes) {
+      const auto kernel = cross_entropy_kernel<pack, keeps, T>;
+      if (bytes > 0)
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, 1024));
+      kernel<<<static_cast<unsigned>(shape.rows), threads, bytes,
+               static_cast<cudaStream_t>(stream)>>>(shape, typed<T>(logits), targets, scale,
+                                                    typed<T>(gradient), losses);
+    };
+    // Of two blocks that a processor has at a time, one reads while the other writes.
+    const int64_t bytes = shape.classes * static_cast<int64_t>(sizeof(T));
+    if (2 * bytes <= shared_bytes_of_processor() - 4096) {
+      launch(std::true_type{}, static_cast<int>(bytes));
+    } else {
+      launch(std::false_type{}, 0);
+    }
   });
 }
 

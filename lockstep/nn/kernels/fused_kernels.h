@@ -18,19 +18,27 @@ struct HeadShape {
   int64_t batch, length, width;  // B, T, D
 };
 
-// Copies `heads` heads from one layout to another. Those below `turned` are turned by the angles,
-// or back by them where `sign` is -1. The table is (2, positions, D / 2).
+// Heads next to each other, in the order of the result.
+struct HeadPart {
+  const void* memory = nullptr;
+  HeadStrides strides = {};
+  int64_t heads = 0;
+  bool turned = false;
+};
+
+// Copies the heads of all parts to one layout. Those that are turned turn by the angles, or back by
+// them where `sign` is -1. The table is (2, positions, D / 2).
 // Where `amax` is not null, it becomes at least the largest magnitude that is written.
 struct TurnOptions {
   HeadShape shape;
-  int64_t heads, turned;
-  HeadStrides from, to;
+  HeadPart parts[3];
+  HeadStrides to;
   const float* table;
   int64_t table_positions;
   float sign;
   float* amax = nullptr;
 };
-void launch_turn(const TurnOptions& options, DType dtype, const void* in, void* out, void* stream);
+void launch_turn(const TurnOptions& options, DType dtype, void* out, void* stream);
 
 // Rows of gate, up (2 * width) and of outputs (width). `amax` as above.
 void launch_swiglu(int64_t rows, int64_t width, DType dtype, const void* gate_up, void* out,

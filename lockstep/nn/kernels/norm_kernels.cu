@@ -43,24 +43,34 @@ __device__ float sum_of_row(float value, int lanes, float (&sums)[2][kWarps], in
 }
 
 template <class T>
-__global__ void rms_norm_kernel(NormShape shape, Tiling tiling, const T* x, const T* weight, T* out,
-                                float* scales, float* amax) {
+__global__ void __launch_bounds__(kMostThreads, 2)
+    rms_norm_kernel(NormShape shape, Tiling tiling, const T* x, const T* weight, T* out,
+                    float* scales, float* amax) {
   constexpr int N = kPackOf<T>;
   __shared__ float sums[2][kWarps];
   const int lane = static_cast<int>(threadIdx.x) % tiling.lanes;
   const int group = static_cast<int>(threadIdx.x) / tiling.lanes;
   const int64_t column = static_cast<int64_t>(lane) * N;
   const bool has_column = column < shape.width;
-  float weights[N] = {};
-  if (has_column) read(weight + column, weights);
+  Pack<T, N> weights = {};
+  if (has_column) weights = *reinterpret_cast<const Pack<T, N>*>(weight + column);
   unsigned largest = 0;
   int turn = 0;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * tiling.rows; first < shape.rows;
-       first += static_cast<int64_t>(gridDim.x) * tiling.rows, turn ^= 1) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * tiling.rows;
+  const auto row_of = [&](int64_t row) {
+    return has_column && row < shape.rows
+               ? *reinterpret_cast<const Pack<T, N>*>(x + row * shape.width + column)
+               : Pack<T, N>{};
+  };
+  int64_t first = static_cast<int64_t>(blockIdx.x) * tiling.rows;
+  Pack<T, N> next = row_of(first + group);
+  for (; first < shape.rows; first += step, turn ^= 1) {
     const int64_t row = first + group;
     const bool is_mine = has_column && row < shape.rows;
-    float values[N] = {};
-    if (is_mine) read(x + row * shape.width + column, values);
+    float values[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = load(next.lane[k]);
+    next = row_of(row + step);  // on its way while this row is summed
     float squares = 0;
 #pragma unroll
     for (int k = 0; k < N; ++k) squares += values[k] * values[k];
@@ -68,7 +78,7 @@ __global__ void rms_norm_kernel(NormShape shape, Tiling tiling, const T* x, cons
     const float scale = rsqrtf(sum / static_cast<float>(shape.width) + shape.epsilon);
     if (!is_mine) continue;
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = values[k] * scale * weights[k];
+    for (int k = 0; k < N; ++k) values[k] = values[k] * scale * load(weights.lane[k]);
     write(out + row * shape.width + column, values);
     if (lane == 0) scales[row] = scale;
     largest = max(largest, largest_of<T>(values));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "lockstep/core/dtype.h"
 
@@ -19,6 +20,8 @@ struct AdamWFactors {
   double eps;
   double step_size;   // lr / (1 - beta1^step)
   double root_scale;  // 1 / sqrt(1 - beta2^step)
+
+  bool operator==(const AdamWFactors&) const = default;
 };
 
 namespace detail {
@@ -40,6 +43,8 @@ struct SgdFactors {
   double keep;      // of the momentum
   double add;       // of the gradient to the momentum
   double momentum;  // Nesterov's look ahead
+
+  bool operator==(const SgdFactors&) const = default;
 };
 enum class SgdKind { plain, momentum, nesterov };
 
@@ -86,12 +91,17 @@ extern const Kernels kernels;
 // The best that this processor can run.
 const Kernels& kernels();
 
-// update_kernel.cu: elements [0, count) in CUDA memory, queued on the stream.
+// update_kernel.cu: the elements of each part, in CUDA memory, many parts with one kernel, queued
+// on the stream.
 namespace cuda {
-void launch_adamw(const Operands& operands, const AdamWFactors& factors, DType param, DType grad,
-                  int64_t count, void* stream);
-void launch_sgd(const Operands& operands, SgdKind kind, const SgdFactors& factors, DType param,
-                DType grad, int64_t count, void* stream);
+struct UpdatePart {
+  Operands operands;
+  int64_t count;  // of elements
+};
+void launch_adamw(std::span<const UpdatePart> parts, const AdamWFactors& factors, DType param,
+                  DType grad, void* stream);
+void launch_sgd(std::span<const UpdatePart> parts, SgdKind kind, const SgdFactors& factors,
+                DType param, DType grad, void* stream);
 }  // namespace cuda
 
 }  // namespace detail

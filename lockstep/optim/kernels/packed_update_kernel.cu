@@ -126,11 +126,13 @@ void launch_float64(const PackedLayout& layout, const PackedSlice& slice,
                                   .first = slice.state + layout.exp_avg,
                                   .second = slice.state + layout.exp_avg_sq};
   constexpr DType kType = DType::float64;
+  const detail::cuda::UpdatePart part{operands, slice.elements};
+  const std::span<const detail::cuda::UpdatePart> parts(&part, 1);
   if (const auto* const adamw = std::get_if<AdamWFactors>(&factors)) {
-    return detail::cuda::launch_adamw(operands, *adamw, kType, kType, slice.elements, stream);
+    return detail::cuda::launch_adamw(parts, *adamw, kType, kType, stream);
   }
   const auto& sgd = std::get<SgdUpdate>(factors);
-  detail::cuda::launch_sgd(operands, sgd.kind, sgd.factors, kType, kType, slice.elements, stream);
+  detail::cuda::launch_sgd(parts, sgd.kind, sgd.factors, kType, kType, stream);
 }
 
 // What a model computes with, as T: float, F16 or Bf16.

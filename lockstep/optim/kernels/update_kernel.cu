@@ -5,8 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -43,13 +43,35 @@ __device__ bool is_rounded(__nv_bfloat16 param, float master) {
   return __bfloat16_as_ushort(param) == __bfloat16_as_ushort(__float2bfloat16_rn(master));
 }
 
+// What one kernel updates; 4 KB is the most that a kernel may be given.
+struct Parts {
+  static constexpr unsigned kMost = 64;
+  UpdatePart part[kMost];
+  unsigned first_block[kMost];  // of each part
+  unsigned count = 0;
+};
+static_assert(sizeof(Parts) < 4096 - 128);
+
+// The last part that begins at this block or before.
+__device__ unsigned part_of(const Parts& parts, unsigned block) {
+  unsigned begin = 0, end = parts.count;
+  while (end - begin > 1) {
+    const unsigned middle = (begin + end) / 2;
+    (parts.first_block[middle] <= block ? begin : end) = middle;
+  }
+  return begin;
+}
+
 // N elements a thread. Of an element with a master, the parameter wins where it is not its rounded
 // master: someone else has written it.
 template <int N, class P, class G, class Rule>
-__global__ void update_kernel(Operands operands, Rule rule, int64_t count) {
+__global__ void update_kernel(const __grid_constant__ Parts parts, Rule rule) {
   using V = Value<P>;
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-  if (i >= count) return;
+  const unsigned which = part_of(parts, blockIdx.x);
+  const Operands& operands = parts.part[which].operands;
+  const int64_t block = blockIdx.x - parts.first_block[which];
+  const int64_t i = (block * blockDim.x + threadIdx.x) * N;
+  if (i >= parts.part[which].count) return;
   auto* params = reinterpret_cast<Pack<P, N>*>(static_cast<P*>(operands.param) + i);
   auto* means = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.first) + i);
   auto* squares = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.second) + i);
@@ -80,30 +102,51 @@ __global__ void update_kernel(Operands operands, Rule rule, int64_t count) {
   if constexpr (Rule::kMoments > 1) *squares = square;
 }
 
-template <class P, class G, class Rule>
-void launch(const Operands& operands, const Rule& rule, int64_t count, cudaStream_t stream) {
-  constexpr int kPack = 4;
-  constexpr int64_t kThreads = 256;
+constexpr int kPack = 4;
+constexpr int64_t kThreads = 256;
+
+bool is_packed(const UpdatePart& part) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 32 == 0; };
-  const bool packed = count % kPack == 0 && aligned(operands.param) && aligned(operands.grad) &&
-                      aligned(operands.master) && aligned(operands.first) &&
-                      aligned(operands.second);
-  const int64_t threads = packed ? count / kPack : count;
-  const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
-  if (packed) {
-    update_kernel<kPack, P, G><<<blocks, kThreads, 0, stream>>>(operands, rule, count);
-  } else {
-    update_kernel<1, P, G><<<blocks, kThreads, 0, stream>>>(operands, rule, count);
+  const Operands& operands = part.operands;
+  return part.count % kPack == 0 && aligned(operands.param) && aligned(operands.grad) &&
+         aligned(operands.master) && aligned(operands.first) && aligned(operands.second);
+}
+
+// All parts that are packed, or all that are not.
+template <int N, class P, class G, class Rule>
+void launch(std::span<const UpdatePart> given, const Rule& rule, cudaStream_t stream) {
+  Parts parts;
+  int64_t blocks = 0;
+  const auto flush = [&] {
+    if (parts.count == 0) return;
+    update_kernel<N, P, G><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(parts, rule);
+    parts.count = 0;
+    blocks = 0;
+  };
+  for (const UpdatePart& part : given) {
+    if (part.count == 0 || is_packed(part) != (N > 1)) continue;
+    const int64_t threads = part.count / N, more = (threads + kThreads - 1) / kThreads;
+    if (parts.count == Parts::kMost || blocks + more > INT32_MAX) flush();
+    parts.part[parts.count] = part;
+    parts.first_block[parts.count++] = static_cast<unsigned>(blocks);
+    blocks += more;
   }
+  flush();
+}
+
+template <class P, class G, class Rule>
+void launch_all(std::span<const UpdatePart> parts, const Rule& rule, cudaStream_t stream) {
+  launch<kPack, P, G>(parts, rule, stream);
+  launch<1, P, G>(parts, rule, stream);
 }
 
 template <class P, class Rule>
-void launch_for(const Operands& operands, const Rule& rule, DType param, DType grad, int64_t count,
+void launch_for(std::span<const UpdatePart> parts, const Rule& rule, DType param, DType grad,
                 cudaStream_t stream) {
   if constexpr (kHasMaster<P>) {
-    if (grad != param) return launch<P, float>(operands, rule, count, stream);
+    if (grad != param) return launch_all<P, float>(parts, rule, stream);
   }
-  launch<P, P>(operands, rule, count, stream);
+  launch_all<P, P>(parts, rule, stream);
 }
 
 void check_launch(const char* what) {
@@ -131,20 +174,20 @@ void for_dtype(DType dtype, const Launch& launch) {
 
 }  // namespace
 
-void launch_adamw(const Operands& operands, const AdamWFactors& factors, DType param, DType grad,
-                  int64_t count, void* stream) {
+void launch_adamw(std::span<const UpdatePart> parts, const AdamWFactors& factors, DType param,
+                  DType grad, void* stream) {
   for_dtype(param, [&]<class P>() {
-    launch_for<P>(operands, optim::cuda::AdamWRule<Value<P>>(factors), param, grad, count,
+    launch_for<P>(parts, optim::cuda::AdamWRule<Value<P>>(factors), param, grad,
                   static_cast<cudaStream_t>(stream));
   });
   check_launch("AdamW");
 }
 
-void launch_sgd(const Operands& operands, SgdKind kind, const SgdFactors& factors, DType param,
-                DType grad, int64_t count, void* stream) {
+void launch_sgd(std::span<const UpdatePart> parts, SgdKind kind, const SgdFactors& factors,
+                DType param, DType grad, void* stream) {
   for_dtype(param, [&]<class P>() {
     optim::cuda::for_sgd<Value<P>>(kind, factors, [&](const auto& rule) {
-      launch_for<P>(operands, rule, param, grad, count, static_cast<cudaStream_t>(stream));
+      launch_for<P>(parts, rule, param, grad, static_cast<cudaStream_t>(stream));
     });
   });
   check_launch("SGD");

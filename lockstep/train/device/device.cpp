@@ -14,10 +14,10 @@ namespace lockstep::train {
 
 namespace {
 
-// With a layer of the model's width, or one that the slowest CPU computes in no time.
+// On a CPU, with a layer of the model's width, or one that the slowest computes in no time.
 void warn_if_slow(int64_t hidden, c10::Device device) {
   constexpr double kSeconds = 0.05;
-  const int64_t width = std::min<int64_t>(hidden, device.is_cuda() ? 2048 : 512);
+  const int64_t width = std::min<int64_t>(hidden, 512);
   const std::string slow =
       nn::slower_than_float32(nn::layer_rate(width, at::kBFloat16, device, kSeconds),
                               nn::layer_rate(width, at::kFloat, device, kSeconds));
@@ -47,7 +47,7 @@ c10::Device choose_device(const config::TrainConfig& config, const comm::Group& 
         "use train.dtype float32",
         found.str()));
   }
-  if (config.train.type() == config::Precision::bfloat16 && group.rank() == 0) {
+  if (config.train.type() == config::Precision::bfloat16 && found.is_cpu() && group.rank() == 0) {
     warn_if_slow(config.model.hidden, found);
   }
   if (config.train.is_fp8()) {
