@@ -4,8 +4,8 @@
     python3 bench/own_runs.py BIN_DIR cpu RANKS [ROUNDS]     the layouts of bench/layouts.py, one thread per rank
     python3 bench/own_runs.py BIN_DIR gpu [CASE...]          six runs on one GPU: 162M to 6.7B, recomputation, offload
 
-First `lockstep bench machine` measures the machine; --machine FILE, anywhere, takes an older file instead. Every run is then trained for a few steps, in turn
-over ROUNDS, and its median step counts. Prints a table, then one line of JSON: the mean error, the measured rank of the layout that was predicted to be
+Before each of ROUNDS `lockstep bench machine` measures the machine, whose speed may change; --machine FILE, anywhere, takes an older file instead. Then every run is
+trained for a few steps. Medians of all steps and of all predictions count. Prints a table, then one line of JSON: the mean error, the measured rank of the layout that was predicted to be
 the fastest, and how many pairs that differ by more than 10 % were predicted in the right order.
 """
 import itertools
@@ -49,6 +49,11 @@ def gpu_options(name, extra):
     return options
 
 
+def medians(plans):
+    return {"step_ms": statistics.median(plan["step_ms"] for plan in plans),
+            "split": {part: statistics.median(plan["split"][part] for plan in plans) for part in plans[0]["split"]}}
+
+
 def steps_of(lockstep, ranks, options, steps, folder):
     metrics = pathlib.Path(folder) / "metrics.jsonl"
     run([lockstep, "train", "-n", ranks, *options, "--data.path", f"{folder}/tokens.bin", "--data.validation", 0, "--train.steps", steps, "--run.dir", "",
@@ -76,16 +81,17 @@ def main():
         model = layouts.MODEL + batch + ["--train.threads", 0]  # as many as the machine was measured with
         cases = {name: model + layout for name, layout in layouts.layouts(ranks).items()}
     with tempfile.TemporaryDirectory() as folder:
-        if machine is None:
-            machine = f"{folder}/machine.toml"
-            print(run([lockstep, "bench", "machine", "-n", ranks, "--no-strategies", "--output", machine]), flush=True)
         draw = random.Random(1)
         pathlib.Path(folder, "tokens.bin").write_bytes(b"".join(draw.randrange(vocab).to_bytes(2, "little") for _ in range(1 << 18)))
-        measured = {name: [] for name in cases}
+        measured, predictions = {name: [] for name in cases}, {name: [] for name in cases}
         for _ in range(rounds):
+            constants = machine or f"{folder}/machine.toml"
+            if machine is None:
+                print(run([lockstep, "bench", "machine", "-n", ranks, "--no-strategies", "--output", constants]), flush=True)
             for name, options in cases.items():
+                predictions[name].append(json.loads(run([lockstep, "plan", "time", "-n", ranks, "--cluster", constants, "--json", *options])))
                 measured[name] += steps_of(lockstep, ranks, options, steps, folder)
-        predicted = {name: json.loads(run([lockstep, "plan", "time", "-n", ranks, "--cluster", machine, "--json", *options])) for name, options in cases.items()}
+        predicted = {name: medians(each) for name, each in predictions.items()}
     print(f"{'run':36}{'measured':>10}{'predicted':>10}{'error':>8}   split in ms, measured and predicted")
     times, errors = {}, []
     for name in cases:

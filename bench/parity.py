@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does training with 8-bit products end where bfloat16 ends? Trains the 162M Llama on real text on one GPU in both precisions from the same seeds.
 
-    python3 bench/parity.py BIN_DIR OUT_DIR [STEPS]      1,000 steps if not given; python3 has `tokenizers`
+    python3 bench/parity.py BIN_DIR OUT_DIR [STEPS] [LR]      1,000 steps and a learning rate of 3e-4 if not given; python3 has `tokenizers`
 
 The text is what the machine has: C and C++ headers, Python sources and documentation. A tokenizer of 50,000 tokens is trained on it first. Prints the
 mean loss of the last 100 steps of each run and its relative difference from bfloat16, and puts the curves into OUT_DIR, which
@@ -57,11 +57,11 @@ def train_tokenizer(text, path):
     tokenizer.save(str(path))
 
 
-def train(lockstep, tokens, precision, seed, steps, metrics):
+def train(lockstep, tokens, precision, seed, steps, lr, metrics):
     size = SIZES["162M"]
     words = [lockstep, "train", "-n", 1, "--train.device", "cuda", "--train.precision", precision, "--train.seed", seed, "--train.steps", steps,
              "--model.kind", "llama", "--train.seq_len", size["length"], "--train.micro_batch", ROWS, "--data.path", tokens, "--data.validation", 0,
-             "--optim.lr", "3e-4", "--optim.warmup", min(200, steps - 1), "--run.dir", "", "--metrics.file", metrics]
+             "--optim.lr", lr, "--optim.warmup", min(200, steps - 1), "--run.dir", "", "--metrics.file", metrics]
     for key in ("layers", "hidden", "heads", "ffn", "vocab"):
         words += [f"--model.{key}", size[key]]
     subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL)
@@ -72,7 +72,8 @@ def train(lockstep, tokens, precision, seed, steps, metrics):
 
 def main():
     lockstep, out = pathlib.Path(sys.argv[1]).resolve() / "lockstep", pathlib.Path(sys.argv[2])
-    steps = int(sys.argv[3]) if len(sys.argv) > 3 else 1000
+    steps, lr = [*sys.argv[3:5], *["1000", "3e-4"][len(sys.argv) - 3:]]
+    steps = int(steps)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         text, tokenizer, tokens = (pathlib.Path(folder) / name for name in ("text.txt", "tokenizer.json", "tokens.bin"))
@@ -84,7 +85,7 @@ def main():
         base = {}
         for name, seed in [*((name, seed) for seed in SEEDS for name in PRECISIONS), *(("bfloat16 again", seed) for seed in SEEDS)]:
             metrics = out / f"{name.replace(' ', '-')}-{seed}.jsonl"
-            mean, skipped = train(lockstep, tokens, name.split()[0], seed, steps, metrics)
+            mean, skipped = train(lockstep, tokens, name.split()[0], seed, steps, lr, metrics)
             apart = 100 * (mean / base.setdefault(seed, mean) - 1)
             print(f"seed {seed} {name:14} mean loss of the last 100 steps {mean:.5f}  {apart:+.3f} %  skipped steps {skipped}", flush=True)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the losses of several runs of `lockstep train` over each other as an SVG, and prints how far apart they are.
 
-    python3 bench/plot_layouts.py OUT.svg LABEL=METRICS.jsonl ...
+    python3 bench/plot_layouts.py OUT.svg [--mean STEPS] LABEL=METRICS.jsonl ...
 
+With --mean a point of a curve is the mean of so many steps.
 The first run is the widest curve and the last the thinnest, so that curves that coincide are all visible.
 """
 import json
@@ -17,8 +18,16 @@ def losses(path):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def means(run, count):
+    steps = sorted(run)
+    return {steps[i]: sum(run[step] for step in steps[i - count + 1:i + 1]) / count for i in range(count - 1, len(steps), count)}
+
+
 def main(out, *runs):
-    runs = [(label, losses(path)) for label, path in (text.rsplit("=", 1) for text in runs)]
+    count = 1
+    if runs[0] == "--mean":
+        count, runs = int(runs[1]), runs[2:]
+    runs = [(label, means(losses(path), count)) for label, path in (text.rsplit("=", 1) for text in runs)]
     steps = sorted(runs[0][1])
     top = max(max(run.values()) for _, run in runs)
 
@@ -38,9 +47,9 @@ def main(out, *runs):
         parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">step</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">training loss, nats per byte</text>')
+    parts.append(f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">training loss, nats per token</text>')
     legend = WIDTH - RIGHT + 20
-    parts.append(f'<text x="{legend}" y="{TOP + 10}" font-weight="bold">layout, loss of step {steps[-1]}</text>')
+    parts.append(f'<text x="{legend}" y="{TOP + 10}" font-weight="bold">run, loss of step {steps[-1]}{f", mean of {count}" if count > 1 else ""}</text>')
     for i, (label, run) in enumerate(runs):
         style = f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="{1.5 * (len(runs) - i) - 0.5}"'
         path = " ".join(f"{x(step):.1f},{y(run[step]):.1f}" for step in steps)
@@ -52,7 +61,7 @@ def main(out, *runs):
     first = runs[0][1]
     for label, run in runs[1:]:
         apart = max(abs(run[step] / first[step] - 1) for step in steps)
-        print(f"{label}: at most {apart:.1e} from {runs[0][0]}, relative, in {len(steps)} steps")
+        print(f"{label}: at most {apart:.1e} from {runs[0][0]}, relative, in {len(steps)} points")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python3 bench/precision.py BIN_DIR --graphs                   162M with 4 x 1024 tokens, where the CPU limits: with and without CUDA graphs, in turn
 
 The precisions run in turn. train.recompute is fit: what does not fit is recomputed, and the table says how much. --offload keeps the states of the
-optimizer in host memory, --micro cuts the step into micro-batches of so many rows, and OPTIONS of `lockstep train` go to every run. The data are random tokens; the times are medians of all steps but the first four.
+optimizer in host memory, --micro cuts the step into micro-batches of so many rows, and OPTIONS of `lockstep train` go to every run. The data are random tokens; the times are medians of all steps but the first four, or the first half of fewer than eight.
 """
 import argparse
 import json
@@ -66,7 +66,7 @@ def main():
     given.add_argument("--offload", action="store_true")
     given.add_argument("--micro", type=int)
     given.add_argument("--only", choices=["bfloat16", "fp8"])
-    given = given.parse_args(words)
+    given = given.parse_intermixed_args(words)
     if given.offload:
         options = [*offload.STATES, "--offload.device_limit", "120GB", *options]
     lockstep = given.bin_dir.resolve() / "lockstep"

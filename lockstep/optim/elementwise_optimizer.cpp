@@ -168,6 +168,10 @@ void ElementwiseOptimizer::step() {
     if (update.grad.layout() != at::kStrided) {
       if (update_sparse(update)) continue;
       update.grad = update.grad.to_dense();
+      if (cuda::has_kernel(update)) {  // at once, so that one dense gradient at a time is in memory
+        update_on_device({&update, 1});
+        continue;
+      }
     }
     (cuda::has_kernel(update) ? on_device
      : has_kernel(update)     ? in_memory

@@ -24,6 +24,9 @@ struct Efficiency {
   double memory = 0.7;      // of Device::bandwidth
   double launch = 1e-3;     // seconds that the host needs for the forward pass of one block
   double step = 0;          // seconds of a step that depend on nothing else
+  // Of a block, and of the head, that one rank of a host computes while the others wait: its time
+  // in parts of that while all compute.
+  double alone = 1, alone_head = 1;
 };
 
 enum class Collective { all_reduce, all_gather, reduce_scatter };

@@ -39,22 +39,24 @@ struct StageTime {
 struct LayerRange {
   int begin = 0, count = 0;
 };
-StageTime stage_of(const LayerTimes& layers, LayerRange range, int of_model) {
+// `of_head` multiplies the time of the last layer of the model.
+StageTime stage_of(const LayerTimes& layers, LayerRange range, int of_model, double of_head) {
   StageTime stage;
-  const auto add = [&](const LayerTime& layer, double times) {
-    stage.forward += layer.forward * times;
-    stage.input += layer.input * times;
-    stage.weight += layer.weight * times;
-    stage.parameters += layer.parameters * times;
+  const auto add = [&](const LayerTime& layer, double count, double time = 1) {
+    stage.forward += layer.forward * (count * time);
+    stage.input += layer.input * (count * time);
+    stage.weight += layer.weight * (count * time);
+    stage.parameters += layer.parameters * count;
   };
   const int end = range.begin + range.count;
   if (!layers.each.empty()) {
-    for (int i = range.begin; i < end; ++i) add(layers.each[static_cast<size_t>(i)], 1);
+    for (int i = range.begin; i < end; ++i)
+      add(layers.each[static_cast<size_t>(i)], 1, i + 1 == of_model ? of_head : 1);
     return stage;
   }
   const bool first = range.begin == 0, last = end == of_model;
   if (first) add(layers.embedding, 1);
-  if (last) add(layers.head, 1);
+  if (last) add(layers.head, 1, of_head);
   add(layers.block, range.count - (first ? 1 : 0) - (last ? 1 : 0));
   return stage;
 }
@@ -108,13 +110,15 @@ class StepClock {
     const auto times = static_cast<double>(layout_.micro_batches);
     PassTime passes = most.forward;
     passes += most.backward();
-    passes = passes * times;
+    double whole = how == Pipelined::simulated ? simulated() : estimated();
+    const double crowded = less_crowded(whole);
+    passes = passes * (times * crowded);
+    whole *= crowded;
     step.compute = passes.compute;
     step.tensor = passes.tensor;
     step.context = passes.context;
     step.gather = passes.gather;
     step.host = passes.host;
-    const double whole = how == Pipelined::simulated ? simulated() : estimated();
     // Ranks wait for messages and for each other; the first is at most the hops that follow each
     // other in every micro-batch.
     const double waits = std::max(0.0, whole - passes.total());
@@ -130,7 +134,7 @@ class StepClock {
 
   Timeline timeline() const {
     const schedule::Schedule schedule = generated();
-    return {schedule, schedule::simulate(schedule, cost(), hops())};
+    return {schedule, schedule::simulate(schedule, cost(less_crowded(simulated())), hops())};
   }
 
  private:
@@ -150,7 +154,31 @@ class StepClock {
   };
 
   StageTime stage_time(int stage) const {
-    return stage_of(layers_, ranges_[static_cast<size_t>(stage)], of_model_);
+    return stage_of(layers_, ranges_[static_cast<size_t>(stage)], of_model_, of_head());
+  }
+
+  // Ranks of a pipeline wait in its bubbles, and one of them has the head: those that compute then
+  // have more of their host, if it has all stages.
+  bool has_bubbles() const {
+    const Efficiency& efficiency = cluster_.efficiency;
+    if (efficiency.alone == 1 && efficiency.alone_head == 1) return false;  // nothing would change
+    int stage = 0;
+    while (stage < layout_.dims.pp && same_host(0, stage)) ++stage;
+    return layout_.dims.pp > 1 && stage == layout_.dims.pp && cluster_.devices_per_node > 1;
+  }
+  double less_crowded(double whole) const {
+    if (!has_bubbles()) return 1;
+    double busy = 0;
+    for (const RankKind& rank : kinds_) busy += rank.ranks * rank.busy();
+    busy *= static_cast<double>(layout_.micro_batches) / layout_.dims.pp / whole;
+    return std::lerp(cluster_.efficiency.alone, 1.0, std::min(1.0, busy));
+  }
+  double of_head() const {
+    if (!has_bubbles()) return 1;
+    const double heads = static_cast<double>(cluster_.devices_per_node) / layout_.dims.pp;
+    const double crowd = std::clamp((heads - 1) / (cluster_.devices_per_node - 1), 0.0, 1.0);
+    const Efficiency& efficiency = cluster_.efficiency;
+    return std::lerp(std::min(1.0, efficiency.alone_head / efficiency.alone), 1.0, crowd);
   }
 
   int layers_of(int stage) const {
@@ -167,12 +195,13 @@ class StepClock {
                                .file = layout_.schedule_file});
   }
 
-  schedule::Cost cost() const {
+  schedule::Cost cost(double times = 1) const {
     std::vector<std::array<double, 3>> seconds;  // of each stage
     const int stages = pipeline_.stages();
     for (int i = 0; i < stages; ++i) {
       const StageTime stage = stage_time(i);
-      seconds.push_back({stage.forward.total(), stage.input.total(), stage.weight.total()});
+      seconds.push_back({times * stage.forward.total(), times * stage.input.total(),
+                         times * stage.weight.total()});
     }
     return [seconds, pipeline = pipeline_](int rank, const Action& action) {
       const auto& [forward, input, weight] =

@@ -191,6 +191,32 @@ TEST(StepTime, RanksThatShareALayerWaitForEachOther) {
   EXPECT_EQ(layer_times(model, layout, cluster).block.forward.tensor, 0);
 }
 
+// In the bubbles of a pipeline the ranks that compute have more of the host; others never wait.
+TEST(StepTime, RanksOfAPipelineAreLessCrowded) {
+  const ModelShape model = gpt(16, 4096, 32, 50304);
+  Layout layout{.dims = {2, 1, 4},
+                .layers_per_stage = {5, 4, 4, 5},
+                .sequence = 2048,
+                .micro_batch = 8,
+                .micro_batches = 4};
+  Cluster cluster = typical_cluster("h100");
+  const double crowded = step_time(model, layout, cluster).total();
+  const double estimated = step_time(model, layout, cluster, Pipelined::estimated).total();
+  cluster.efficiency.alone = 0.5;
+  cluster.efficiency.alone_head = 0.5;
+  const StepTime step = step_time(model, layout, cluster);
+  EXPECT_LT(step.total(), 0.95 * crowded);
+  EXPECT_GT(step.total(), 0.5 * crowded);
+  EXPECT_LT(step_time(model, layout, cluster, Pipelined::estimated).total(), 0.95 * estimated);
+  cluster.efficiency.alone_head = 0.25;
+  EXPECT_LT(step_time(model, layout, cluster).total(), step.total());
+  EXPECT_EQ(step.optimizer, step_time(model, layout, typical_cluster("h100")).optimizer);
+  layout.dims = {8, 1, 1};
+  layout.layers_per_stage.clear();
+  const double whole = step_time(model, layout, cluster).total();
+  EXPECT_EQ(whole, step_time(model, layout, typical_cluster("h100")).total());
+}
+
 TEST(StepTime, ShardingCostsGathersAndSavesUpdates) {
   const ModelShape model = gpt(16, 4096, 32, 50304);
   Layout layout{.dims = {64, 1, 1}, .sequence = 2048, .micro_batch = 1, .micro_batches = 2};

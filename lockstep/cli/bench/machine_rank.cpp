@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All ranks measure at the same time, as they compute in a step, and the slowest counts. Constants
+// All ranks measure at the same time, as they compute in a step, and the slowest counts; blocks and
+// head also on one rank while the others wait, as in the bubbles of a pipeline. Constants
 // are found one after the other: products and memory alone first, then what of a whole block they
 // do not explain.
 #include "lockstep/cli/bench/machine_rank.h"
@@ -111,12 +112,15 @@ class MachineBench {
     return all.item<double>();
   }
 
-  // Seconds of the slowest rank: its lower quartile, because whatever else the machine does adds to
-  // some samples; or its median. All ranks repeat it as often.
+  // Seconds of the slowest rank, or of rank 0 while the others wait: its lower quartile, because
+  // whatever else the machine does adds to some samples; or its median. All ranks repeat it as
+  // often.
   double time_of(const std::function<void()>& work, size_t quarter = 1) {
+    const bool waits = alone_ && world_.rank() > 0;
     const auto once = [&] {
       comm::barrier(world_).wait();
       const auto start = Clock::now();
+      if (waits) return 0.0;
       work();
       finish();
       return seconds_since(start);
@@ -132,7 +136,7 @@ class MachineBench {
     std::ranges::sort(samples);
     const double median = samples[samples.size() / 2];
     const double spread =
-        (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
+        waits ? 0 : (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
     if (estimate > 1e-3) worst_spread_ = std::max(worst_spread_, slowest(spread));
     return slowest(samples[samples.size() * quarter / 4]);
   }
@@ -299,6 +303,11 @@ class MachineBench {
       return whole(planned(wide).head);
     });
     efficiency.launch = std::max(0.0, floor / 3);
+    if (cuda || cluster_.devices_per_node == 1) return;  // or all ranks have what they need
+    alone_ = true;
+    efficiency.alone = std::clamp(block_time(wide) / block, 0.1, 1.0);
+    efficiency.alone_head = std::clamp(head_time(wide) / head, 0.1, 1.0);
+    alone_ = false;
   }
 
   // The whole world, and groups of 2, 4 ... ranks that all work at the same time.
@@ -391,6 +400,7 @@ class MachineBench {
   double seconds_;
   plan::Cluster cluster_;
   double worst_spread_ = 0;
+  bool alone_ = false;  // rank 0 works, the others wait
   int done_ = 0;
 };
 

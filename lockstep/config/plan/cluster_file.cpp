@@ -74,6 +74,8 @@ Schema cluster_schema(ClusterFile& file, Texts& texts) {
   schema.add("memory", c.efficiency.memory, "Part of the bandwidth of memory.", part);
   schema.add("launch", c.efficiency.launch, "Seconds to launch a block's forward.", not_negative);
   schema.add("step", c.efficiency.step, "Seconds of every step.", not_negative);
+  schema.add("alone", c.efficiency.alone, "Time of a block that one rank computes alone.", part);
+  schema.add("alone_head", c.efficiency.alone_head, "The same of the head.", part);
   plan::Software& s = c.software;
   schema.section("software", "Training program");
   schema.add("gradient_bytes", s.gradient_bytes, "Bytes of a reduced gradient.", not_negative);

@@ -330,18 +330,20 @@ void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const voi
   launch_for(dtype, "cross_entropy", shape.classes, {logits, gradient}, [&](auto type, auto pack) {
     using T = decltype(type);
     const int64_t wanted = (shape.classes / pack + 31) / 32 * 32;
+    // Two blocks of a processor at a time: one reads while the other writes. The permission is the
+    // same in every call, since calls share it.
+    const auto most = static_cast<int>((shared_bytes_of_processor() - 4096) / 2);
     const auto launch = [&](auto keeps, int bytes) {
       const auto kernel = cross_entropy_kernel<pack, keeps, T>;
       if (bytes > 0)
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
       const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, 1024));
       kernel<<<static_cast<unsigned>(shape.rows), threads, bytes,
                static_cast<cudaStream_t>(stream)>>>(shape, typed<T>(logits), targets, scale,
                                                     typed<T>(gradient), losses);
     };
-    // Of two blocks that a processor has at a time, one reads while the other writes.
     const int64_t bytes = shape.classes * static_cast<int64_t>(sizeof(T));
-    if (2 * bytes <= shared_bytes_of_processor() - 4096) {
+    if (bytes <= most) {
       launch(std::true_type{}, static_cast<int>(bytes));
     } else {
       launch(std::false_type{}, 0);

@@ -65,13 +65,13 @@ __device__ unsigned part_of(const Parts& parts, unsigned block) {
 // N elements a thread. Of an element with a master, the parameter wins where it is not its rounded
 // master: someone else has written it.
 template <int N, class P, class G, class Rule>
-__global__ void update_kernel(const __grid_constant__ Parts parts, Rule rule) {
+__global__ void update_kernel(Parts parts, Rule rule) {
   using V = Value<P>;
   const unsigned which = part_of(parts, blockIdx.x);
-  const Operands& operands = parts.part[which].operands;
+  const auto [operands, count] = parts.part[which];
   const int64_t block = blockIdx.x - parts.first_block[which];
   const int64_t i = (block * blockDim.x + threadIdx.x) * N;
-  if (i >= parts.part[which].count) return;
+  if (i >= count) return;
   auto* params = reinterpret_cast<Pack<P, N>*>(static_cast<P*>(operands.param) + i);
   auto* means = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.first) + i);
   auto* squares = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.second) + i);
