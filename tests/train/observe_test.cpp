@@ -77,9 +77,11 @@ TEST_F(Observe, ASlowRankIsNamedWithinThreeSteps) {
   const auto slow = events("slow", "slow");
   ASSERT_EQ(slow.size(), 1u);
   EXPECT_EQ(slow[0].at("rank"), 1);
-  EXPECT_EQ(slow[0].at("step"), 6);
+  const auto step = slow[0].at("step").get<int>();  // earlier if it was slow before, by itself
+  EXPECT_GE(step, 4);
+  EXPECT_LE(step, 6);
   EXPECT_GT(slow[0].at("busy_ms").get<double>(), 500);
-  EXPECT_THAT(lines, says("step 6 ... rank 1 ... slow"));
+  EXPECT_THAT(lines, says("step " + std::to_string(step) + " ... rank 1 ... slow"));
   const Result text = lockstep_command({"report", path("slow"), "--text"});
   EXPECT_THAT(text.out, says("stall"));
 }
