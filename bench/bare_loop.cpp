@@ -14,6 +14,7 @@
 
 #include "lockstep/core/clock.h"
 #include "lockstep/model/language_model.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
 
@@ -45,6 +46,7 @@ int main(int argc, char** argv) {
   const auto tokens = at::randint(spec.vocab, {rows, length}, options.dtype(at::kLong));
   const auto targets = at::randint(spec.vocab, {rows * length}, options.dtype(at::kLong));
 
+  nn::time_products(cuda);
   std::vector<double> seconds;
   double loss_value = 0;
   for (int64_t step = 0; step < steps; ++step) {

@@ -19,6 +19,7 @@
 #include "lockstep/core/clock.h"
 #include "lockstep/nn/activations.h"
 #include "lockstep/nn/attention_heads.h"
+#include "lockstep/nn/embedding.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/nn/norm.h"
 #include "lockstep/optim/adamw.h"
@@ -104,6 +105,13 @@ int main(int argc, char** argv) {
   });
 
   const at::Tensor targets = at::randint(vocab, {tokens}, options.dtype(at::kLong));
+  {
+    nn::Embedding embedding(vocab, hidden, options);
+    embedding->weight.data().normal_();
+    const at::Tensor gradient = at::randn({tokens, hidden}, options);
+    report("embedding", (3 * n + static_cast<double>(vocab)) * width,
+           [&] { torch::autograd::grad({embedding(targets)}, {embedding->weight}, {gradient}); });
+  }
   const at::Tensor logits = at::randn({tokens, vocab}, options);
   const at::Tensor one = at::ones({}, options.dtype(at::kFloat));
   report("cross entropy", 2 * n * static_cast<double>(vocab), [&] {

@@ -62,12 +62,15 @@ def peers(size):
     def cross_entropy(x):
         return (F.cross_entropy(x.float(), targets),)
 
+    def embedding(table):
+        return (F.embedding(targets, table),)
+
     def both_ways(function, shape):
         x = torch.randn(shape, requires_grad=True, **made)
         gradients = [torch.randn_like(out) for out in function(x)]
         return lambda: torch.autograd.grad(function(x), [x], gradients)
 
-    shapes = {"norm": (norm, (rows, length, hidden)), "swiglu": (swiglu, (rows, length, 2 * ffn)), "heads": (split, (rows, length, 3 * hidden)),
+    shapes = {"norm": (norm, (rows, length, hidden)), "swiglu": (swiglu, (rows, length, 2 * ffn)), "heads": (split, (rows, length, 3 * hidden)), "embedding": (embedding, (vocab, hidden)),
               "cross entropy": (cross_entropy, (rows * length, vocab))}
     for name, (function, shape) in shapes.items():
         yield name, both_ways(function, shape), both_ways(torch.compile(function), shape)

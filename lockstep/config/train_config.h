@@ -75,6 +75,7 @@ struct RunConfig {
   std::optional<int64_t> found_tile = std::nullopt;  // where it is not set, by fit_to_memory()
   std::optional<Graphs> graphs = std::nullopt;
   bool reproducible = false;
+  bool time_products = true;                      // unless reproducible
   int threads = 0;                                // 0: cores per rank; 1 if reproducible
   int64_t eval_every = 0, log_every = 10;         // 0: at the end only
   std::optional<bool> eval_first = std::nullopt;  // not set: where weights are loaded

@@ -200,6 +200,10 @@ void add_train(Schema& schema, RunConfig& train) {
                     "twice what a step needs.");
   schema.add("reproducible", train.reproducible,
              "Compute bit-identical results on 1, 2, 4, 8, ... ranks. Slower.");
+  schema.add("time_products", train.time_products,
+             "On CUDA, time the algorithms that cuBLAS proposes for each product, and use the "
+             "fastest; last bits then differ from run to run. false: cuBLAS's choice. Not with "
+             "train.reproducible.");
   schema.add("threads", train.threads,
              "CPU threads per rank; 0 uses the rank's cores, or 1 thread with train.reproducible.",
              kFromZero);

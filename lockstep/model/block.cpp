@@ -81,11 +81,16 @@ at::Tensor AttentionImpl::attend_new(const at::Tensor& qkv, const at::Tensor& ro
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotation,
-                                  Decoding* decoding, const nn::Documents* documents) {
+                                  Decoding* decoding, const nn::Documents* documents,
+                                  const at::Tensor& around) {
   const at::Tensor rows = qkv_(x);
   // Packed rows are one long row, in which each begins another document.
   const at::Tensor qkv = documents != nullptr ? rows.reshape({1, -1, rows.size(2)}) : rows;
-  if (decoding != nullptr && decoding->are_new()) return out_(attend_new(qkv, rotation, *decoding));
+  const auto project = [&](const at::Tensor& joined) {
+    return around.defined() ? out_->add_to(around, joined) : out_(joined);
+  };
+  if (decoding != nullptr && decoding->are_new())
+    return project(attend_new(qkv, rotation, *decoding));
   const int64_t ranks = qkv_->ranks();
   nn::HeadOptions options{
       .heads = heads_ / ranks, .kv_heads = kv_heads_ / ranks, .rotation = rotation};
@@ -98,7 +103,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotatio
                            : documents != nullptr ? nn::document_attention(q, k, v, *documents)
                                                   : nn::causal_attention(q, k, v, window_);
   const at::Tensor joined = mixed.transpose(1, 2).flatten(2);  // (B, T, H * D)
-  return out_(documents != nullptr ? joined.reshape({rows.size(0), rows.size(1), -1}) : joined);
+  return project(documents != nullptr ? joined.reshape({rows.size(0), rows.size(1), -1}) : joined);
 }
 
 at::Tensor AttentionImpl::add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
@@ -114,9 +119,9 @@ MlpImpl::MlpImpl(Parts& parts, const std::string& prefix)
       up_(parts.linear(*this, prefix, gated_ ? "gate_up" : "up")),
       down_(parts.linear(*this, prefix, "down")) {}
 
-at::Tensor MlpImpl::forward(const at::Tensor& x) {
-  const at::Tensor inner = up_(x);
-  return down_(gated_ ? nn::swiglu(inner) : nn::gelu(inner));
+at::Tensor MlpImpl::forward(const at::Tensor& x, const at::Tensor& around) {
+  const at::Tensor up = up_(x), inner = gated_ ? nn::swiglu(up) : nn::gelu(up);
+  return around.defined() ? down_->add_to(around, inner) : down_(inner);
 }
 
 at::Tensor MlpImpl::add_to(const at::Tensor& x, const Norm& norm) {
@@ -144,10 +149,15 @@ at::Tensor BlockImpl::forward(const at::Tensor& x, const at::Tensor& rotation, D
   if (decoding != nullptr && decoding->are_new() && nn::can_fuse(x) && !attention_->is_shared())
     return mlp_->add_to(attention_->add_to(x, norm1_, rotation, *decoding), norm2_);
   const auto [in, around] = norm1_.fork(x);
-  const at::Tensor y = around + dropout1_(attention_(in, rotation, decoding, documents));
+  const auto drops = [](const nn::Dropout& dropout) {
+    return dropout->p() > 0 && dropout->is_training();
+  };
+  const at::Tensor y = drops(dropout1_)
+                           ? around + dropout1_(attention_(in, rotation, decoding, documents))
+                           : attention_(in, rotation, decoding, documents, around);
   if (tile_ == 0 || decoding != nullptr || y.size(1) <= tile_) {
     const auto [inner, past] = norm2_.fork(y);
-    return past + dropout2_(mlp_(inner));
+    return drops(dropout2_) ? past + dropout2_(mlp_(inner)) : mlp_(inner, past);
   }
   const auto path = [norm = norm2_, mlp = mlp_](const at::Tensor& part, int64_t) mutable {
     return mlp(norm(part));

@@ -83,9 +83,10 @@ class AttentionImpl : public torch::nn::Module {
   // (B, T, C) -> (B, T, C). The rotation is undefined where positions are learned. With sequence
   // parallelism, x and the result are this rank's part of T. While texts are generated, x is
   // (1, N, C) of the tokens of `decoding`, and the rotation has their positions. With `documents`
-  // the rotation has the positions of all tokens, row after row.
+  // the rotation has the positions of all tokens, row after row. What goes around is added, if
+  // anything is given.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& rotation, Decoding* decoding = nullptr,
-                     const nn::Documents* documents = nullptr);
+                     const nn::Documents* documents = nullptr, const at::Tensor& around = {});
   // The same by fused kernels, for few new tokens: x is not normed yet, and is added to the result.
   at::Tensor add_to(const at::Tensor& x, const Norm& norm, const at::Tensor& rotation,
                     Decoding& decoding);
@@ -105,8 +106,8 @@ class MlpImpl : public torch::nn::Module {
  public:
   MlpImpl(Parts& parts, const std::string& prefix);
 
-  at::Tensor forward(const at::Tensor& x);
-  at::Tensor add_to(const at::Tensor& x, const Norm& norm);  // as AttentionImpl's
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& around = {});  // likewise
+  at::Tensor add_to(const at::Tensor& x, const Norm& norm);                // as AttentionImpl's
 
  private:
   bool gated_;

@@ -2,14 +2,47 @@
 #include "lockstep/nn/embedding.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
+#include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/kernels/linear_map.h"
 #include "lockstep/nn/tensor/column_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct FusedEmbedding : torch::autograd::Function<FusedEmbedding> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& table,
+                            const at::Tensor& indices) {
+    context->save_for_backward({indices});
+    context->saved_data["rows"] = table.size(0);
+    return at::embedding(table, indices);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
+    const at::Tensor indices = context->get_saved_variables()[0];
+    const int64_t rows = context->saved_data["rows"].toInt();
+    return {at::GradMode::is_enabled()  // a derivative of this one is wanted
+                ? at::embedding_dense_backward(gradients[0], indices, rows, -1, false)
+                : cuda::embedding_gradient(gradients[0], indices, rows),
+            at::Tensor()};
+  }
+};
+
+at::Tensor look_up(const at::Tensor& table, const at::Tensor& indices) {
+  return cuda::has_embedding_gradient(table) ? FusedEmbedding::apply(table, indices)
+                                             : at::embedding(table, indices);
+}
+
+}  // namespace
 
 EmbeddingImpl::EmbeddingImpl(int64_t count, int64_t width, at::TensorOptions tensors)
     : count_(count), width_(width), tensors_(tensors) {
@@ -21,11 +54,11 @@ void EmbeddingImpl::reset() {
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& indices) {
-  if (!sharing) return at::embedding(weight, indices);
+  if (!sharing) return look_up(weight, indices);
   if (sharing->style == layout::TensorStyle::sequence) {
-    if (!sharing->sequence_parallel) return at::embedding(weight, indices);
+    if (!sharing->sequence_parallel) return look_up(weight, indices);
     const layout::Range part = sequence_part(indices.size(-1), sharing->group);
-    return at::embedding(weight, indices.narrow(-1, part.begin, part.size()));
+    return look_up(weight, indices.narrow(-1, part.begin, part.size()));
   }
   // On a device they would have to be waited for.
   if (indices.is_cpu() && indices.lt(0).logical_or_(indices.ge(count_)).any().item<bool>()) {

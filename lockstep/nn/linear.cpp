@@ -40,6 +40,20 @@ at::Tensor LinearImpl::forward(const at::Tensor& input) {
   return bias.defined() ? sum + bias : sum;
 }
 
+at::Tensor LinearImpl::add_to(const at::Tensor& sum, const at::Tensor& input) {
+  // Of a parameter that is gathered for operators, the transpose would be another operator.
+  const bool adds = input.is_cuda() && at::GradMode::is_enabled() && !sharing && !bias.defined() &&
+                    input.element_size() == 2 && weight.scalar_type() == input.scalar_type() &&
+                    sum.scalar_type() == input.scalar_type() &&
+                    !weight.key_set().has(c10::DispatchKey::DeferredInit);
+  if (!adds) return sum + forward(input);
+  if (float8) {
+    return float8_linear(input, weight, {}, {}, float8_cached ? float8_weight_.get() : nullptr,
+                         sum);
+  }
+  return at::addmm(sum.reshape({-1, out_}), input.reshape({-1, in_}), weight.t()).view(sum.sizes());
+}
+
 bool LinearImpl::supports(layout::TensorStyle style) const {
   return style == layout::TensorStyle::column || style == layout::TensorStyle::row ||
          style == layout::TensorStyle::vocab;

@@ -29,6 +29,8 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
   LinearImpl(int64_t in, int64_t out, LinearOptions options = {});
 
   at::Tensor forward(const at::Tensor& input);  // (..., in) -> (..., out)
+  // sum + forward(input); on CUDA the product adds it where it can.
+  at::Tensor add_to(const at::Tensor& sum, const at::Tensor& input);
 
   bool supports(layout::TensorStyle style) const override;
   void reset() override;
@@ -56,5 +58,15 @@ class Linear : public torch::nn::ModuleHolder<LinearImpl> {
   Linear(int64_t in, int64_t out, LinearOptions options = {})
       : ModuleHolder(std::make_shared<LinearImpl>(in, out, options)) {}
 };
+
+// While on, products of bfloat16, float16 and 8-bit floats on CUDA (aten::mm, addmm and _scaled_mm
+// of the whole process) are timed when their sizes come first: with the values
+// at hand, by all algorithms that cuBLAS proposes. The fastest computes that product and all later
+// ones of these sizes; cuBLAS's own choice is up to 20 % slower. The order of summation then
+// depends on measured times, so two runs may differ in their last bits: the trainer has it on
+// unless train.reproducible is true or train.time_products false. Ranks that compute the same
+// product need not get the same bits. To be called before other threads multiply. Does nothing
+// without CUDA, and where at::globalContext().deterministicAlgorithms() is true.
+void time_products(bool on);
 
 }  // namespace lockstep::nn

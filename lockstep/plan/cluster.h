@@ -20,10 +20,12 @@ struct Device {
 // product x / (x + product_half) of Device::flops.
 struct Efficiency {
   double product = 0.6, product_half = 1e10;
-  double attention = 0.25;  // of Device::flops, counting causal FLOP; fused attention only
-  double memory = 0.7;      // of Device::bandwidth
-  double launch = 1e-3;     // seconds that the host needs for the forward pass of one block
-  double step = 0;          // seconds of a step that depend on nothing else
+  double attention = 0.25;   // of Device::flops, counting causal FLOP; fused attention only
+  double memory = 0.7;       // of Device::bandwidth
+  double score = 0;          // seconds of an attention score in forward, without its products
+  double launch = 1e-3;      // seconds that the host needs for the forward pass of one block
+  bool launch_adds = false;  // they are not under the computation: the host is the device
+  double step = 0;           // seconds of a step that depend on nothing else
   // Of a block, and of the head, that one rank of a host computes while the others wait: its time
   // in parts of that while all compute.
   double alone = 1, alone_head = 1;
@@ -66,6 +68,7 @@ struct Software {
   double accumulate_bytes = 0;  // moved for each parameter in every micro-batch
   double optimizer_bytes = 36;  // moved for each parameter in an update
   double logit_bytes = 40;      // moved for each logit in forward and backward
+  double stream_bytes = 10;     // moved for each element of the stream in a block's forward pass
   double score_bytes = 0;       // moved for each attention score in forward; 0: fused attention
   double overlap = 0.7;         // part of the last backward that reductions can hide under
   bool overlap_scatter = true;  // also the reduce-scatters of a sharded optimizer

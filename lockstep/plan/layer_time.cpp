@@ -13,9 +13,9 @@ namespace {
 using layout::Recompute;
 using layout::ShardingStrategy;
 
-// Bytes that a block moves between its products, in forward, for each token: norms and residuals
-// for each element of the stream, rotations, biases and activations for each element inside.
-constexpr double kStreamBytes = 10, kHeadBytes = 6, kGatedBytes = 3, kPlainBytes = 4;  // elements
+// Bytes that a block moves between its products, in forward, for each token: rotations, biases and
+// activations. Norms and residuals move Software::stream_bytes.
+constexpr double kHeadBytes = 6, kGatedBytes = 3, kPlainBytes = 4;  // elements
 
 constexpr double kFloat8Speed = 1.65;  // of large products, in multiples of 16-bit ones
 
@@ -37,7 +37,8 @@ class LayerClock {
     const double h = hidden(), f = static_cast<double>(model_.ffn);
     const double mlp = block_product(h, f * (model_.gated ? 2 : 1)) + block_product(f, h);
     const double products = block_product(h, width + 2 * kv) + block_product(width, h) + mlp;
-    const double stream = kStreamBytes * h / (layout_.sequence_parallel ? tp_ : 1.0);
+    const double stream =
+        cluster_.software.stream_bytes * h / (layout_.sequence_parallel ? tp_ : 1.0);
     const double inside =
         (kHeadBytes * width + (model_.gated ? kGatedBytes : kPlainBytes) * f) / tp_;
     const double moved = memory(tokens_ * layout_.element * (stream + inside));
@@ -72,9 +73,14 @@ class LayerClock {
       time.input.compute += mlp;
       time.input.tensor += each;
     }
-    const double latency = each > 0 ? 2 * stream_latency() : 0;
-    floor(time.forward, time.forward.total(), 1, latency);
-    floor(time.input, time.backward().total(), passes + 1, (passes + 1) * latency);
+    if (cluster_.efficiency.launch_adds) {
+      time.forward.compute += cluster_.efficiency.launch;
+      time.input.compute += (passes + 1) * cluster_.efficiency.launch;
+    } else {
+      const double latency = each > 0 ? 2 * stream_latency() : 0;
+      floor(time.forward, time.forward.total(), 1, latency);
+      floor(time.input, time.backward().total(), passes + 1, (passes + 1) * latency);
+    }
     share(time);
     return time;
   }
@@ -167,7 +173,9 @@ class LayerClock {
     if (cluster_.software.score_bytes == 0) {
       const double seconds = 2 * tokens_ * length * width / tp_ /
                              (cluster_.device.flops * cluster_.efficiency.attention);
-      return {seconds, 2.5 * seconds};
+      const double scores =
+          cluster_.efficiency.score * tokens_ * length * static_cast<double>(model_.heads) / tp_;
+      return {seconds + scores, 2.5 * seconds + 2 * scores};
     }
     const double products = 2 * product(length * width);
     const double scores = memory(cluster_.software.score_bytes * tokens_ * length *

@@ -181,7 +181,7 @@ at::Tensor TrainedModel::step(const StepInput& input) {
       return format("({}), scale {}", join(batch(i).input.sizes()), input.loss_scale);
     };
   }
-  return pipeline_.step(steps);
+  return pipeline_.step(steps, {.leave_losses = true});
 }
 
 std::vector<double> TrainedModel::evaluate(std::span<const Tensors> batches) {

@@ -52,7 +52,7 @@ class TrainedModel {
   // Which of the ranks with rows of their own this one belongs to.
   int replica() const { return replica_; }
 
-  // Forward and backward of all micro-batches. Their losses.
+  // Forward and backward of all micro-batches. Their losses, perhaps still on the device.
   at::Tensor step(const StepInput& input);
   // For each batch the sum of its tokens' losses, in eval mode.
   std::vector<double> evaluate(std::span<const Tensors> batches);

@@ -17,6 +17,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/trace.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/train/batches.h"
 #include "lockstep/train/checkpoints/named_checkpoint.h"
 #include "lockstep/train/data_report.h"
@@ -58,6 +59,7 @@ Trainer::State::State(TrainConfig given, comm::Group group)
       faults(world.rank(), world.size()),
       vote(world, config.train.on_corruption),
       bad_steps(config.train, world.rank() == 0) {
+  nn::time_products(device.is_cuda() && config.train.time_products && !config.train.reproducible);
   config.require_graphs(device.is_cuda(), data.train.has_examples());
   if (config.train.reproducible && device.is_cuda()) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);

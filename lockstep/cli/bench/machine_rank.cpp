@@ -16,20 +16,18 @@
 #include <functional>
 #include <iostream>
 
+#include "lockstep/cli/bench/machine_work.h"
 #include "lockstep/cli/common/options.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/control/host_layout.h"
 #include "lockstep/config/plan/cluster_file.h"
-#include "lockstep/config/tensor_parallel.h"
 #include "lockstep/core/clock.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/core/system_memory.h"
 #include "lockstep/memory/device_size.h"
-#include "lockstep/model/language_model.h"
-#include "lockstep/nn/loss.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/parallel/tensor/tensor.h"
 #include "lockstep/plan/step_time.h"
 #include "lockstep/train/device/device.h"
 #include "lockstep/train/device/threads.h"
@@ -50,6 +48,7 @@ class MachineBench {
         dtype_(config.train.type() == config::Precision::bfloat16 ? at::kBFloat16 : at::kFloat),
         seconds_(seconds) {
     if (device_.is_cuda()) train::make_current(device_);
+    nn::time_products(device_.is_cuda());  // as the trainer does
   }
 
   config::ClusterFile measure() {
@@ -112,10 +111,9 @@ class MachineBench {
     return all.item<double>();
   }
 
-  // Seconds of the slowest rank, or of rank 0 while the others wait: its lower quartile, because
-  // whatever else the machine does adds to some samples; or its median. All ranks repeat it as
-  // often.
-  double time_of(const std::function<void()>& work, size_t quarter = 1) {
+  // Seconds of the slowest rank, or of rank 0 while the others wait: the median, as runs are
+  // compared with. All ranks repeat it as often.
+  double time_of(const std::function<void()>& work) {
     const bool waits = alone_ && world_.rank() > 0;
     const auto once = [&] {
       comm::barrier(world_).wait();
@@ -138,7 +136,7 @@ class MachineBench {
     const double spread =
         waits ? 0 : (samples[samples.size() * 3 / 4] - samples[samples.size() / 4]) / median / 2;
     if (estimate > 1e-3) worst_spread_ = std::max(worst_spread_, slowest(spread));
-    return slowest(samples[samples.size() * quarter / 4]);
+    return slowest(median);
   }
 
   at::Tensor random(std::vector<int64_t> shape) const {
@@ -200,57 +198,16 @@ class MachineBench {
                                         cluster_.efficiency.memory / static_cast<double>(count);
   }
 
-  struct Sizes {
-    int64_t hidden, vocab, batch, length;
-  };
-  model::LanguageModel built(int64_t layers, const Sizes& sizes) const {
-    const config::ModelSpec spec = config::ModelSpec{.kind = config::ModelKind::llama,
-                                                     .layers = layers,
-                                                     .hidden = sizes.hidden,
-                                                     .heads = sizes.hidden / 64,
-                                                     .vocab = sizes.vocab}
-                                       .resolved(sizes.length, sizes.vocab);
-    model::LanguageModel model(spec,
-                               {.tensors = at::TensorOptions().dtype(dtype_).device(device_)});
-    model::initialize(*model, 1);
-    return model;
-  }
-  at::Tensor hidden_of(const Sizes& sizes) const {
-    return random({sizes.batch, sizes.length, sizes.hidden}).requires_grad_();
-  }
+  at::TensorOptions tensors() const { return at::TensorOptions().dtype(dtype_).device(device_); }
   // Forward and backward of a block, alone or shared by a group: without what is around it, whose
-  // noise a difference would have.
-  double block_time(const Sizes& sizes, const Group* sharing = nullptr) {
-    constexpr size_t kBlocks = 2;
-    model::LanguageModel model = built(kBlocks, sizes);
-    if (sharing != nullptr)
-      parallel::tensor_parallel(model, *sharing, config::tensor_plan(model->spec()));
-    const at::Tensor input = hidden_of(sizes), gradient = random(input.sizes().vec());
-    const double both = time_of(
-        [&] {
-          parallel::Tensors x{input};
-          for (size_t i = 1; i <= kBlocks; ++i) x = model->layers()[i](x);
-          x[0].backward(gradient);
-        },
-        sharing == nullptr ? 1 : 2);  // ranks that wait for each other wait in every sample
-    return both / kBlocks;
+  // noise a difference would have. On a CPU among so many that caches do not keep their weights.
+  double block_time(const WorkSizes& sizes, const Group* sharing = nullptr) {
+    const size_t blocks = device_.is_cuda() ? 2 : 8;
+    return time_of(block_work(sizes, tensors(), blocks, sharing)) / static_cast<double>(blocks);
   }
-  // Of the head and the loss, as the trainer computes them.
-  double head_time(const Sizes& sizes) {
-    model::LanguageModel model = built(1, sizes);
-    const at::Tensor input = hidden_of(sizes);
-    const at::Tensor targets = at::randint(sizes.vocab, {sizes.batch * sizes.length},
-                                           at::TensorOptions().dtype(at::kLong).device(device_));
-    return time_of([&] {
-      const at::Tensor logits = model->layers().back()({input})[0];
-      nn::cross_entropy(
-          logits.flatten(0, 1), targets,
-          {.scale = 1.0 / static_cast<double>(targets.numel()), .overwrite_logits = true})
-          .backward();
-    });
-  }
+
   // As plan/ has it with the constants so far.
-  plan::LayerTimes planned(const Sizes& sizes, int tp = 1) const {
+  plan::LayerTimes planned(const WorkSizes& sizes, int tp = 1) const {
     const plan::ModelShape shape{.layers = 1,
                                  .hidden = sizes.hidden,
                                  .heads = sizes.hidden / 64,
@@ -282,32 +239,80 @@ class MachineBench {
     const bool cuda = device_.is_cuda();
     const int64_t hidden = cuda ? 2048 : 256, vocab = cuda ? 32768 : 4096;
     // So little work that the host is the limit.
-    const Sizes tiny = cuda ? Sizes{hidden, vocab, 1, 16} : Sizes{64, vocab, 1, 4};
-    const Sizes wide{hidden, vocab, cuda ? 16 : 8, cuda ? 512 : 64};
-    const Sizes lengthy{hidden, vocab, 1, cuda ? 8192 : 1024};
+    const WorkSizes tiny = cuda ? WorkSizes{hidden, vocab, 1, 16} : WorkSizes{64, vocab, 1, 4};
+    const WorkSizes wide{hidden, vocab, cuda ? 16 : 4, cuda ? 512 : 256};
     plan::Efficiency& efficiency = cluster_.efficiency;
     efficiency.launch = 0;
     efficiency.attention = 1;
+    const double floor = block_time(tiny);
     const double block = block_time(wide);
+    if (!cuda) parts_of_block(wide, tiny, floor, block);
     // On a GPU large products of a block are as far from the peak as their sizes make them. On a
     // CPU they are as fast as alone, and all else is slower than memory.
     double& unknown = cuda ? efficiency.product : efficiency.memory;
-    solve(unknown, 0.01, 10, block, [&] { return whole(planned(wide).block); });
-    const double attended = block_time(lengthy);
-    solve(efficiency.attention, 0.001, 10, attended, [&] { return whole(planned(lengthy).block); });
-    const double floor = block_time(tiny);
-    const double head = head_time(wide);
+    solve(unknown, 0.01, 10, block, [&] {
+      if (!cuda) {
+        cluster_.software.stream_bytes = stream_ * cluster_.device.bandwidth * unknown;
+        cluster_.software.accumulate_bytes = gradient_ * cluster_.device.bandwidth * unknown;
+      }
+      return whole(planned(wide).block);
+    });
+    if (cuda) {
+      const WorkSizes lengthy{hidden, vocab, 1, 8192};
+      const double attended = block_time(lengthy);
+      solve(efficiency.attention, 0.001, 10, attended,
+            [&] { return whole(planned(lengthy).block); });
+    }
+    const double head = time_of(head_work(wide, tensors()));
     double fewer = 1;  // logits a byte, so that predictions fall with it
     solve(fewer, 1e-4, 10, head, [&] {
       cluster_.software.logit_bytes = 1 / fewer;
       return whole(planned(wide).head);
     });
-    efficiency.launch = std::max(0.0, floor / 3);
+    if (cuda) efficiency.launch = std::max(0.0, floor / 3);
     if (cuda || cluster_.devices_per_node == 1) return;  // or all ranks have what they need
     alone_ = true;
     efficiency.alone = std::clamp(block_time(wide) / block, 0.1, 1.0);
-    efficiency.alone_head = std::clamp(head_time(wide) / head, 0.1, 1.0);
+    efficiency.alone_head = std::clamp(time_of(head_work(wide, tensors())) / head, 0.1, 1.0);
     alone_ = false;
+  }
+
+  // What a CPU computes itself, between products: launching operators, norms and residuals, sums of
+  // gradients of weights, which do not depend on the tokens, and attention, whose time grows with
+  // the length and the heads.
+  void parts_of_block(const WorkSizes& wide, const WorkSizes& tiny, double floor, double block) {
+    plan::Efficiency& efficiency = cluster_.efficiency;
+    efficiency.launch = floor / 3;
+    efficiency.launch_adds = true;
+    const double elements = static_cast<double>(wide.batch * wide.length * wide.hidden);
+    stream_ = std::max(0.0, time_of(stream_work(wide, tensors())) -
+                                time_of(stream_work(tiny, tensors()))) /
+              3 / elements / static_cast<double>(at::elementSize(dtype_));
+
+    WorkSizes one_row = wide;
+    one_row.batch = 1;
+    const auto rows = static_cast<double>(wide.batch);
+    const double of_weights = (rows * block_time(one_row) - block) / (rows - 1) - floor;
+    gradient_ = std::max(0.0, of_weights) / planned(wide).block.parameters;
+
+    WorkSizes longer = wide;
+    longer.length *= 4;
+    constexpr int64_t kHeads = 4;
+    const double few = time_of(attention_work(wide, tensors(), kHeads)),
+                 at_length = time_of(attention_work(longer, tensors(), kHeads)),
+                 many = time_of(attention_work(longer, tensors(), 2 * kHeads));
+    const double tokens = static_cast<double>(wide.batch * wide.length);
+    const double of_scores = std::max(0.0, many - at_length) / kHeads;  // of a head in `longer`
+    efficiency.score = of_scores / 3 / (4 * tokens * static_cast<double>(longer.length));
+    // Per token and position, without the scores. What does not depend on the length is in the rest
+    // of the block.
+    const double per_position =
+        (at_length / 4 - few) / tokens / static_cast<double>(longer.length - wide.length);
+    const double of_products =
+        std::max(0.05 * per_position, per_position - 3 * kHeads * efficiency.score);
+    efficiency.attention = std::clamp(7 * static_cast<double>(wide.hidden) /
+                                          (std::max(of_products, 1e-15) * cluster_.device.flops),
+                                      0.01, 1.0);
   }
 
   // The whole world, and groups of 2, 4 ... ranks that all work at the same time.
@@ -366,10 +371,13 @@ class MachineBench {
         tp == world_.size() ? world_ : world_.split(world_.rank() / tp, world_.rank());
     const bool cuda = device_.is_cuda();
     const int64_t unit = 64 * tp;  // a head for each rank at least
-    const Sizes sizes{((cuda ? 2048 : 256) + unit - 1) / unit * unit, cuda ? 32768 : 4096,
-                      cuda ? 16 : 4, cuda ? 512 : 64};
+    const WorkSizes sizes{((cuda ? 2048 : 256) + unit - 1) / unit * unit, cuda ? 32768 : 4096,
+                          cuda ? 16 : 4, cuda ? 512 : 64};
     const plan::LayerTime block = planned(sizes, tp).block;
-    const double compute = block.forward.compute + block.backward().compute;
+    // Ranks do not wait for the part that is added for launching.
+    const plan::Efficiency& efficiency = cluster_.efficiency;
+    const double compute = block.forward.compute + block.backward().compute -
+                           (efficiency.launch_adds ? 3 * efficiency.launch : 0);
     const double beyond = block_time(sizes, &group) - whole(block);
     cluster_.software.waiting = std::max(0.0, beyond / compute / std::log2(tp));
   }
@@ -400,7 +408,9 @@ class MachineBench {
   double seconds_;
   plan::Cluster cluster_;
   double worst_spread_ = 0;
-  bool alone_ = false;  // rank 0 works, the others wait
+  double gradient_ = 0;  // seconds to add that of a weight
+  double stream_ = 0;    // seconds of a byte of the stream, of the bytes that one pass has
+  bool alone_ = false;   // rank 0 works, the others wait
   int done_ = 0;
 };
 

@@ -74,6 +74,9 @@ Schema cluster_schema(ClusterFile& file, Texts& texts) {
   schema.add("memory", c.efficiency.memory, "Part of the bandwidth of memory.", part);
   schema.add("launch", c.efficiency.launch, "Seconds to launch a block's forward.", not_negative);
   schema.add("step", c.efficiency.step, "Seconds of every step.", not_negative);
+  schema.add("score", c.efficiency.score, "Seconds of an attention score in forward.",
+             not_negative);
+  schema.add("launch_adds", c.efficiency.launch_adds, "Launching is not under the computation.");
   schema.add("alone", c.efficiency.alone, "Time of a block that one rank computes alone.", part);
   schema.add("alone_head", c.efficiency.alone_head, "The same of the head.", part);
   plan::Software& s = c.software;
@@ -82,6 +85,8 @@ Schema cluster_schema(ClusterFile& file, Texts& texts) {
   schema.add("accumulate_bytes", s.accumulate_bytes, "Bytes moved per micro-batch.", not_negative);
   schema.add("optimizer_bytes", s.optimizer_bytes, "Bytes moved per update.", not_negative);
   schema.add("logit_bytes", s.logit_bytes, "Bytes moved per logit.", not_negative);
+  schema.add("stream_bytes", s.stream_bytes, "Bytes moved per element of the stream.",
+             not_negative);
   schema.add("score_bytes", s.score_bytes, "Bytes moved per score.", not_negative);
   schema.add("overlap", s.overlap, "Part of the backward that hides reductions.", fraction);
   schema.add("overlap_scatter", s.overlap_scatter, "Also reduce-scatters.");

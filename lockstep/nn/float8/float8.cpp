@@ -139,7 +139,9 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
   // Nothing comes between the product and its scale: recomputation keeps the result of both.
   const at::Tensor scale = a.inverse * b.inverse;
   const at::Tensor out = at::mm(decoded(a), decoded(b).t()).mul_(scale);
-  return (options.bias.defined() ? out + options.bias : out).to(options.type);
+  at::Tensor sum = options.bias.defined() ? out + options.bias : out;
+  if (options.added.defined()) sum = sum + options.added;
+  return sum.to(options.type);
 }
 
 }  // namespace lockstep::nn

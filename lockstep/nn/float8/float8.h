@@ -49,9 +49,10 @@ struct Float8ProductOptions {
   at::ScalarType type = at::kFloat;  // of the result
   bool fast = false;                 // sums of fewer bits, where the device has them
   at::Tensor bias = {};              // (N), or undefined
+  at::Tensor added = {};             // (M, N), or undefined
 };
 
-// a (M, K) times b (N, K) transposed, with their scales, plus the bias.
+// a (M, K) times b (N, K) transposed, with their scales, plus the bias and what is added.
 at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
                           const Float8ProductOptions& options);
 

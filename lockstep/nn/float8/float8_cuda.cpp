@@ -5,18 +5,16 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/version.h>
 
 #include <optional>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/memory/tensor_bytes.h"
+#include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/float8/float8_kernels.h"
-
-// Since then the product has the arguments that it has now.
-#define LOCKSTEP_HAS_SCALED_MM \
-  (TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 5))
+#include "lockstep/nn/float8/scaled_mm.h"
+#include "lockstep/nn/kernels/timed_product.h"
 
 namespace lockstep::nn::cuda {
 namespace {
@@ -102,6 +100,23 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
   const auto typed = [](const Float8Operand& operand) {
     return operand.codes.view(operand.kind == Float8::e4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2);
   };
+  if (options.added.defined()) {
+    return kept_product([&] {
+      if (products_are_timed(a.codes.device())) {
+        if (const auto out = timed_product(typed(a), typed(b).t(),
+                                           {.type = options.type,
+                                            .bias = options.bias,
+                                            .added = options.added,
+                                            .a_scale = a.inverse,
+                                            .b_scale = b.inverse,
+                                            .fast = options.fast}))
+          return *out;
+      }
+      Float8ProductOptions rest = options;
+      rest.added = at::Tensor();
+      return cuda::float8_product(a, b, rest).add_(options.added);
+    });
+  }
   // Only 16-bit results take the bias along.
   const bool adds = options.bias.defined() && options.type == options.bias.scalar_type() &&
                     options.type != at::kFloat;

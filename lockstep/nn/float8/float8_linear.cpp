@@ -62,7 +62,8 @@ bool gathers(const std::optional<Sharing>& sharing) {
 struct Float8Linear : torch::autograd::Function<Float8Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
                             const at::Tensor& weight, const at::Tensor& bias,
-                            const std::optional<Sharing>& sharing, Float8Weight* codes) {
+                            const std::optional<Sharing>& sharing, Float8Weight* codes,
+                            const at::Tensor& added) {
     const bool gather = gathers(sharing), row = sharing && !is_column(sharing);
     const bool keeps = weight.requires_grad();
     const at::Tensor matrix = as_matrix(input.detach());
@@ -83,10 +84,12 @@ struct Float8Linear : torch::autograd::Function<Float8Linear> {
       sizes = whole.sizes().vec();
       rows = as_matrix(whole);
     }
-    at::Tensor out = float8_product({rows, x.inverse}, call.weight.operand,
-                                    {.type = input.scalar_type(),
-                                     .fast = true,
-                                     .bias = bias.numel() == 0 ? at::Tensor() : bias});
+    at::Tensor out =
+        float8_product({rows, x.inverse}, call.weight.operand,
+                       {.type = input.scalar_type(),
+                        .fast = true,
+                        .bias = bias.numel() == 0 ? at::Tensor() : bias,
+                        .added = added.numel() == 0 ? at::Tensor() : as_matrix(added)});
     // The weight too: autograd notices that it was changed before backward.
     context->save_for_backward({!keeps   ? at::Tensor()
                                 : gather ? x.codes.view(input.sizes())
@@ -100,7 +103,8 @@ struct Float8Linear : torch::autograd::Function<Float8Linear> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     require_one_derivative("linear");
-    variable_list results(5);
+    variable_list results(6);
+    results[5] = gradients[0];
     if (!gradients[0].defined()) return results;
     const bool wants_input = context->needs_input_grad(0),
                wants_weight = context->needs_input_grad(1);
@@ -163,10 +167,12 @@ Float8Codes Float8Weight::of(const at::Tensor& weight, const std::optional<Shari
 }
 
 at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                         const std::optional<Sharing>& sharing, Float8Weight* codes) {
-  // Older versions do not take an undefined tensor.
-  return Float8Linear::apply(
-      input, weight, bias.defined() ? bias : at::empty({0}, weight.options()), sharing, codes);
+                         const std::optional<Sharing>& sharing, Float8Weight* codes,
+                         const at::Tensor& added) {
+  const auto or_empty = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor : at::empty({0}, weight.options());
+  };
+  return Float8Linear::apply(input, weight, or_empty(bias), sharing, codes, or_empty(added));
 }
 
 }  // namespace lockstep::nn

@@ -37,8 +37,9 @@ class Float8Weight {
 // What linear_map() computes, or column_linear(), or of a row-shared weight this rank's part of the
 // sum, without the bias. Backward has the input as 8-bit codes. Every rank of a tensor-parallel
 // group has the scales of the whole tensors. Without a place for its codes the weight is cast in
-// each call.
+// each call. The product of a weight that is not shared takes along what is added.
 at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                         const std::optional<Sharing>& sharing, Float8Weight* codes);
+                         const std::optional<Sharing>& sharing, Float8Weight* codes,
+                         const at::Tensor& added = {});
 
 }  // namespace lockstep::nn

@@ -6,8 +6,11 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <limits>
+
 #include "lockstep/memory/tensor_bytes.h"
 #include "lockstep/nn/kernels/amax_note.h"
+#include "lockstep/nn/kernels/embedding_kernel.h"
 #include "lockstep/nn/kernels/fused_kernels.h"
 #include "lockstep/nn/kernels/norm_kernels.h"
 
@@ -188,6 +191,33 @@ at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad) {
                          gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), cell_of(amax),
                          current_stream());
   return noted(out, amax);
+}
+
+bool has_embedding_gradient(const at::Tensor& table) {
+  return has_fused_kernels(table) && table.dim() == 2 &&
+         !table.key_set().has(c10::DispatchKey::DeferredInit) &&
+         table.size(0) <= std::numeric_limits<int32_t>::max() &&
+         can_sum_rows(table.size(1), memory::dtype_of(table, "embedding"));
+}
+
+at::Tensor embedding_gradient(const at::Tensor& gradient, const at::Tensor& indices, int64_t rows) {
+  const c10::cuda::CUDAGuard guard(gradient.device());
+  const int64_t width = gradient.size(-1), count = indices.numel();
+  at::Tensor table = at::zeros({rows, width}, gradient.options());
+  if (count == 0) return table;
+  const at::Tensor from = packed(gradient);
+  const auto [sorted, order] = indices.reshape({-1}).to(at::kInt).sort(/*stable=*/true, 0, false);
+  const at::Tensor partial =
+      at::empty({2 * row_sum_chunks(count), width}, from.options().dtype(at::kFloat));
+  launch_sum_rows({.count = count,
+                   .width = width,
+                   .sorted = sorted.data_ptr<int32_t>(),
+                   .order = order.data_ptr<int64_t>(),
+                   .gradient = from.data_ptr(),
+                   .table = table.data_ptr(),
+                   .partial = partial.data_ptr<float>()},
+                  memory::dtype_of(from, "embedding"), current_stream());
+  return table;
 }
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignored,

@@ -42,6 +42,11 @@ RmsNormGradients rms_norm_backward(const at::Tensor& x, const at::Tensor& weight
 at::Tensor swiglu(const at::Tensor& gate_up);
 at::Tensor swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad);
 
+// Whether embedding_gradient() computes gradients of tables like this one, which must be in memory.
+bool has_embedding_gradient(const at::Tensor& table);
+// That of a table of `rows` rows, from the gradients of those that were looked up, of any strides.
+at::Tensor embedding_gradient(const at::Tensor& gradient, const at::Tensor& indices, int64_t rows);
+
 // Returns scale * loss of each row, and writes the logits' gradient, which may be their memory.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignored,
                          double scale, const at::Tensor& gradient);

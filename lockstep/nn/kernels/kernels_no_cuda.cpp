@@ -5,6 +5,7 @@
 
 #include "lockstep/nn/kernels/decode_cuda.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
+#include "lockstep/nn/kernels/timed_product.h"
 
 namespace lockstep::nn::cuda {
 namespace {
@@ -29,10 +30,17 @@ RmsNormGradients rms_norm_backward(const at::Tensor&, const at::Tensor&, const a
 }
 at::Tensor swiglu(const at::Tensor&) { missing(); }
 at::Tensor swiglu_backward(const at::Tensor&, const at::Tensor&) { missing(); }
+bool has_embedding_gradient(const at::Tensor&) { return false; }
+at::Tensor embedding_gradient(const at::Tensor&, const at::Tensor&, int64_t) { missing(); }
 at::Tensor cross_entropy(const at::Tensor&, const at::Tensor&, int64_t, double, const at::Tensor&) {
   missing();
 }
 void scale_unless_one(const at::Tensor&, const at::Tensor&) { missing(); }
+
+std::optional<at::Tensor> timed_product(const at::Tensor&, const at::Tensor&,
+                                        const ProductOptions&) {
+  return {};
+}
 
 bool has_decode_kernels(const at::Tensor&) { return false; }
 at::Tensor few_linear(const at::Tensor&, const FusedLinear&) { missing(); }

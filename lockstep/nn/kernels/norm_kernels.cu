@@ -86,6 +86,74 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   if (amax != nullptr) add_amax(largest, amax);
 }
 
+// A warp has a row at a time, each thread PACKS of it: no thread waits for those of other warps.
+template <class T, int PACKS>
+__global__ void __launch_bounds__(kThreads / 2)
+    rms_norm_rows_kernel(NormShape shape, const T* x, const T* weight, T* out, float* scales,
+                         float* amax) {
+  constexpr int N = kPackOf<T>;
+  using Part = Pack<T, N>;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto is_in = [&](int i) { return (lane + 32 * i) * N < shape.width; };
+  Part weights[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i)
+    weights[i] = is_in(i) ? reinterpret_cast<const Part*>(weight)[lane + 32 * i] : Part{};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
+  unsigned largest = 0;
+  for (int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+       row < shape.rows; row += step) {
+    const auto* const from = reinterpret_cast<const Part*>(x + row * shape.width);
+    Part parts[PACKS];
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) parts[i] = is_in(i) ? from[lane + 32 * i] : Part{};
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float value = load(parts[i].lane[k]);
+        squares += value * value;
+      }
+    }
+    for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(~0U, squares, offset);
+    const float scale = rsqrtf(squares / static_cast<float>(shape.width) + shape.epsilon);
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) {
+      if (!is_in(i)) continue;
+      float values[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        values[k] = load(parts[i].lane[k]) * scale * load(weights[i].lane[k]);
+      write(out + row * shape.width + static_cast<int64_t>(lane + 32 * i) * N, values);
+      largest = max(largest, largest_of<T>(values));
+    }
+    if (lane == 0) scales[row] = scale;
+  }
+  if (amax != nullptr) add_amax(largest, amax);
+}
+
+// Whether a warp can have a row of so many packs; launches the kernel for them.
+template <class T, int PACKS = 1>
+bool launch_rows(int64_t packs, const NormShape& shape, const T* x, const T* weight, T* out,
+                 float* scales, float* amax, cudaStream_t stream) {
+  constexpr int kThreadsOfRows = kThreads / 2;
+  if (packs > 32 * PACKS) {
+    if constexpr (PACKS < 8) {
+      return launch_rows < T,
+             PACKS < 4 ? PACKS + 1
+                       : PACKS + 2 > (packs, shape, x, weight, out, scales, amax, stream);
+    }
+    return false;
+  }
+  const int64_t wanted = (shape.rows + kThreadsOfRows / 32 - 1) / (kThreadsOfRows / 32);
+  const int64_t resident = int64_t{shape.processors} * (PACKS <= 4 ? 8 : 4);
+  rms_norm_rows_kernel<T, PACKS>
+      <<<static_cast<unsigned>(std::min(wanted, resident)), kThreadsOfRows, 0, stream>>>(
+          shape, x, weight, out, scales, amax);
+  return true;
+}
+
 template <class T>
 __global__ void rms_norm_backward_kernel(NormShape shape, Tiling tiling, NormGradients gradients) {
   constexpr int N = kPackOf<T>;
@@ -173,6 +241,9 @@ void launch_rms_norm(const NormShape& shape, DType dtype, const void* x, const v
                      void* out, float* scales, float* amax, void* stream) {
   launch_of_type(dtype, "rms_norm", [&](auto type) {
     using T = decltype(type);
+    if (launch_rows(shape.width / kPackOf<T>, shape, typed<T>(x), typed<T>(weight), typed<T>(out),
+                    scales, amax, static_cast<cudaStream_t>(stream)))
+      return;
     const Tiling tiling = tiling_of<T>(shape);
     rms_norm_kernel<<<tiling.blocks, tiling.lanes * tiling.rows, 0,
                       static_cast<cudaStream_t>(stream)>>>(

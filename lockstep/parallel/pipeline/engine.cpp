@@ -412,7 +412,7 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, ProgramRun run)
     }
     wait_for_all([&] { mailbox_.finish(); });
     if (run.trains) ++num_steps_;
-    at::Tensor losses = wait_for_all([&] { return exchange_losses(run.losses); });
+    at::Tensor losses = wait_for_all([&] { return exchange_losses(run.losses, run.leave); });
     progress_.end();
     return losses;
   } catch (const std::exception& error) {
@@ -424,13 +424,14 @@ at::Tensor PipelineEngine::run(const schedule::Program& program, ProgramRun run)
 }
 
 // From the last stage's rank to all, when all is computed: until then no thread waits for a device.
-at::Tensor PipelineEngine::exchange_losses(const Tensors& losses) {
+at::Tensor PipelineEngine::exchange_losses(const Tensors& losses, bool leave) {
   at::Tensor all = at::empty({static_cast<int64_t>(losses.size())}, at::kDouble);
   const int last = layout().stages() - 1;
   if (owns_stage(last)) {
     Tensors lines;
-    for (const at::Tensor& loss : losses) lines.push_back(loss.reshape({1}));
-    all = at::cat(lines).to(at::kCPU, at::kDouble);
+    for (const at::Tensor& loss : losses) lines.push_back(loss.reshape({1}).to(at::kDouble));
+    if (leave && pipeline_.size() == 1) return at::cat(lines);
+    all = at::cat(lines).cpu();
   }
   comm::broadcast(all, pipeline_,
                   {.root = layout().place(last).rank, .timeout = patience_, .tag = "losses"})
@@ -443,7 +444,7 @@ at::Tensor PipelineEngine::step(const PipelineBatch& batch, PipelineStep how) {
   const memory::OnStream stream(stream_);
   for (const auto& stage : stages_) stage->set_first_microbatch(first_microbatch_);
   first_microbatch_ = how.accumulate ? first_microbatch_ + layout().microbatches : 0;
-  return run(program_, {.batch = batch, .reduces = !how.accumulate, .trains = true});
+  return run(program_, {.batch = batch, .reduces = !how.accumulate, .leave = how.leave_losses});
 }
 
 at::Tensor PipelineEngine::evaluate(const PipelineBatch& batch, int microbatches) {

@@ -57,6 +57,7 @@ class PipelineEngine {
     const PipelineBatch& batch;
     bool reduces = true;
     bool trains = true;
+    bool leave = false;                  // the losses, as PipelineStep says
     Tensors losses = {};                 // on the last stage's rank, of each micro-batch
     std::vector<Tensors> outgoing = {};  // per chunk: what its last computation gave
     Clock::time_point started = {};      // the computation that runs
@@ -64,7 +65,7 @@ class PipelineEngine {
 
   void build(const std::vector<Layer>& layers, const Axes& axes);
   void check_plan();
-  at::Tensor exchange_losses(const Tensors& losses);
+  at::Tensor exchange_losses(const Tensors& losses, bool leave);
   void abort(const std::string& why);
   at::Tensor run(const schedule::Program& program, ProgramRun run);
   void act(const schedule::Action& action, bool reduces_next, ProgramRun& run);

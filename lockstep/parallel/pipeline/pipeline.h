@@ -109,6 +109,8 @@ struct PipelineBatch {
 
 struct PipelineStep {
   bool accumulate = false;  // more steps follow before gradients are reduced and used
+  // Where one rank has all stages, the losses stay on its device, and no thread waits for them.
+  bool leave_losses = false;
 };
 
 // Of the last step, on this rank. Counted, not computed.
@@ -136,8 +138,9 @@ class Pipeline {
            PipelineOptions options = {});
 
   // Forward and backward of all micro-batches. Returns the losses on every rank of the pipeline, as
-  // doubles on the CPU. Afterwards parameters have their gradients, averaged over "dp". Collective.
-  // After an exception, which peers get too, the pipeline cannot be used any more.
+  // doubles, on the CPU unless they may be left. Afterwards parameters have their gradients,
+  // averaged over "dp". Collective. After an exception, which peers get too, the pipeline cannot be
+  // used any more.
   at::Tensor step(const PipelineBatch& batch, PipelineStep options = {});
   // Forward alone, in the mode that train() or eval() set, of any number of micro-batches.
   at::Tensor evaluate(const PipelineBatch& batch, int microbatches);

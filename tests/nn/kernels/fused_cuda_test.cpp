@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/version.h>
 
 #include <functional>
@@ -12,6 +13,7 @@
 #include "lockstep/nn/attention_heads.h"
 #include "lockstep/nn/context/tile_attention.h"
 #include "lockstep/nn/context/tile_attention_flash.h"
+#include "lockstep/nn/embedding.h"
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/loss.h"
@@ -128,6 +130,32 @@ TEST(FusedCuda, Heads) {
           split_heads(x, {.heads = heads, .kv_heads = 2, .rotation = table.to(x.device())});
       return std::vector{parts.q, parts.k, parts.v};
     });
+  }
+}
+
+// Tokens that come once, some that come often, and one that fills several chunks of the kernel.
+TEST(FusedCuda, GradientOfAnEmbedding) {
+  for (const int64_t count : {1, 31, 64, 1000}) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      const auto options = at::device(at::kCUDA).dtype(type);
+      at::Tensor tokens = at::randint(300, {2, count}, at::kLong);
+      tokens.masked_fill_(tokens.lt(150), 7).masked_fill_(tokens.gt(280), 299);
+      Embedding embedding(300, 1048, options);
+      embedding->weight.data().normal_();
+      const at::Tensor gradient = noise({2, count, 1048}).to(options);
+      const auto found = [&] {
+        return torch::autograd::grad({embedding(tokens.cuda())}, {embedding->weight},
+                                     {gradient})[0];
+      };
+      const at::Tensor exact =
+          at::embedding_dense_backward(gradient.cpu().to(at::kDouble), tokens, 300, -1, false);
+      const double tolerance = type == at::kFloat ? 1e-5 : 1e-2;
+      const at::Tensor first = found();
+      EXPECT_TRUE(at::allclose(first.cpu().to(at::kDouble), exact, tolerance, tolerance));
+      EXPECT_TRUE(at::equal(first, found()));  // the same order of summation
+      EXPECT_TRUE(
+          at::equal(embedding(tokens.cuda()), at::embedding(embedding->weight, tokens.cuda())));
+    }
   }
 }
 
