@@ -12,7 +12,7 @@
 #include <atomic>
 
 #include "lockstep/nn/float8/scaled_mm.h"
-#include "lockstep/nn/kernels/timed_product.h"
+#include "lockstep/nn/kernels/product_cuda.h"
 
 #if LOCKSTEP_HAS_SCALED_MM
 #include <ATen/ops/_scaled_mm_ops.h>

@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/nn/float8/float8.h"
+#include "lockstep/nn/float8/float8_linear.h"
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/linear.h"
 
@@ -167,6 +168,25 @@ TEST(Float8, ThreeProductsOfALinearLayer) {
   }
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(at::equal(linear(x), wide.out)) << "without gradients it is the wide layer";
+}
+
+// What goes around a layer is added to its product, and gets the gradient of the sum unchanged.
+TEST(Float8, AProductAddsWhatGoesAroundIt) {
+  Linear linear = noisy_linear(16, 32);
+  const at::Tensor gradient = noise({3, 4, 32});
+  const auto results = [&](bool by_product) {
+    const at::Tensor x = noise({3, 4, 16}).requires_grad_();
+    const at::Tensor around = noise({3, 4, 32}).requires_grad_();
+    linear->weight.mutable_grad().reset();
+    const at::Tensor out = by_product ? float8_linear(x, linear->weight, {}, {}, nullptr, around)
+                                      : around + float8_linear(x, linear->weight, {}, {}, nullptr);
+    out.backward(gradient);
+    return std::vector{out.detach(), x.grad(), around.grad(), linear->weight.grad().clone()};
+  };
+  const auto found = results(true), expected = results(false);
+  for (size_t i = 0; i < found.size(); ++i)
+    EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-6, 1e-6)) << i;
+  EXPECT_TRUE(at::equal(found[2], gradient));
 }
 
 TEST(Float8, FrozenWeightsAndOtherTypes) {

@@ -14,7 +14,7 @@
 #include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/float8/float8_kernels.h"
 #include "lockstep/nn/float8/scaled_mm.h"
-#include "lockstep/nn/kernels/timed_product.h"
+#include "lockstep/nn/kernels/product_cuda.h"
 
 namespace lockstep::nn::cuda {
 namespace {

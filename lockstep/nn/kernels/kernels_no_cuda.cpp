@@ -5,7 +5,7 @@
 
 #include "lockstep/nn/kernels/decode_cuda.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
-#include "lockstep/nn/kernels/timed_product.h"
+#include "lockstep/nn/kernels/product_cuda.h"
 
 namespace lockstep::nn::cuda {
 namespace {

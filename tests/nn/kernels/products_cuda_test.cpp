@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/nn/float8/float8.h"
-#include "lockstep/nn/kernels/timed_product.h"
+#include "lockstep/nn/kernels/product_cuda.h"
 #include "lockstep/nn/linear.h"
 
 namespace lockstep::nn {

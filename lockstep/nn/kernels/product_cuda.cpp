@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuBLASLt has matrices by columns: of the transposed result, the first operand is b.
-#include "lockstep/nn/kernels/timed_product.h"
+#include "lockstep/nn/kernels/product_cuda.h"
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
