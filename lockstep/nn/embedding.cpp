@@ -9,7 +9,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 #include "lockstep/nn/kernels/linear_map.h"
-#include "lockstep/nn/tensor/column_linear.h"
+#include "lockstep/nn/tensor/recorded_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
@@ -87,7 +87,7 @@ at::Tensor EmbeddingImpl::first(int64_t length) const {
 at::Tensor EmbeddingImpl::logits(const at::Tensor& vectors) const {
   if (!sharing || sharing->style != layout::TensorStyle::vocab)
     return linear_map(vectors, weight, {});
-  return column_linear(vectors, weight, {}, *sharing);
+  return recorded_linear(vectors, weight, {.sharing = sharing});
 }
 
 bool EmbeddingImpl::supports(layout::TensorStyle style) const {

@@ -6,7 +6,7 @@
 
 #include "lockstep/nn/float8/float8_linear.h"
 #include "lockstep/nn/kernels/linear_map.h"
-#include "lockstep/nn/tensor/column_linear.h"
+#include "lockstep/nn/tensor/recorded_linear.h"
 #include "lockstep/nn/tensor/sequence.h"
 
 namespace lockstep::nn {
@@ -26,17 +26,21 @@ void LinearImpl::reset() {
   float8_weight_ = std::make_shared<Float8Weight>();
 }
 
+at::Tensor LinearImpl::multiply(const at::Tensor& input, LinearCall call) {
+  call.adds_gradient = adds_gradient;
+  if (float8 && at::GradMode::is_enabled()) {
+    call.sharing = sharing;
+    return float8_linear(input, weight, call, float8_cached ? float8_weight_.get() : nullptr);
+  }
+  if (!is_row()) call.sharing = sharing;
+  if (call.sharing || adds_gradient) return recorded_linear(input, weight, call);
+  if (!call.added.defined()) return linear_map(input, weight, call.bias);
+  return at::addmm(as_matrix(call.added), as_matrix(input), weight.t()).view(call.added.sizes());
+}
+
 at::Tensor LinearImpl::forward(const at::Tensor& input) {
-  const bool row = sharing && sharing->style == layout::TensorStyle::row;
-  const bool in_8_bits = float8 && at::GradMode::is_enabled();
-  const auto product = [&](const at::Tensor& added) {
-    return in_8_bits ? float8_linear(input, weight, added, sharing,
-                                     float8_cached ? float8_weight_.get() : nullptr)
-                     : linear_map(input, weight, added);
-  };
-  if (!sharing || (in_8_bits && !row)) return product(bias);
-  if (!row) return column_linear(input, weight, bias, *sharing);
-  const at::Tensor sum = sum_outputs(product({}), *sharing);
+  if (!is_row()) return multiply(input, {.bias = bias});
+  const at::Tensor sum = sum_outputs(multiply(input, {}), *sharing);
   return bias.defined() ? sum + bias : sum;
 }
 
@@ -46,12 +50,7 @@ at::Tensor LinearImpl::add_to(const at::Tensor& sum, const at::Tensor& input) {
                     input.element_size() == 2 && weight.scalar_type() == input.scalar_type() &&
                     sum.scalar_type() == input.scalar_type() &&
                     !weight.key_set().has(c10::DispatchKey::DeferredInit);
-  if (!adds) return sum + forward(input);
-  if (float8) {
-    return float8_linear(input, weight, {}, {}, float8_cached ? float8_weight_.get() : nullptr,
-                         sum);
-  }
-  return at::addmm(sum.reshape({-1, out_}), input.reshape({-1, in_}), weight.t()).view(sum.sizes());
+  return adds ? multiply(input, {.added = sum}) : sum + forward(input);
 }
 
 bool LinearImpl::supports(layout::TensorStyle style) const {

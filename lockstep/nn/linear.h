@@ -15,6 +15,7 @@
 namespace lockstep::nn {
 
 class Float8Weight;
+struct LinearCall;
 
 struct LinearOptions {
   bool bias = true;
@@ -45,8 +46,16 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
   // step. Writes that leave the version as it is, such as those of torch::optim::SGD, of
   // `weight.data()` and of collectives, are then not seen.
   bool float8_cached = false;
+  // Add the gradient of the weight to weight.grad() in the product that computes it, where a plain
+  // backward() would add it there next: the sum is read and written once less in each micro-batch
+  // after the first. Hooks on the weight see every gradient as before; functions that wait for its
+  // AccumulateGrad node are called with an undefined gradient. Not differentiable twice.
+  bool adds_gradient = false;
 
  private:
+  bool is_row() const { return sharing && sharing->style == layout::TensorStyle::row; }
+  at::Tensor multiply(const at::Tensor& input, LinearCall call);
+
   int64_t in_, out_;
   LinearOptions options_;
   std::shared_ptr<Float8Weight> float8_weight_;

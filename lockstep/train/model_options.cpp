@@ -27,14 +27,17 @@ bool is_unit(const std::string& path, torch::nn::Module&) {
   return path == "embed" || path == "positions" || path == "head";
 }
 
-// "blocks.3.attention.qkv" is an attention.qkv.
-void compute_in_8_bits(torch::nn::Module& stage, const std::set<std::string>& layers) {
+// How linear layers are computed. In 8 bits are those of `float8`: "blocks.3.attention.qkv" is an
+// attention.qkv.
+void set_products(torch::nn::Module& stage, const std::set<std::string>& float8, bool is_sharded) {
   const std::string blocks = "blocks.";
   stage.apply([&](const std::string& path, torch::nn::Module& module) {
     auto* const linear = dynamic_cast<nn::LinearImpl*>(&module);
-    if (linear == nullptr || !path.starts_with(blocks)) return;
+    if (linear == nullptr) return;
+    linear->adds_gradient = !is_sharded;
+    if (!path.starts_with(blocks)) return;
     linear->float8_cached = true;  // all that writes to weights here raises their version
-    linear->float8 = layers.contains(path.substr(path.find('.', blocks.size()) + 1));
+    linear->float8 = float8.contains(path.substr(path.find('.', blocks.size()) + 1));
   });
 }
 
@@ -56,12 +59,12 @@ std::vector<parallel::Layer> model_layers(const TrainConfig& config, c10::Device
   const bool for_text = decoding != nullptr;  // no gradients, no optimizer state
   const std::set<std::string> float8 =
       for_text ? std::set<std::string>() : config::float8_layers(config, config.model);
-  if (frozen->empty() && float8.empty() && !for_text) return layers;
+  const bool is_sharded = config.parallel.shard != layout::ShardingStrategy::no_shard;
   for (parallel::Layer& layer : layers) {
-    layer.build = [build = std::move(layer.build), frozen, float8,
-                   for_text](torch::nn::Module& stage) {
+    layer.build = [build = std::move(layer.build), frozen, float8, for_text,
+                   is_sharded](torch::nn::Module& stage) {
       parallel::LayerForward forward = build(stage);
-      if (!float8.empty()) compute_in_8_bits(stage, float8);
+      if (!for_text) set_products(stage, float8, is_sharded);
       for (const auto& parameter : stage.named_parameters()) {
         if (for_text || frozen->contains(parameter.key()))
           parameter.value().set_requires_grad(false);

@@ -4,12 +4,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -49,6 +53,112 @@ TEST(Layers, LinearAndEmbeddingAreTorchs) {
   init::normal_(embedding->weight, {.seed = 2, .name = "e"});
   const at::Tensor tokens = at::arange(6).view({2, 3});
   EXPECT_TRUE(close(embedding(tokens), embedding->weight.index({tokens})));
+}
+
+// Counts the gradients of a leaf that autograd has added, and those that were added for it.
+class CountAdditions : public torch::autograd::FunctionPostHook {
+ public:
+  CountAdditions(int& by_autograd, int& for_it) : by_autograd_(by_autograd), for_it_(for_it) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& outputs,
+      const torch::autograd::variable_list& gradients) override {
+    ++(gradients[0].defined() ? by_autograd_ : for_it_);
+    return outputs;
+  }
+
+ private:
+  int &by_autograd_, &for_it_;
+};
+
+// Three micro-batches, the second of which uses the layer twice. The sums are those of autograd,
+// and the products have added to them in place.
+TEST(Layers, GradientsOfWeightsAreAddedByTheirProducts) {
+  for (const bool float8 : {false, true}) {
+    SCOPED_TRACE(float8);
+    const auto train = [&](bool adds, const std::function<void(Linear&, int)>& after) {
+      Linear linear(16, 16);
+      init::normal_(linear->weight, {.seed = 1, .name = "w"});
+      init::normal_(linear->bias, {.seed = 1, .name = "b"});
+      linear->float8 = float8;
+      linear->adds_gradient = adds;
+      int by_autograd = 0, for_it = 0;
+      const auto accumulator = torch::autograd::impl::grad_accumulator(linear->weight);
+      accumulator->add_post_hook(std::make_unique<CountAdditions>(by_autograd, for_it));
+      std::vector<at::Tensor> results;
+      for (int i = 0; i < 3; ++i) {
+        at::Tensor x = noise({3 + i, 5, 16});
+        at::Tensor out = linear(x);
+        if (i == 1) out = linear(out);
+        results.push_back(out.detach().clone());
+        out.square().sum().backward();
+        results.push_back(x.grad());
+        after(linear, i);
+      }
+      EXPECT_EQ(by_autograd, adds ? 1 : 3);
+      EXPECT_EQ(for_it, adds ? 2 : 0);
+      results.push_back(linear->weight.grad());
+      results.push_back(linear->bias.grad());
+      return results;
+    };
+    const void* place = nullptr;
+    uint32_t version = 0;
+    const auto expected = train(false, [](Linear&, int) {});
+    const auto found = train(true, [&](Linear& linear, int i) {
+      const at::Tensor& sum = linear->weight.grad();
+      if (i == 0) place = sum.data_ptr();
+      EXPECT_GE(sum._version(), version + (i > 0 ? 1 : 0)) << "autograd sees the writes";
+      version = sum._version();
+      EXPECT_EQ(sum.data_ptr(), place);
+    });
+    for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(close(found[i], expected[i], 1e-5)) << i;
+  }
+}
+
+// Where a gradient goes elsewhere than to the sum, autograd takes it there.
+TEST(Layers, GradientsThatAreNotOnlyAddedGoThroughAutograd) {
+  Linear linear(6, 4, {.bias = false});
+  init::normal_(linear->weight, {.seed = 1, .name = "w"});
+  linear->adds_gradient = true;
+  const at::Tensor x = noise({5, 6});
+  const auto loss = [&] { return linear(x).square().sum(); };
+  loss().backward();
+  const at::Tensor one = linear->weight.grad().clone();
+  const auto expect_sum = [&](double times) {
+    EXPECT_TRUE(close(linear->weight.grad().to(at::kFloat), one * times, 1e-5)) << times;
+  };
+  const at::Tensor asked = torch::autograd::grad({loss()}, {linear->weight})[0];
+  EXPECT_TRUE(close(asked, one, 1e-5));
+  expect_sum(1);
+
+  int seen = 0;
+  const auto hook = linear->weight.register_hook([&](const at::Tensor& gradient) {
+    ++seen;
+    return gradient * 2;
+  });
+  loss().backward();
+  EXPECT_EQ(seen, 1);
+  expect_sum(3);
+  linear->weight.remove_hook(hook);
+
+  // backward() for one of the inputs alone leaves the weight as it is.
+  loss().backward({}, /*retain_graph=*/false, /*create_graph=*/false, std::vector{x});
+  expect_sum(3);
+  const at::Tensor kept = loss();
+  kept.backward({}, /*retain_graph=*/true);
+  kept.backward();
+  expect_sum(5);
+
+  linear->weight.mutable_grad() = (one * 2).t().contiguous().t();  // not in rows
+  loss().backward();
+  expect_sum(3);
+  linear->weight.mutable_grad() = at::Tensor();
+  loss().backward();
+  expect_sum(1);
+  linear->weight.set_requires_grad(false);
+  loss().backward();
+  expect_sum(1);
+  linear->weight.set_requires_grad(true);
+  EXPECT_THROW(loss().backward({}, /*retain_graph=*/true, /*create_graph=*/true), Error);
 }
 
 TEST(Layers, InitializeKnowsThem) {

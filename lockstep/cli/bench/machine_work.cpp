@@ -9,6 +9,7 @@
 #include "lockstep/config/tensor_parallel.h"
 #include "lockstep/model/language_model.h"
 #include "lockstep/nn/attention.h"
+#include "lockstep/nn/linear.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/nn/norm.h"
 #include "lockstep/parallel/tensor/tensor.h"
@@ -26,6 +27,8 @@ model::LanguageModel built(size_t layers, const WorkSizes& sizes,
                                      .resolved(sizes.length, sizes.vocab);
   model::LanguageModel model(spec, {.tensors = tensors});
   model::initialize(*model, 1);
+  for (const auto& module : model->modules())  // as the trainer has it
+    if (auto* const linear = module->as<nn::LinearImpl>()) linear->adds_gradient = true;
   return model;
 }
 

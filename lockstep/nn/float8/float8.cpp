@@ -140,6 +140,7 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
   const at::Tensor scale = a.inverse * b.inverse;
   const at::Tensor out = at::mm(decoded(a), decoded(b).t()).mul_(scale);
   at::Tensor sum = options.bias.defined() ? out + options.bias : out;
+  if (options.in_place) return at::Tensor(options.added).add_(sum);
   if (options.added.defined()) sum = sum + options.added;
   return sum.to(options.type);
 }

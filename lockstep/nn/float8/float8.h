@@ -50,6 +50,7 @@ struct Float8ProductOptions {
   bool fast = false;                 // sums of fewer bits, where the device has them
   at::Tensor bias = {};              // (N), or undefined
   at::Tensor added = {};             // (M, N), or undefined
+  bool in_place = false;             // the result is written into what is added
 };
 
 // a (M, K) times b (N, K) transposed, with their scales, plus the bias and what is added.

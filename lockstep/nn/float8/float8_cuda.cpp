@@ -107,6 +107,7 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
                                            {.type = options.type,
                                             .bias = options.bias,
                                             .added = options.added,
+                                            .into = options.in_place ? options.added : at::Tensor(),
                                             .a_scale = a.inverse,
                                             .b_scale = b.inverse,
                                             .fast = options.fast}))
@@ -114,7 +115,9 @@ at::Tensor float8_product(const Float8Operand& a, const Float8Operand& b,
       }
       Float8ProductOptions rest = options;
       rest.added = at::Tensor();
-      return cuda::float8_product(a, b, rest).add_(options.added);
+      rest.in_place = false;
+      const at::Tensor out = cuda::float8_product(a, b, rest);
+      return options.in_place ? at::Tensor(options.added).add_(out) : out.add_(options.added);
     });
   }
   // Only 16-bit results take the bias along.

@@ -9,6 +9,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/core/trace.h"
 #include "lockstep/nn/autograd/capsule.h"
+#include "lockstep/nn/autograd/gradient_sum.h"
 #include "lockstep/nn/autograd/one_derivative.h"
 #include "lockstep/nn/kernels/amax_note.h"
 #include "lockstep/nn/tensor/sequence.h"
@@ -40,11 +41,10 @@ Float8Codes codes_of(const at::Tensor& weight, const std::optional<Sharing>& sha
   return {.operand = {matrix.codes, matrix.inverse}, .amax = amax, .kept = false};
 }
 
-at::Tensor as_matrix(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
-
 // What backward needs besides the codes of the input, which autograd keeps.
 struct Float8Call {
   std::optional<Sharing> sharing;
+  GradientSum sum;  // of the weight
   Float8Codes weight;
   at::Tensor inverse;  // of the input
   at::ScalarType input_type, bias_type;
@@ -54,17 +54,13 @@ struct Float8Call {
 bool is_column(const std::optional<Sharing>& sharing) {
   return sharing && sharing->style != TensorStyle::row;
 }
-// The input is this rank's part of the sequence.
-bool gathers(const std::optional<Sharing>& sharing) {
-  return is_column(sharing) && sharing->sequence_parallel;
-}
 
 struct Float8Linear : torch::autograd::Function<Float8Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
                             const at::Tensor& weight, const at::Tensor& bias,
-                            const std::optional<Sharing>& sharing, Float8Weight* codes,
-                            const at::Tensor& added) {
-    const bool gather = gathers(sharing), row = sharing && !is_column(sharing);
+                            const at::Tensor& added, const std::optional<Sharing>& sharing,
+                            Float8Weight* codes, bool adds_gradient) {
+    const bool gather = gathers_input(sharing), row = sharing && !is_column(sharing);
     const bool keeps = weight.requires_grad();
     const at::Tensor matrix = as_matrix(input.detach());
     const at::Tensor amax = amax_of(matrix, sharing, gather || row);
@@ -72,6 +68,7 @@ struct Float8Linear : torch::autograd::Function<Float8Linear> {
                                        keeps && !gather ? Float8Layout::both : Float8Layout::rows);
     Float8Call call{
         .sharing = sharing,
+        .sum = adds_gradient ? GradientSum(weight) : GradientSum(),
         .weight = codes == nullptr ? codes_of(weight, sharing) : codes->of(weight, sharing),
         .inverse = x.inverse,
         .input_type = input.scalar_type(),
@@ -103,14 +100,14 @@ struct Float8Linear : torch::autograd::Function<Float8Linear> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     require_one_derivative("linear");
-    variable_list results(6);
-    results[5] = gradients[0];
+    variable_list results(7);
+    results[3] = gradients[0];
     if (!gradients[0].defined()) return results;
     const bool wants_input = context->needs_input_grad(0),
                wants_weight = context->needs_input_grad(1);
     const auto saved = context->get_saved_variables();
     const auto call = saved_value<Float8Call>(*context, "call");
-    const bool gather = gathers(call.sharing) && wants_weight;
+    const bool gather = gathers_input(call.sharing) && wants_weight;
     std::optional<SequenceGather> gathered;
     if (gather) gathered.emplace(saved[0], call.sharing->group);
     const at::Tensor gradient = as_matrix(gradients[0]);
@@ -135,8 +132,12 @@ struct Float8Linear : torch::autograd::Function<Float8Linear> {
     if (wants_weight) {
       const at::Tensor x = gather ? float8_transpose(as_matrix(gathered->wait())) : saved[0];
       const trace::Span span("tensor", "weight gradient");
-      results[1] = float8_product({grad.transposed, grad.inverse, grad.kind}, {x, call.inverse},
-                                  {.type = saved[1].scalar_type()});
+      const at::ScalarType type = saved[1].scalar_type();
+      const at::Tensor sum = call.sum.place(type);
+      const at::Tensor product =
+          float8_product({grad.transposed, grad.inverse, grad.kind}, {x, call.inverse},
+                         {.type = type, .added = sum, .in_place = sum.defined()});
+      if (!sum.defined()) results[1] = product;
     }
     if (context->needs_input_grad(2)) results[2] = gradient.sum(0).to(call.bias_type);
     if (arriving) results[0] = arriving->wait();
@@ -166,13 +167,13 @@ Float8Codes Float8Weight::of(const at::Tensor& weight, const std::optional<Shari
   return codes_;
 }
 
-at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                         const std::optional<Sharing>& sharing, Float8Weight* codes,
-                         const at::Tensor& added) {
+at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const LinearCall& call,
+                         Float8Weight* codes) {
   const auto or_empty = [&](const at::Tensor& tensor) {
     return tensor.defined() ? tensor : at::empty({0}, weight.options());
   };
-  return Float8Linear::apply(input, weight, or_empty(bias), sharing, codes, or_empty(added));
+  return Float8Linear::apply(input, weight, or_empty(call.bias), or_empty(call.added), call.sharing,
+                             codes, call.adds_gradient);
 }
 
 }  // namespace lockstep::nn

@@ -6,11 +6,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
 #include "lockstep/nn/float8/float8.h"
-#include "lockstep/nn/tensor/sharing.h"
+#include "lockstep/nn/tensor/recorded_linear.h"
 
 namespace lockstep::nn {
 
@@ -34,12 +33,10 @@ class Float8Weight {
   Float8Codes codes_ = {};
 };
 
-// What linear_map() computes, or column_linear(), or of a row-shared weight this rank's part of the
-// sum, without the bias. Backward has the input as 8-bit codes. Every rank of a tensor-parallel
-// group has the scales of the whole tensors. Without a place for its codes the weight is cast in
-// each call. The product of a weight that is not shared takes along what is added.
-at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                         const std::optional<Sharing>& sharing, Float8Weight* codes,
-                         const at::Tensor& added = {});
+// What recorded_linear() computes, or of a row-shared weight this rank's part of the sum, without
+// the bias. Backward has the input as 8-bit codes. Every rank of a tensor-parallel group has the
+// scales of the whole tensors. Without a place for its codes the weight is cast in each call.
+at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const LinearCall& call,
+                         Float8Weight* codes);
 
 }  // namespace lockstep::nn

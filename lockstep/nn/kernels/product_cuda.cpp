@@ -92,8 +92,7 @@ class Product {
   Product(const at::Tensor& a, const at::Tensor& b, Operand first, Operand second,
           const ProductOptions& options)
       : a_(a), b_(b), options_(options), first_(second), second_(first) {
-    out_ = at::empty({a.size(0), b.size(1)}, a.options().dtype(options.type));
-    const Operand result{*type_of(options.type), out_.size(0), out_.size(1), out_.size(1), false};
+    const Operand result{*type_of(options.type), a.size(0), b.size(1), b.size(1), false};
     a_layout_ = layout_of(first_);
     b_layout_ = layout_of(second_);
     out_layout_ = layout_of(result);
@@ -160,19 +159,23 @@ class Product {
     return found;
   }
 
-  bool compute(cublasLtHandle_t handle, const cublasLtMatmulHeuristicResult_t& chosen) {
+  at::Tensor new_result() const {
+    return at::empty({a_.size(0), b_.size(1)}, a_.options().dtype(options_.type));
+  }
+
+  bool compute(cublasLtHandle_t handle, const cublasLtMatmulHeuristicResult_t& chosen,
+               const at::Tensor& out) {
     const float one = 1, added = options_.added.defined() ? 1 : 0;
     const auto bytes = static_cast<int64_t>(chosen.workspaceSize);
     if (bytes > 0 && !has_workspace(bytes)) return false;
     return cublasLtMatmul(handle, descriptor_.get(), &one, b_.data_ptr(), a_layout_.get(),
                           a_.data_ptr(), b_layout_.get(), &added,
-                          options_.added.defined() ? options_.added.data_ptr() : out_.data_ptr(),
-                          out_layout_.get(), out_.data_ptr(), out_layout_.get(), &chosen.algo,
+                          options_.added.defined() ? options_.added.data_ptr() : out.data_ptr(),
+                          out_layout_.get(), out.data_ptr(), out_layout_.get(), &chosen.algo,
                           bytes > 0 ? workspace_.data_ptr() : nullptr, chosen.workspaceSize,
                           c10::cuda::getCurrentCUDAStream()) == CUBLAS_STATUS_SUCCESS;
   }
 
-  const at::Tensor& result() const { return out_; }
   // About as many as a GPU does in a few milliseconds.
   int repeats() const {
     const double operations = 2.0 * a_.size(0) * a_.size(1) * b_.size(1);
@@ -184,7 +187,7 @@ class Product {
   bool has_workspace(int64_t bytes) {
     if (workspace_.defined() && workspace_.numel() >= bytes) return true;
     try {
-      workspace_ = at::empty({bytes}, out_.options().dtype(at::kByte));
+      workspace_ = at::empty({bytes}, a_.options().dtype(at::kByte));
     } catch (const c10::OutOfMemoryError&) {
       return false;
     }
@@ -198,7 +201,7 @@ class Product {
   const at::Tensor &a_, &b_;
   const ProductOptions& options_;
   Operand first_, second_;
-  at::Tensor out_, workspace_;
+  at::Tensor workspace_;
   Descriptor descriptor_;
   Layout a_layout_, b_layout_, out_layout_;
 };
@@ -220,19 +223,20 @@ struct Events {
 using Choice = std::optional<cublasLtMatmulHeuristicResult_t>;
 
 // The fastest by the shortest of a few times each, taken in turn. cuBLAS's first proposal stays
-// where another gains less than what such times vary by.
+// where another gains less than what such times vary by. What is added stays as it is.
 Choice fastest(Product& product, cublasLtHandle_t handle) {
   constexpr float kGain = 0.98F;
   const auto proposals = product.proposals(handle);
   if (proposals.empty()) return {};
+  const at::Tensor out = product.new_result();
   const Events events;
   const auto stream = c10::cuda::getCurrentCUDAStream();
   std::vector<float> times(proposals.size(), std::numeric_limits<float>::infinity());
   for (int round = 0; round < kRounds; ++round) {
     for (size_t i = 0; i < proposals.size(); ++i) {
-      if (!product.compute(handle, proposals[i])) continue;
+      if (!product.compute(handle, proposals[i], out)) continue;
       C10_CUDA_CHECK(cudaEventRecord(events.first, stream));
-      for (int j = product.repeats(); j > 0; --j) product.compute(handle, proposals[i]);
+      for (int j = product.repeats(); j > 0; --j) product.compute(handle, proposals[i], out);
       C10_CUDA_CHECK(cudaEventRecord(events.last, stream));
       C10_CUDA_CHECK(cudaEventSynchronize(events.last));
       float time = 0;
@@ -256,7 +260,7 @@ class Choices {
  public:
   Choices() { require(cublasLtCreate(&handle_)); }
 
-  std::optional<at::Tensor> compute(Product& product) {
+  std::optional<at::Tensor> compute(Product& product, const at::Tensor& into) {
     const Key key = product.key();
     std::optional<Choice> choice;
     bool may_time = false;
@@ -273,8 +277,11 @@ class Choices {
       const std::lock_guard lock(mutex_);
       choice = choices_.emplace(key, found).first->second;
     }
-    if (!*choice || !product.compute(handle_, **choice)) return {};
-    return product.result();
+    if (!*choice) return {};
+    at::Tensor out = into.defined() ? into : product.new_result();
+    if (!product.compute(handle_, **choice, out)) return {};
+    if (into.defined()) into.unsafeGetTensorImpl()->bump_version();
+    return out;
   }
 
  private:
@@ -314,12 +321,13 @@ std::optional<at::Tensor> timed_product(const at::Tensor& a, const at::Tensor& b
       (!in_8_bits && first->type != second->type) ||
       b.size(1) * at::elementSize(options.type) % 16 != 0 ||
       !can_add(options.bias, a, {b.size(1)}, options.type) ||
-      !can_add(options.added, a, {a.size(0), b.size(1)}, options.type))
+      !can_add(options.added, a, {a.size(0), b.size(1)}, options.type) ||
+      !can_add(options.into, a, {a.size(0), b.size(1)}, options.type))
     return {};
   const c10::cuda::CUDAGuard guard(a.device());
   try {
     Product product(a, b, *first, *second, options);
-    return choices_of(a.device().index()).compute(product);
+    return choices_of(a.device().index()).compute(product, options.into);
   } catch (const NotTaken&) {
     return {};
   }

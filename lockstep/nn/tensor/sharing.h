@@ -21,6 +21,11 @@ struct Sharing {
   layout::Range rows = {};  // vocab: this rank's of the weight
 };
 
+// Whether the input of a layer is this rank's part of the sequence, and all parts are needed.
+inline bool gathers_input(const std::optional<Sharing>& sharing) {
+  return sharing && sharing->style != layout::TensorStyle::row && sharing->sequence_parallel;
+}
+
 // A layer that can be shared. Its parameters are then this rank's part of the whole ones.
 class SharedLayer {
  public:

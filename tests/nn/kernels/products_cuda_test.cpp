@@ -120,6 +120,33 @@ TEST_F(Products, AddWhatGoesAroundThem) {
   }
 }
 
+// Micro-batches after the first add to the sum in place: once each, also where sizes are timed.
+TEST_F(Products, AddGradientsOfWeights) {
+  for (const bool in_8_bits : {false, true}) {
+    if (in_8_bits && !float8_missing({at::kCUDA, 0}).empty()) continue;
+    for (const bool timed : {false, true}) {
+      const auto options = at::device(at::kCUDA).dtype(at::kBFloat16);
+      Linear layer(144, 208, {.bias = false, .tensors = options});
+      layer->weight.data().copy_(random_matrix({208, 144}));
+      layer->float8 = in_8_bits;
+      const at::Tensor x = random_matrix({4, 64, 144}), g = random_matrix({4, 64, 208});
+      layer(x).backward(g);
+      const at::Tensor one = in_double(layer->weight.grad());
+      layer->adds_gradient = true;
+      time_products(timed);
+      const void* const place = layer->weight.grad().data_ptr();
+      const auto version = layer->weight.grad()._version();
+      for (int i = 2; i <= 4; ++i) {
+        layer(x).backward(g);
+        expect_close(layer->weight.grad(), one * i);
+        EXPECT_EQ(layer->weight.grad().data_ptr(), place);
+      }
+      EXPECT_EQ(layer->weight.grad()._version(), version + 3);
+      time_products(true);
+    }
+  }
+}
+
 TEST_F(Products, OfEightBitFloats) {
   const c10::Device device(at::kCUDA, 0);
   if (!float8_missing(device).empty()) GTEST_SKIP() << float8_missing(device);
