@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cuda_pipeline.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -156,15 +158,22 @@ __device__ Summary combine_block(Summary summary) {
   return combine_warp(summary);
 }
 
+// exp(x) without the instructions that __expf() has for results below the normal numbers, which
+// are 0 here.
+__device__ float quick_exp(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504F));
+  return result;
+}
+
 template <int N>
 __device__ void add_values(const float (&values)[N], Summary& summary) {
-  float largest = values[0], total = values[0];
+  float largest = values[0];
 #pragma unroll
-  for (int k = 1; k < N; ++k) {
-    largest = fmaxf(largest, values[k]);
-    total += values[k];
-  }
-  if (largest == -INFINITY) {  // exp(-inf - -inf) would be NaN
+  for (int k = 1; k < N; ++k) largest = fmaxf(largest, values[k]);
+  if (largest == -INFINITY) {  // exp(-inf - -inf) would be NaN; a NaN is not the largest
+    float total = 0;
+    for (int k = 0; k < N; ++k) total += values[k];
     if (isnan(total)) summary = {0, NAN};
     return;
   }
@@ -173,8 +182,11 @@ __device__ void add_values(const float (&values)[N], Summary& summary) {
     summary.largest = largest;
   }
 #pragma unroll
-  for (int k = 0; k < N; ++k) summary.sum += __expf(values[k] - summary.largest);
+  for (int k = 0; k < N; ++k) summary.sum += quick_exp(values[k] - summary.largest);
 }
+
+// Packs of a row that a thread keeps in shared memory at the most.
+constexpr int kMostKept = 8;
 
 // A block for each row. With kKeeps it is read once and kept in shared memory for the gradient,
 // else it is read again.
@@ -184,25 +196,40 @@ __global__ void __launch_bounds__(1024, 2)
                          float scale, T* gradient, float* losses) {
   extern __shared__ __align__(16) unsigned char kept_bytes[];
   T* const kept = reinterpret_cast<T*>(kept_bytes);
-  const int64_t row = blockIdx.x, classes = shape.classes, target = targets[row];
+  const int64_t row = blockIdx.x, target = targets[row];
+  const int classes = static_cast<int>(shape.classes);
   const T* in = logits + row * classes;
   T* out = gradient + row * classes;
-  const int64_t step = static_cast<int64_t>(blockDim.x) * N, first = threadIdx.x * N;
+  const int step = static_cast<int>(blockDim.x) * N, first = static_cast<int>(threadIdx.x) * N;
   float values[N];
   if (target == shape.ignored) {
     for (int k = 0; k < N; ++k) values[k] = 0;
-    for (int64_t i = first; i < classes; i += step) write(out + i, values);
+    for (int i = first; i < classes; i += step) write(out + i, values);
     if (threadIdx.x == 0) losses[row] = 0;
     return;
   }
   Summary summary{-INFINITY, 0};
-#pragma unroll 4
-  for (int64_t i = first; i < classes; i += step) {
-    const auto pack = *reinterpret_cast<const Pack<T, N>*>(in + i);
-    if constexpr (kKeeps) *reinterpret_cast<Pack<T, N>*>(kept + i) = pack;
+  if constexpr (kKeeps) {  // all of it is on its way before the first is needed
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = load(pack.lane[k]);
-    add_values(values, summary);
+    for (int j = 0; j < kMostKept; ++j) {
+      const int i = first + j * step;
+      if (i < classes) __pipeline_memcpy_async(kept + i, in + i, sizeof(Pack<T, N>));
+      __pipeline_commit();
+    }
+#pragma unroll
+    for (int j = 0; j < kMostKept; ++j) {
+      __pipeline_wait_prior(kMostKept - 1 - j);
+      const int i = first + j * step;
+      if (i >= classes) continue;
+      read(kept + i, values);  // what this thread has copied
+      add_values(values, summary);
+    }
+  } else {
+#pragma unroll 4
+    for (int i = first; i < classes; i += step) {
+      read(in + i, values);
+      add_values(values, summary);
+    }
   }
   summary = combine_block(summary);
   if (threadIdx.x == 0) {
@@ -212,11 +239,14 @@ __global__ void __launch_bounds__(1024, 2)
   }
   __syncthreads();  // the logit of the target is read before it is overwritten
   const float factor = scale / summary.sum;
-  for (int64_t i = first; i < classes; i += step) {
-    read((kKeeps ? kept : in) + i, values);  // what this thread has kept
+#pragma unroll 2
+  for (int i = first; i < classes; i += step) {
+    read((kKeeps ? kept : in) + i, values);
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      values[k] = __expf(values[k] - summary.largest) * factor - (i + k == target ? scale : 0);
+    for (int k = 0; k < N; ++k) values[k] = quick_exp(values[k] - summary.largest) * factor;
+    if (target >= i && target < i + N) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) values[k] -= i + k == target ? scale : 0;
     }
     write(out + i, values);
   }
@@ -329,6 +359,7 @@ void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const voi
                           void* stream) {
   launch_for(dtype, "cross_entropy", shape.classes, {logits, gradient}, [&](auto type, auto pack) {
     using T = decltype(type);
+    constexpr int64_t kMostThreads = 1024;
     const int64_t wanted = (shape.classes / pack + 31) / 32 * 32;
     // Two blocks of a processor at a time: one reads while the other writes. The permission is the
     // same in every call, since calls share it.
@@ -337,13 +368,14 @@ void launch_cross_entropy(const CrossEntropyShape& shape, DType dtype, const voi
       const auto kernel = cross_entropy_kernel<pack, keeps, T>;
       if (bytes > 0)
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-      const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, 1024));
+      const auto threads = static_cast<unsigned>(std::clamp<int64_t>(wanted, 32, kMostThreads));
       kernel<<<static_cast<unsigned>(shape.rows), threads, bytes,
                static_cast<cudaStream_t>(stream)>>>(shape, typed<T>(logits), targets, scale,
                                                     typed<T>(gradient), losses);
     };
     const int64_t bytes = shape.classes * static_cast<int64_t>(sizeof(T));
-    if (bytes <= most) {
+    // Copies to shared memory that the processor makes by itself are of 4 bytes at least.
+    if (bytes <= most && pack * sizeof(T) >= 4 && wanted <= kMostKept * kMostThreads) {
       launch(std::true_type{}, static_cast<int>(bytes));
     } else {
       launch(std::false_type{}, 0);
