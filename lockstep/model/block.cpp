@@ -92,8 +92,10 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, const at::Tensor& rotatio
   if (decoding != nullptr && decoding->are_new())
     return project(attend_new(qkv, rotation, *decoding));
   const int64_t ranks = qkv_->ranks();
-  nn::HeadOptions options{
-      .heads = heads_ / ranks, .kv_heads = kv_heads_ / ranks, .rotation = rotation};
+  nn::HeadOptions options{.heads = heads_ / ranks,
+                          .kv_heads = kv_heads_ / ranks,
+                          .rotation = rotation,
+                          .overwrite = true};
   if (q_norm_) {
     options.q_norm = q_norm_;
     options.k_norm = k_norm_;

@@ -9,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/autograd/one_derivative.h"
+#include "lockstep/nn/autograd/product.h"
 #include "lockstep/nn/kernels/fused_cuda.h"
 
 namespace lockstep::nn {
@@ -86,9 +87,12 @@ Heads split_by_operators(const at::Tensor& qkv, const HeadOptions& options) {
 // One kernel each way: backward puts the three gradients back together while it turns them.
 struct RotateAndSplit : torch::autograd::Function<RotateAndSplit> {
   static variable_list forward(AutogradContext* context, const at::Tensor& qkv,
-                               const at::Tensor& rotation, int64_t heads, int64_t kv_heads) {
+                               const at::Tensor& rotation, int64_t heads, int64_t kv_heads,
+                               bool overwrite) {
     const int64_t width = qkv.size(2) / (heads + 2 * kv_heads);
-    const at::Tensor turned = cuda::rotate_heads(qkv.contiguous(), rotation, heads + kv_heads);
+    const at::Tensor from = qkv.detach().contiguous();
+    const at::Tensor turned = overwrite ? from : at::empty_like(from);
+    cuda::rotate_heads(from, rotation, heads + kv_heads, turned);
     context->saved_data["rotation"] = rotation;
     const auto parts =
         turned.split_with_sizes({heads * width, kv_heads * width, kv_heads * width}, 2);
@@ -99,7 +103,7 @@ struct RotateAndSplit : torch::autograd::Function<RotateAndSplit> {
     require_one_derivative("split_heads");
     const at::Tensor rotation = context->saved_data["rotation"].toTensor();
     return {cuda::merge_heads(gradients[0], gradients[1], gradients[2], rotation), at::Tensor(),
-            at::Tensor(), at::Tensor()};
+            at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -110,8 +114,11 @@ Heads split_heads(const at::Tensor& qkv, const HeadOptions& options) {
   if (!options.rotation.defined() || !cuda::has_fused_kernels(qkv)) {
     return split_by_operators(qkv, options);
   }
-  const auto heads = RotateAndSplit::apply(options.q_norm ? normalized(qkv, options) : qkv,
-                                           options.rotation, options.heads, options.kv_heads);
+  // A product that is kept for the second call of a recomputed function stays as it is.
+  const bool overwrite = options.overwrite && product_keeper() == nullptr;
+  const auto heads =
+      RotateAndSplit::apply(options.q_norm ? normalized(qkv, options) : qkv, options.rotation,
+                            options.heads, options.kv_heads, overwrite);
   return {heads[0], heads[1], heads[2]};
 }
 

@@ -21,6 +21,8 @@ struct HeadOptions {
   at::Tensor rotation = {};
   // Applied to (B, T, n, D) of q and of k, before the rotation: norms of each head. Both or none.
   std::function<at::Tensor(const at::Tensor&)> q_norm = {}, k_norm = {};
+  // The heads may be turned in the memory of qkv, whose values have no other use.
+  bool overwrite = false;
 };
 
 // qkv is (B, T, (H + 2 K) * D): the heads of q, then of k, then of v. With a rotation, the two

@@ -10,6 +10,7 @@
 #include "lockstep/core/format.h"
 #include "lockstep/train/integrity/checksum.h"
 #include "tests/train/train_command.h"
+#include "tests/train/twelve_layouts.h"
 
 namespace lockstep::test {
 namespace {
@@ -65,6 +66,19 @@ TEST_F(TrainNccl, EightBitsFollowOneProcess) {
   check("pp", {"-n", "2", "--parallel.pp", "2"});
   check("tp", {"-n", "4", "--parallel.tp", "4"});
   check("sequence", {"-n", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"});
+}
+
+// In float32 nothing but the codes is rounded to fewer bits.
+TEST_F(TrainNccl, EightBitsFollowOneProcessInTwelveLayouts) {
+  const Words narrow = model_ + Words{"--model.kind",        "llama", "--model.hidden",       "128",
+                                      "--model.ffn",         "256",   "--model.heads",        "4",
+                                      "--train.precision",   "fp8",   "--train.fp8_min",      "0",
+                                      "--train.micro_batch", "2",     "--train.global_batch", "16"};
+  const auto one = losses(steps("one", narrow + Words{"-n", "1"}));
+  for (const auto& [name, layout] : twelve_layouts(4)) {
+    SCOPED_TRACE(name);
+    expect_close(losses(steps(name, narrow + Words{"--comm.backend", "nccl"} + layout)), one, 1e-3);
+  }
 }
 
 // Steps from the third on are repeated as CUDA graphs. Validation between steps uses the weights,

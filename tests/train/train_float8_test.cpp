@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/train/train_command.h"
+#include "tests/train/twelve_layouts.h"
 
 namespace lockstep::test {
 namespace {
@@ -47,6 +48,17 @@ TEST_F(TrainFloat8, EveryLayoutFollowsOneProcess) {
   check("tp", tensor_, kCut);
   check("sequence, selective", sequence + Words{"--train.recompute", "selective"}, kCut);
   check("tp and pp", {"-n", "4", "--parallel.tp", "2", "--parallel.pp", "2"}, kCut);
+}
+
+TEST_F(TrainFloat8, TwelveLayoutsOfEightRanksFollowOneProcess) {
+  if (!tests_all()) return;
+  const Words eight =
+      model_ + Words{"--model.layers", "4", "--model.ffn", "64", "--train.global_batch", "16"};
+  const auto one = losses(steps("one", eight + one_));
+  for (const auto& [name, layout] : twelve_layouts(8)) {
+    SCOPED_TRACE(name);
+    expect_close(losses(steps(name, eight + layout)), one, 1e-3);
+  }
 }
 
 TEST_F(TrainFloat8, ResumesWithTheSameBits) {

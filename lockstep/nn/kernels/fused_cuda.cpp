@@ -65,16 +65,16 @@ bool has_fused_kernels(const at::Tensor& tensor) {
   return tensor.is_cuda() && (type == at::kFloat || type == at::kHalf || type == at::kBFloat16);
 }
 
-at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated) {
+void rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated,
+                  const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(qkv.device());
   const int64_t width = 2 * rotation.size(2), row = qkv.size(2);
-  at::Tensor out = at::empty_like(qkv);
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   const HeadStrides strides{qkv.size(1) * row, row, width};
   const auto* const memory = static_cast<const char*>(qkv.data_ptr());
   const HeadPart turned{memory, strides, rotated, true};
   const HeadPart others{memory + rotated * width * qkv.element_size(), strides,
-                        row / width - rotated, false};
+                        out.is_same(qkv) ? 0 : row / width - rotated, false};
   launch_turn({.shape = {qkv.size(0), qkv.size(1), width},
                .parts = {turned, others, {}},
                .to = strides,
@@ -82,7 +82,6 @@ at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64
                .table_positions = rotation.size(1),
                .sign = 1},
               memory::dtype_of(qkv, "split_heads"), out.data_ptr(), current_stream());
-  return out;
 }
 
 at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -17,8 +17,10 @@ bool has_fused_kernels(const at::Tensor& tensor);
 // (1, H, N, D).
 bool has_flash_attention(const at::Tensor& heads);
 
-// A copy of qkv (B, T, n * D) whose first `rotated` heads are turned.
-at::Tensor rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated);
+// Turns the first `rotated` heads of qkv (B, T, n * D), and copies the others, to `out`: a tensor
+// of the same strides, or qkv itself.
+void rotate_heads(const at::Tensor& qkv, const at::Tensor& rotation, int64_t rotated,
+                  const at::Tensor& out);
 // Gradients (B, n, T, D) of any strides to that of qkv; those of q and k are turned back.
 at::Tensor merge_heads(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& rotation);

@@ -18,7 +18,7 @@ namespace {
 
 bool has_fused_kernels(const at::Tensor&) { return false; }
 bool has_flash_attention(const at::Tensor&) { return false; }
-at::Tensor rotate_heads(const at::Tensor&, const at::Tensor&, int64_t) { missing(); }
+void rotate_heads(const at::Tensor&, const at::Tensor&, int64_t, const at::Tensor&) { missing(); }
 at::Tensor merge_heads(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   missing();
 }

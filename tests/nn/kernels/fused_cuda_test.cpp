@@ -125,11 +125,15 @@ TEST(FusedCuda, Heads) {
     std::vector<double> frequencies;
     for (int64_t i = 0; i < width / 2; ++i) frequencies.push_back(1.0 / static_cast<double>(1 + i));
     const at::Tensor table = rotary_table(frequencies, 19);
-    expect_alike(noise({2, 17, (heads + 2 * 2) * width}), [&](const at::Tensor& x) {
-      const Heads parts =
-          split_heads(x, {.heads = heads, .kv_heads = 2, .rotation = table.to(x.device())});
-      return std::vector{parts.q, parts.k, parts.v};
-    });
+    for (const bool overwrite : {false, true}) {
+      expect_alike(noise({2, 17, (heads + 2 * 2) * width}), [&](const at::Tensor& x) {
+        const Heads parts = split_heads(overwrite ? x * 1 : x, {.heads = heads,
+                                                                .kv_heads = 2,
+                                                                .rotation = table.to(x.device()),
+                                                                .overwrite = overwrite});
+        return std::vector{parts.q, parts.k, parts.v};
+      });
+    }
   }
 }
 
