@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <limits>
 #include <map>
 #include <memory>
@@ -223,83 +222,32 @@ struct Events {
 
 using Choice = std::optional<cublasLtMatmulHeuristicResult_t>;
 
-// Finds the fastest algorithm for a product. What is added stays as it is.
-class Race {
- public:
-  Race(Product& product, cublasLtHandle_t handle)
-      : product_(product),
-        handle_(handle),
-        proposals_(product.proposals(handle)),
-        times_(proposals_.size(), std::numeric_limits<float>::infinity()),
-        out_(proposals_.empty() ? at::Tensor() : product.new_result()) {}
-
-  // cuBLAS's first proposal stays where another gains less than what times vary by.
-  Choice winner(bool sustained) {
-    constexpr float kGain = 0.98F;
-    sprint();
-    if (best() == std::numeric_limits<float>::infinity()) return {};
-    if (sustained) run_long();
-    const size_t found = std::min_element(times_.begin(), times_.end()) - times_.begin();
-    return proposals_[sustained || times_[found] < kGain * times_[0] ? found : 0];
-  }
-
- private:
-  float best() const {
-    return times_.empty() ? std::numeric_limits<float>::infinity()
-                          : *std::min_element(times_.begin(), times_.end());
-  }
-
-  // Milliseconds of a product, of `count` in a row.
-  float time_of(size_t proposal, int count) {
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    C10_CUDA_CHECK(cudaEventRecord(events_.first, stream));
-    for (int i = 0; i < count; ++i) product_.compute(handle_, proposals_[proposal], out_);
-    C10_CUDA_CHECK(cudaEventRecord(events_.last, stream));
-    C10_CUDA_CHECK(cudaEventSynchronize(events_.last));
-    float time = 0;
-    C10_CUDA_CHECK(cudaEventElapsedTime(&time, events_.first, events_.last));
-    return time / static_cast<float>(count);
-  }
-
-  // The shortest of a few times each, taken in turn.
-  void sprint() {
-    for (int round = 0; round < kRounds; ++round) {
-      for (size_t i = 0; i < proposals_.size(); ++i) {
-        if (!product_.compute(handle_, proposals_[i], out_)) continue;
-        times_[i] = std::min(times_[i], time_of(i, product_.repeats()));
-      }
+// The fastest by the shortest of a few times each, taken in turn. cuBLAS's first proposal stays
+// where another gains less than what such times vary by. What is added stays as it is.
+Choice fastest(Product& product, cublasLtHandle_t handle) {
+  constexpr float kGain = 0.98F;
+  const auto proposals = product.proposals(handle);
+  if (proposals.empty()) return {};
+  const at::Tensor out = product.new_result();
+  const Events events;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  std::vector<float> times(proposals.size(), std::numeric_limits<float>::infinity());
+  for (int round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < proposals.size(); ++i) {
+      if (!product.compute(handle, proposals[i], out)) continue;
+      C10_CUDA_CHECK(cudaEventRecord(events.first, stream));
+      for (int j = product.repeats(); j > 0; --j) product.compute(handle, proposals[i], out);
+      C10_CUDA_CHECK(cudaEventRecord(events.last, stream));
+      C10_CUDA_CHECK(cudaEventSynchronize(events.last));
+      float time = 0;
+      C10_CUDA_CHECK(cudaEventElapsedTime(&time, events.first, events.last));
+      times[i] = std::min(times[i], time);
     }
   }
-
-  // Those that are about as fast again, so long that the power of the device limits its clock, as
-  // in training: the one that takes the least energy is then the fastest.
-  void run_long() {
-    constexpr float kNear = 1.08F, kBefore = 30, kTimed = 40;  // milliseconds
-    std::vector<size_t> near;
-    const float limit = kNear * best();
-    for (size_t i = 0; i < times_.size(); ++i)
-      if (times_[i] <= limit) near.push_back(i);
-    if (near.size() < 2) return;
-    std::vector<float> again(times_.size(), std::numeric_limits<float>::infinity());
-    for (int round = 0; round < 2; ++round) {
-      for (const size_t i : near) {
-        const auto count = [&](float milliseconds) {
-          return std::max(1, static_cast<int>(milliseconds / times_[i]));
-        };
-        time_of(i, count(kBefore));
-        again[i] = std::min(again[i], time_of(i, count(kTimed)));
-      }
-    }
-    times_ = again;
-  }
-
-  Product& product_;
-  cublasLtHandle_t handle_;
-  std::vector<cublasLtMatmulHeuristicResult_t> proposals_;
-  std::vector<float> times_;
-  at::Tensor out_;
-  Events events_;
-};
+  const size_t best = std::min_element(times.begin(), times.end()) - times.begin();
+  if (times[best] == std::numeric_limits<float>::infinity()) return {};
+  return proposals[times[best] < kGain * times[0] ? best : 0];
+}
 
 bool is_recording_a_graph() {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -325,7 +273,7 @@ class Choices {
       if (!may_time || is_recording_a_graph()) return {};
       // Not under the mutex: the operands may wait for a collective that another thread of this
       // process has not begun yet. Of two that time the same, the first counts.
-      const Choice found = Race(product, handle_).winner(std::getenv("EXP_SUSTAIN") != nullptr);
+      const Choice found = fastest(product, handle_);
       const std::lock_guard lock(mutex_);
       choice = choices_.emplace(key, found).first->second;
     }
