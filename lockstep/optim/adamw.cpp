@@ -11,7 +11,6 @@
 #include "lockstep/core/format.h"
 #include "lockstep/core/require.h"
 #include "lockstep/optim/adamw_factors.h"
-#include "lockstep/optim/rounded_moments.h"
 #include "lockstep/optim/tensor_memory.h"
 #include "lockstep/optim/update_cuda.h"
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "lockstep/optim/rounded_moments.h"
 #include "lockstep/optim/tensor_memory.h"
 
 namespace lockstep::optim::detail::cuda {

@@ -26,6 +26,7 @@ struct PlacedPart {
   int64_t begin = 0;  // of the slice among the parameter's elements; both are in row-major order
 };
 
+// A parameter, or what this rank has of one or of several.
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
