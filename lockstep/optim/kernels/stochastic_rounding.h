@@ -16,9 +16,10 @@ LOCKSTEP_HOST_DEVICE uint16_t stochastic_bfloat16(float value, uint32_t random) 
   constexpr uint32_t kInfinity = 0x7f800000, kQuiet = 0x400000;
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t carried = bits + random;
-  const uint32_t quiet = (bits & 0x7fffffff) > kInfinity ? kQuiet : 0;
-  const bool is_finite = (bits & kInfinity) != kInfinity && (carried & kInfinity) != kInfinity;
-  return static_cast<uint16_t>((is_finite ? carried : bits | quiet) >> 16);
+  const uint32_t kept = (bits & 0x7fffffff) > kInfinity ? bits | kQuiet : bits;
+  // No branches: loops with them are not vectorised.
+  const bool is_finite = ((bits & kInfinity) != kInfinity) & ((carried & kInfinity) != kInfinity);
+  return static_cast<uint16_t>((is_finite ? carried : kept) >> 16);
 }
 
 // The random numbers of one step for neighbouring elements of a parameter: a function of their
