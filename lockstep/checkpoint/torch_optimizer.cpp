@@ -138,7 +138,8 @@ std::vector<StateTensor> state_of(Optimizer& optimizer,
                                   std::span<const optim::NamedParameter> names) {
   const at::NoGradGuard no_grad;
   std::map<const c10::TensorImpl*, std::string> by_tensor;
-  for (const auto& [name, tensor] : names) by_tensor.emplace(tensor.unsafeGetTensorImpl(), name);
+  for (const auto& [name, tensor, parts] : names)
+    by_tensor.emplace(tensor.unsafeGetTensorImpl(), name);
   std::vector<StateTensor> all;
   using namespace torch::optim;
   if (dynamic_cast<AdamW*>(&optimizer) != nullptr) {

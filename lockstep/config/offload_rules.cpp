@@ -63,6 +63,11 @@ void validate_offload(const TrainConfig& config) {
   require_switch(offload.codec.has_moments(), "codec", offload.optimizer, "optimizer", no_state);
   require_switch(!offload.disk.empty(), "disk", offload.optimizer, "optimizer",
                  "only optimizer state goes to the disk");
+  require(config.optim.moments == Precision::float32,
+          format("optim.moments is bfloat16, must be float32 where something is offloaded "
+                 "(offload.params {}, offload.grads {}, offload.optimizer {}); offload.optimizer "
+                 "true with offload.codec bf16 keeps moments in 2 bytes",
+                 offload.params, offload.grads, offload.optimizer));
   validate_update(config);
   const layout::ShardingStrategy shard = config.parallel.shard;
   require(shard == layout::ShardingStrategy::no_shard ||

@@ -96,6 +96,9 @@ void validate_optimizer(const OptimConfig& optim) {
           format("optim.betas has {} numbers, must have 2", optim.betas.size()));
   require(optim.momentum == 0 || optim.name == OptimizerKind::sgd,
           format("optim.momentum is {}, must be 0 for adamw, which has betas", optim.momentum));
+  require(optim.moments == Precision::float32 || optim.name == OptimizerKind::adamw,
+          "optim.moments is bfloat16, must be float32 for optim.name sgd: it is for the moments of "
+          "adamw");
 }
 
 void validate_data(const TrainConfig& config) {

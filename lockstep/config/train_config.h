@@ -102,6 +102,7 @@ struct OptimConfig {
   double lr = 1e-3;
   std::vector<double> betas = {0.9, 0.95};
   double eps = 1e-8;
+  Precision moments = Precision::float32;  // or bfloat16, rounded stochastically
   double momentum = 0;
   double weight_decay = 0.1;
   double clip = 1;                               // 0: off

@@ -256,6 +256,9 @@ void add_optim(Schema& schema, OptimConfig& optim) {
   schema.add("betas", optim.betas, "AdamW only: decay rates of the first and second moment.",
              kBelowOne);
   schema.add("eps", optim.eps, "AdamW only: epsilon, added to the denominator.", kAboveZero);
+  schema.add_choice("moments", optim.moments, {"float32", "bfloat16"},
+                    "AdamW only: type of the two moments. bfloat16 takes 2 bytes each instead of "
+                    "4, and is rounded stochastically.");
   schema.add("momentum", optim.momentum, "SGD only: momentum; 0 disables it.", kBelowOne);
   schema.add("weight_decay", optim.weight_decay,
              "Weight decay of matrices. Biases and norms are never decayed.", kFromZero);

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -54,16 +55,32 @@ AdamW::AdamW(std::vector<NamedParameter> parameters, AdamWOptions options)
 AdamW::AdamW(const torch::nn::Module& module, AdamWOptions options)
     : AdamW(named_parameters(module), options) {}
 
+at::ScalarType AdamW::buffer_type(at::ScalarType computed) const {
+  return options_.moments == MomentType::bfloat16 && computed == at::kFloat ? at::kBFloat16
+                                                                            : computed;
+}
+
 AdamW::Kernel AdamW::kernel_for(const detail::Update& update) const {
-  const auto run =
-      detail::kernels().adamw(*detail::dtype_of(update.param), *detail::dtype_of(update.grad));
-  return [run, operands = detail::operands_of(update), factors = factors_of(update, options_)](
-             int64_t begin, int64_t end) { run(operands, factors, begin, end); };
+  const DType param = *detail::dtype_of(update.param), grad = *detail::dtype_of(update.grad);
+  const auto factors = factors_of(update, options_);
+  if (!update.places) {
+    return [run = detail::kernels().adamw(param, grad), operands = detail::operands_of(update),
+            factors](int64_t begin, int64_t end) { run(operands, factors, begin, end); };
+  }
+  return [run = detail::kernels().rounded_adamw(param, grad), factors,
+          parts = detail::rounded_parts(update, options_.seed)](int64_t begin, int64_t end) {
+    auto part = std::ranges::upper_bound(parts, begin, {}, &detail::RoundedPart::end);
+    for (; part != parts.end() && part->begin < end; ++part) {
+      run(part->operands, factors, part->draws, std::max(begin, part->begin) - part->begin,
+          std::min(end, part->end) - part->begin);
+    }
+  };
 }
 
 void AdamW::update_on_device(std::span<const detail::Update> updates) const {
   detail::cuda::adamw(
-      updates, [this](const detail::Update& update) { return factors_of(update, options_); });
+      updates, [this](const detail::Update& update) { return factors_of(update, options_); },
+      options_.seed);
 }
 
 void AdamW::update_by_operators(std::span<const detail::Update> updates) const {
@@ -72,8 +89,9 @@ void AdamW::update_by_operators(std::span<const detail::Update> updates) const {
   for (const detail::Update& update : updates) {
     weights.push_back(update.weight());
     grads.push_back(update.grad);
-    exp_avgs.push_back(update.buffers[0]);
-    exp_avg_sqs.push_back(update.buffers[1]);
+    // A copy, where it has another type.
+    exp_avgs.push_back(update.buffers[0].to(update.weight().scalar_type()));
+    exp_avg_sqs.push_back(update.buffers[1].to(update.weight().scalar_type()));
     const auto factors = factors_of(update, options_);
     decays.emplace_back(factors.decay);
     step_sizes.emplace_back(-factors.step_size);
@@ -89,6 +107,10 @@ void AdamW::update_by_operators(std::span<const detail::Update> updates) const {
   at::_foreach_add_(roots, at::Scalar(options_.eps));
   at::_foreach_mul_(weights, decays);
   at::_foreach_addcdiv_(weights, exp_avgs, roots, step_sizes);
+  for (size_t i = 0; i < updates.size(); ++i) {
+    if (updates[i].places)
+      detail::store_rounded(updates[i], options_.seed, exp_avgs[i], exp_avg_sqs[i]);
+  }
 }
 
 }  // namespace lockstep::optim

@@ -14,6 +14,7 @@
 #include "lockstep/optim/gradient_passes.h"
 #include "lockstep/optim/kernels/blocks.h"
 #include "lockstep/optim/parameters/named_state.h"
+#include "lockstep/optim/parameters/placed_runs.h"
 #include "lockstep/optim/tensor_memory.h"
 #include "lockstep/optim/update_cuda.h"
 
@@ -37,7 +38,8 @@ bool has_kernel(const Update& update) {
   const auto alike = [&](const at::Tensor& state) { return same_layout(state, update.param); };
   return update.param.is_cpu() && update.param.is_non_overlapping_and_dense() &&
          (!update.master.defined() || alike(update.master)) &&
-         std::all_of(update.buffers.begin(), update.buffers.end(), alike);
+         std::all_of(update.buffers.begin(), update.buffers.end(), alike) &&
+         (!update.places || update.param.is_contiguous());
 }
 
 at::Tensor grad_for_kernel(const Update& update) {
@@ -91,7 +93,8 @@ void ElementwiseOptimizer::add_group(ParameterGroup group, double weight_decay) 
         format("[{}] group {} has weight_decay {} and lr_scale {}, must be at least 0", name_,
                groups_.size(), *group.weight_decay, group.lr_scale));
   }
-  for (const auto& [name, tensor] : group.parameters) {
+  for (const NamedParameter& parameter : group.parameters) {
+    const auto& [name, tensor, parts] = parameter;
     if (!tensor.defined() || !dtype_of(tensor)) {
       throw ConfigError(
           format("[{}] parameter '{}' is {}, must be float64, float32, float16 or bfloat16", name_,
@@ -101,7 +104,7 @@ void ElementwiseOptimizer::add_group(ParameterGroup group, double weight_decay) 
       throw ConfigError(format(
           "[{}] parameter '{}' is computed from others, must be a leaf of the graph", name_, name));
     }
-    slots_.push_back({.parameter = {name, tensor}, .group = groups_.size()});
+    slots_.push_back({.parameter = parameter, .group = groups_.size()});
   }
   groups_.push_back(std::move(group));
 }
@@ -115,8 +118,12 @@ void ElementwiseOptimizer::make_state(Slot& slot) const {
   const at::Tensor& param = slot.parameter.tensor;
   if (slot.has_state) return check_unchanged(slot);
   const auto options = param.options().dtype(compute_type(param));
+  const auto type = buffer_type(compute_type(param));
   for (size_t i = 0; i < buffer_names_.size(); ++i) {
-    slot.buffers.push_back(at::zeros_like(param, options));
+    slot.buffers.push_back(at::zeros_like(param, options.dtype(type)));
+  }
+  if (type != compute_type(param)) {
+    slot.places = std::make_shared<std::vector<PlacedRuns>>(placed_runs(slot.parameter));
   }
   if (!buffer_names_.empty()) slot.step = at::zeros({}, at::kLong);
   if (is_16_bit(param)) slot.master = at::empty_like(param, options).copy_(param);
@@ -125,21 +132,22 @@ void ElementwiseOptimizer::make_state(Slot& slot) const {
 
 void ElementwiseOptimizer::check_unchanged(const Slot& slot) const {
   const at::Tensor& param = slot.parameter.tensor;
-  const auto check = [&](const at::Tensor& state) {
+  const auto check = [&](const at::Tensor& state, at::ScalarType type) {
     if (state.sizes() == param.sizes() && state.device() == param.device() &&
-        state.scalar_type() == compute_type(param)) {
+        state.scalar_type() == type) {
       return;
     }
     throw ConfigError(
         format("[{}] parameter '{}' is {}, must be as it was when its state was made: {}", name_,
                slot.parameter.name, describe(param), describe(state)));
   };
-  for (const at::Tensor& buffer : slot.buffers) check(buffer);
-  if (slot.master.defined()) check(slot.master);
+  const auto computed = compute_type(param);
+  for (const at::Tensor& buffer : slot.buffers) check(buffer, buffer_type(computed));
+  if (slot.master.defined()) check(slot.master, computed);
 }
 
 Update ElementwiseOptimizer::next_update(Slot& slot) const {
-  const auto& [name, param] = slot.parameter;
+  const auto& [name, param, parts] = slot.parameter;
   const ParameterGroup& group = groups_[slot.group];
   if (param.grad().sizes() != param.sizes()) {
     throw ConfigError(format("[{}] the gradient of '{}' has shape ({}), must be ({})", name_, name,
@@ -152,7 +160,8 @@ Update ElementwiseOptimizer::next_update(Slot& slot) const {
           .buffers = slot.buffers,
           .step = slot.step.defined() ? *slot.step.data_ptr<int64_t>() + 1 : 1,
           .lr = lr_ * group.lr_scale,
-          .weight_decay = *group.weight_decay};
+          .weight_decay = *group.weight_decay,
+          .places = slot.places};
 }
 
 void ElementwiseOptimizer::step() {

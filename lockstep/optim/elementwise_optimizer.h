@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,6 +16,8 @@
 #include "lockstep/optim/optimizer.h"
 
 namespace lockstep::optim::detail {
+
+struct PlacedRuns;  // placed_runs.h
 
 // One parameter in one step.
 struct Update {
@@ -25,6 +28,8 @@ struct Update {
   int64_t step;                     // of this parameter, counted from 1
   double lr;
   double weight_decay;
+  // Of its elements in whole tensors, where state is rounded stochastically; else null.
+  std::shared_ptr<const std::vector<PlacedRuns>> places;
 
   const at::Tensor& weight() const { return master.defined() ? master : param; }
 };
@@ -42,6 +47,10 @@ class ElementwiseOptimizer : public Optimizer {
   // `buffers` names the state tensors of a parameter, which begin as zeros of its shape.
   ElementwiseOptimizer(std::string name, std::vector<std::string> buffers,
                        std::vector<ParameterGroup> groups, double lr, double weight_decay);
+
+  // The type of the state of a parameter that is computed in this type. One with fewer bits is
+  // rounded stochastically.
+  virtual at::ScalarType buffer_type(at::ScalarType computed) const { return computed; }
 
   // What to do with elements [begin, end) of an update whose tensors are dense CPU memory with the
   // same strides.
@@ -65,6 +74,7 @@ class ElementwiseOptimizer : public Optimizer {
     at::Tensor step = {};  // int64, 0-d
     at::Tensor master = {};
     std::vector<at::Tensor> buffers = {};
+    std::shared_ptr<const std::vector<PlacedRuns>> places = nullptr;
   };
 
   void add_group(ParameterGroup group, double weight_decay);

@@ -12,11 +12,11 @@
 namespace lockstep::optim::detail::cuda {
 namespace {
 
-// Calls launch(parts, factors, stream) for each run of updates that one kernel makes.
+// Calls launch(run, factors, param, grad, stream) for each run of updates that one kernel makes.
 template <class FactorsOf, class Launch>
 void queue_updates(std::span<const Update> updates, const FactorsOf& factors_of,
                    const Launch& launch) {
-  for (size_t begin = 0; begin < updates.size();) {
+  for (size_t begin = 0, end = 0; begin < updates.size(); begin = end) {
     const Update& first = updates[begin];
     const auto factors = factors_of(first);
     const auto is_alike = [&](const Update& other) {
@@ -24,14 +24,28 @@ void queue_updates(std::span<const Update> updates, const FactorsOf& factors_of,
              other.param.scalar_type() == first.param.scalar_type() &&
              other.grad.scalar_type() == first.grad.scalar_type() && factors_of(other) == factors;
     };
-    std::vector<UpdatePart> parts;
     do {
-      parts.push_back({operands_of(updates[begin]), updates[begin].param.numel()});
-    } while (++begin < updates.size() && is_alike(updates[begin]));
+      ++end;
+    } while (end < updates.size() && is_alike(updates[end]));
     const c10::cuda::CUDAGuard guard(first.param.device());
-    launch(parts, factors, *dtype_of(first.param), *dtype_of(first.grad),
-           c10::cuda::getCurrentCUDAStream().stream());
+    launch(updates.subspan(begin, end - begin), factors, *dtype_of(first.param),
+           *dtype_of(first.grad), c10::cuda::getCurrentCUDAStream().stream());
   }
+}
+
+std::vector<UpdatePart> parts_of(std::span<const Update> updates) {
+  std::vector<UpdatePart> parts;
+  for (const Update& update : updates) parts.push_back({operands_of(update), update.param.numel()});
+  return parts;
+}
+
+std::vector<RoundedUpdatePart> rounded_parts_of(std::span<const Update> updates, uint64_t seed) {
+  std::vector<RoundedUpdatePart> parts;
+  for (const Update& update : updates) {
+    for (const auto& [operands, begin, end, draws] : rounded_parts(update, seed))
+      parts.push_back({{operands, end - begin}, draws});
+  }
+  return parts;
 }
 
 }  // namespace
@@ -44,20 +58,27 @@ bool has_kernel(const Update& update) {
   return param.is_cuda() && param.is_non_overlapping_and_dense() && known_grad &&
          alike(update.grad) && alike(update.weight()) &&
          std::all_of(update.buffers.begin(), update.buffers.end(), alike) &&
-         update.grad.device() == param.device();
+         update.grad.device() == param.device() && (!update.places || param.is_contiguous());
 }
 
+// Whether moments are rounded follows from the parameter's type, and so is the same in a run.
 void adamw(std::span<const Update> updates,
-           const std::function<AdamWFactors(const Update&)>& factors_of) {
-  queue_updates(updates, factors_of, launch_adamw);
+           const std::function<AdamWFactors(const Update&)>& factors_of, uint64_t seed) {
+  queue_updates(updates, factors_of,
+                [seed](std::span<const Update> run, const AdamWFactors& factors, DType param,
+                       DType grad, void* stream) {
+                  if (run[0].places)
+                    return launch_adamw(rounded_parts_of(run, seed), factors, param, grad, stream);
+                  launch_adamw(parts_of(run), factors, param, grad, stream);
+                });
 }
 
 void sgd(std::span<const Update> updates, SgdKind kind,
          const std::function<SgdFactors(const Update&)>& factors_of) {
   queue_updates(
       updates, factors_of,
-      [kind](std::span<const UpdatePart> parts, const SgdFactors& factors, DType param, DType grad,
-             void* stream) { launch_sgd(parts, kind, factors, param, grad, stream); });
+      [kind](std::span<const Update> run, const SgdFactors& factors, DType param, DType grad,
+             void* stream) { launch_sgd(parts_of(run), kind, factors, param, grad, stream); });
 }
 
 }  // namespace lockstep::optim::detail::cuda

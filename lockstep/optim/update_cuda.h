@@ -3,6 +3,7 @@
 // where they are not built. Private: not installed.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 
@@ -15,9 +16,9 @@ namespace lockstep::optim::detail::cuda {
 bool has_kernel(const Update& update);
 
 // Queue updates that have one on the current streams of their devices: one kernel for many
-// parameters of the same types whose factors are equal.
+// parameters of the same types whose factors are equal. `seed` is that of rounded moments.
 void adamw(std::span<const Update> updates,
-           const std::function<AdamWFactors(const Update&)>& factors_of);
+           const std::function<AdamWFactors(const Update&)>& factors_of, uint64_t seed);
 void sgd(std::span<const Update> updates, SgdKind kind,
          const std::function<SgdFactors(const Update&)>& factors_of);
 

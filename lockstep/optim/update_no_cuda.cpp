@@ -5,7 +5,7 @@
 namespace lockstep::optim::detail::cuda {
 
 bool has_kernel(const Update&) { return false; }
-void adamw(std::span<const Update>, const std::function<AdamWFactors(const Update&)>&) {
+void adamw(std::span<const Update>, const std::function<AdamWFactors(const Update&)>&, uint64_t) {
   check(false, "there is no kernel");
 }
 void sgd(std::span<const Update>, SgdKind, const std::function<SgdFactors(const Update&)>&) {

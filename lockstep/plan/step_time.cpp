@@ -336,8 +336,10 @@ class StepClock {
   double update(const RankKind& rank) const {
     const double own =
         rank.time.parameters / (layout_.shard == ShardingStrategy::no_shard ? 1 : layout_.shards);
-    const double computed = cluster_.software.optimizer_bytes * own /
-                            (cluster_.device.bandwidth * cluster_.efficiency.memory);
+    // The constant is for two moments in float32, each read and written.
+    const double bytes =
+        std::max(0.0, cluster_.software.optimizer_bytes - 4 * (4 - layout_.moment));
+    const double computed = bytes * own / (cluster_.device.bandwidth * cluster_.efficiency.memory);
     if (!layout_.offload_optimizer) return computed;
     // Two moments in float32, and what bfloat16 lacks of the master weight.
     const double moved = own * (layout_.element < 4 ? 10 : 8) / cluster_.links.device_link;

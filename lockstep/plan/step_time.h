@@ -55,6 +55,7 @@ struct Layout {
   bool ring = false;
   bool offload_params = false, offload_grads = false, offload_optimizer = false;
   double element = 2;  // bytes of a parameter
+  double moment = 4;   // of a moment
   // Of products in 8 bits the smallest size; none: no product.
   std::optional<int64_t> fp8_min = std::nullopt;
 

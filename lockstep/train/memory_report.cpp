@@ -44,7 +44,7 @@ plan::Memory measure(c10::Device device, const TrainedModel& model, optim::Optim
     return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
   };
   plan::Memory memory;
-  for (const auto& [name, tensor] : model.parameters()) {
+  for (const auto& [name, tensor, parts] : model.parameters()) {
     memory.parameters += size(tensor);
     memory.gradients += size(tensor.grad());
   }

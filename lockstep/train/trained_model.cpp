@@ -95,8 +95,14 @@ std::unique_ptr<optim::Optimizer> make_optimizer(const config::TrainConfig& conf
       return std::make_unique<parallel::OffloadedSGD>(model.sharded(), std::move(groups), sgd);
     return std::make_unique<optim::SGD>(std::move(groups), sgd);
   }
-  const optim::AdamWOptions adamw{
-      .lr = options.lr, .beta1 = options.betas[0], .beta2 = options.betas[1], .eps = options.eps};
+  const optim::AdamWOptions adamw{.lr = options.lr,
+                                  .beta1 = options.betas[0],
+                                  .beta2 = options.betas[1],
+                                  .eps = options.eps,
+                                  .moments = options.moments == config::Precision::bfloat16
+                                                 ? optim::MomentType::bfloat16
+                                                 : optim::MomentType::float32,
+                                  .seed = static_cast<uint64_t>(config.train.seed)};
   if (offloaded)
     return std::make_unique<parallel::OffloadedAdamW>(model.sharded(), std::move(groups), adamw);
   return std::make_unique<optim::AdamW>(std::move(groups), adamw);

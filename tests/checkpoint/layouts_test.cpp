@@ -82,6 +82,7 @@ const Layout& layout_of(const std::string& name) {
 struct Kind {
   bool llama, tied, reproducible;
   int microbatches;  // in each step, of all ranks
+  optim::MomentType moments = optim::MomentType::float32;
 };
 
 PipelineCase make(const Layout& layout, const Kind& kind) {
@@ -97,7 +98,8 @@ PipelineCase make(const Layout& layout, const Kind& kind) {
       .tied = kind.tied,
       .reproducible = kind.reproducible,
       .steps = kEnd,
-      .layers = 4};
+      .layers = 4,
+      .adamw = {.lr = 1e-3, .moments = kind.moments, .seed = 3}};
   if (!layout.shard) return c;
   c.shard = parallel::FullyShardOptions{.strategy = *layout.shard,
                                         .units = units_of_language_model(),
@@ -251,6 +253,50 @@ TEST(CheckpointLayouts, ReproducibleRunsResumeBitForBitWhereOnlyDataShardsAndSta
     EXPECT_EQ(found.losses, later(expected.losses));
     EXPECT_EQ(found.norms, later(expected.norms));
   }
+}
+
+// Elements of the two moments that differ between two checkpoints, as a part of all.
+double other_moments(const std::string& path, const std::string& expected) {
+  formats::CheckpointReader reader(path), reference(expected);
+  int64_t all = 0, other = 0;
+  for (const auto& [name, tensor] : reader.manifest().tensors) {
+    if (name.find(".exp_avg") == std::string::npos) continue;
+    EXPECT_EQ(tensor.dtype, "BF16") << name;
+    const auto box = layout::Box::whole(tensor.shape);
+    std::vector<uint16_t> a(static_cast<size_t>(box.numel())), b(a.size());
+    reader.read(name, box, std::as_writable_bytes(std::span(a)));
+    reference.read(name, box, std::as_writable_bytes(std::span(b)));
+    all += box.numel();
+    for (size_t i = 0; i < a.size(); ++i) other += a[i] != b[i] ? 1 : 0;
+  }
+  EXPECT_GT(all, 0);
+  return static_cast<double>(other) / static_cast<double>(all);
+}
+
+// A third would differ with other random numbers.
+TEST(CheckpointLayouts, MomentsInBfloat16AreRoundedAsInOneProcess) {
+  LayoutRuns runs({.llama = true,
+                   .tied = false,
+                   .reproducible = true,
+                   .microbatches = 8,
+                   .moments = optim::MomentType::bfloat16});
+  const auto& [expected, one] = runs.unbroken("one");
+  for (const char* name : {"dp4", "pp2x2", "hybrid4", "grad2pp2", "tensors2pp2"}) {
+    SCOPED_TRACE(name);
+    EXPECT_EQ(hashes(runs.unbroken(name).checkpoint), hashes(one));
+    EXPECT_EQ(runs.unbroken(name).curve.losses, expected.losses);
+  }
+  // Products of parts round otherwise.
+  for (const char* name : {"tp2", "tp2pp2", "3d"}) {
+    SCOPED_TRACE(name);
+    EXPECT_LT(other_moments(runs.unbroken(name).checkpoint, one), 0.01);
+    expect_near_each(runs.unbroken(name).curve.losses, expected.losses, "loss");
+  }
+  for (const auto& [from, to] : Pairs{{"hybrid4", "grad2pp2"}, {"tensors2pp2", "one"}}) {
+    SCOPED_TRACE(from + " to " + to);
+    EXPECT_EQ(runs.resumed(from, to).losses, later(expected.losses));
+  }
+  EXPECT_EQ(runs.resumed("3d", "3d").losses, later(runs.unbroken("3d").curve.losses));
 }
 
 // The model has been used since: the next evaluation, and the next step, have the values that were

@@ -183,6 +183,12 @@ TEST(OffloadConfig, PlansForTheOptimizer) {
                  "offload.codec has exp_avg=bf16 and exp_avg_sq=bf16 ... SGD without momentum");
 }
 
+TEST(OffloadConfig, MomentsAreFloat32) {
+  expect_refused([](auto& c) { c.optim.moments = Precision::bfloat16; },
+                 "optim.moments is bfloat16, must be float32 ... offload.optimizer true ... "
+                 "offload.codec bf16");
+}
+
 TEST(OffloadConfig, UpdatesInBackwardAreNotClipped) {
   expect_refused([](auto& c) { c.offload.advanced.clip_mode = ClipMode::none; },
                  "offload.clip_mode none ... optim.clip 0 ... it is 1");

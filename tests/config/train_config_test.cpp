@@ -182,6 +182,17 @@ TEST(TrainConfig, MomentumIsOfSgd) {
   });
 }
 
+TEST(TrainConfig, SmallMomentsAreOfAdamW) {
+  expect_valid(1, [](auto& c) { c.optim.moments = Precision::bfloat16; });
+  expect_refused(
+      1,
+      [](auto& c) {
+        c.optim.moments = Precision::bfloat16;
+        c.optim.name = OptimizerKind::sgd;
+      },
+      "optim.moments is bfloat16, must be float32 for optim.name sgd");
+}
+
 TEST(TrainConfig, ValidationIsAFractionOrAFile) {
   EXPECT_EQ(valid().data.validation_fraction(), 0.05);
   expect_refused(

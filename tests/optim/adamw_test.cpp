@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/optim/adamw.h>
 
+#include <cmath>
+
 #include "lockstep/core/error.h"
 #include "tests/optim/optim_support.h"
 
@@ -238,6 +240,162 @@ TEST(AdamW, AutogradNoticesTheStep) {
   EXPECT_THROW(loss.backward(), c10::Error);
 }
 
+constexpr AdamWOptions kRounded{.moments = MomentType::bfloat16, .seed = 3};
+
+// A step whose moments are `value` before they are rounded.
+at::Tensor rounded_moments(const NamedParameter& parameter, double value, uint64_t seed) {
+  AdamW optimizer({parameter},
+                  {.beta1 = 0, .beta2 = 0, .moments = MomentType::bfloat16, .seed = seed});
+  parameter.tensor.mutable_grad() = at::full_like(parameter.tensor, value);
+  optimizer.step();
+  const auto state = optimizer.state();
+  return at::stack({entry(state, parameter.name + ".exp_avg"),
+                    entry(state, parameter.name + ".exp_avg_sq")})
+      .to(at::kDouble);
+}
+
+TEST(RoundedMoments, AreRightOnAverage) {
+  constexpr int64_t kCount = 200'000;
+  constexpr float kValue = 1.003f;
+  const at::Tensor moments =
+      rounded_moments({"p", at::zeros({kCount}).requires_grad_()}, kValue, 1);
+  const at::Tensor mean = moments[0], square = moments[1];
+  // Five deviations of the mean of so many elements.
+  EXPECT_NEAR(mean.mean().item<double>(), kValue, 5 * 0.0078 * 0.5 / std::sqrt(kCount));
+  EXPECT_NEAR(square.mean().item<double>(), kValue * kValue, 5 * 0.0078 * 0.5 / std::sqrt(kCount));
+  EXPECT_TRUE(mean.eq(1).logical_or(mean.eq(1.0078125)).all().item<bool>());
+  // The two have other bits, and so have neighbours.
+  const auto correlation = [](const at::Tensor& a, const at::Tensor& b) {
+    return ((a - a.mean()) * (b - b.mean())).mean().item<double>() /
+           (a.std() * b.std()).item<double>();
+  };
+  EXPECT_NEAR(correlation(mean, square), 0, 0.02);
+  for (const int64_t distance : {1, 2, 4, 1024}) {
+    const int64_t left = kCount - distance;
+    EXPECT_NEAR(correlation(mean.narrow(0, 0, left), mean.narrow(0, distance, left)), 0, 0.02);
+  }
+  const auto other = [&](const char* name, uint64_t seed) {
+    return rounded_moments({name, at::zeros({kCount}).requires_grad_()}, kValue, seed);
+  };
+  EXPECT_TRUE(at::equal(other("p", 1), moments));
+  EXPECT_NEAR(correlation(other("q", 1)[0], mean), 0, 0.02);
+  EXPECT_NEAR(correlation(other("p", 2)[0], mean), 0, 0.02);
+}
+
+// With beta2 0.999 one step takes a tenth of a percent away: less than half of what bfloat16
+// resolves.
+TEST(RoundedMoments, SmallDecaysAreNotLost) {
+  constexpr int kSteps = 500;
+  const at::Tensor tensor = at::zeros({20'000}).requires_grad_();
+  AdamW optimizer({{"p", tensor}}, kRounded);
+  tensor.mutable_grad() = at::ones_like(tensor);
+  optimizer.step();
+  const at::Tensor square = entry(optimizer.state(), "p.exp_avg_sq");
+  at::Tensor nearest = at::full({}, 0.001, at::kBFloat16);
+  tensor.mutable_grad().zero_();
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.step();
+    nearest = (nearest.to(at::kFloat) * 0.999).to(at::kBFloat16);
+  }
+  const double expected = 0.001 * std::pow(0.999, kSteps);  // 0.0006
+  EXPECT_NEAR(square.to(at::kDouble).mean().item<double>(), expected, 0.01 * expected);
+  EXPECT_NEAR(nearest.item<double>(), 0.001, 1e-5);
+}
+
+// A whole tensor and slices of it: flat shards of several parameters with padding, columns, and
+// what operators update.
+TEST(RoundedMoments, SlicesHaveTheBitsOfTheWhole) {
+  using layout::Placement;
+  const auto moments = [](NamedParameter parameter, const at::Tensor& gradient) {
+    AdamW optimizer({parameter}, kRounded);
+    for (int step = 0; step < 3; ++step) {
+      parameter.tensor.mutable_grad() = gradient.clone(at::MemoryFormat::Preserve);
+      optimizer.step();
+    }
+    return at::stack({entry(optimizer.state(), parameter.name + ".exp_avg"),
+                      entry(optimizer.state(), parameter.name + ".exp_avg_sq")});
+  };
+  const auto zeros = [](at::IntArrayRef sizes) { return at::zeros(sizes).requires_grad_(); };
+  at::manual_seed(1);
+  const at::Tensor grad_a = at::randn({70, 30}), grad_b = at::randn({5000, 10});
+  const at::Tensor a = moments({"a", zeros({70, 30})}, grad_a);
+  const at::Tensor b = moments({"b", zeros({5000, 10})}, grad_b);
+  EXPECT_EQ(a.scalar_type(), at::kBFloat16);
+
+  // Rows 3 to 69 of a, padding, rows 2 to 4990 of b.
+  const Placement whole_a = Placement::whole("a", {70, 30}),
+                  whole_b = Placement::whole("b", {5000, 10});
+  const at::Tensor line = at::cat(
+      {grad_a.slice(0, 3, 69).flatten(), at::zeros({4}), grad_b.slice(0, 2, 4990).flatten()});
+  const at::Tensor flat = moments(
+      {"unit",
+       zeros({line.numel()}),
+       {{whole_b.narrow(0, {2, 4990}, "dp"), 66 * 30 + 4}, {whole_a.narrow(0, {3, 69}, "dp"), 0}}},
+      line);
+  EXPECT_TRUE(at::equal(flat.slice(1, 0, 66 * 30), a.slice(1, 3, 69).flatten(1)));
+  EXPECT_TRUE(at::equal(flat.slice(1, 66 * 30 + 4), b.slice(1, 2, 4990).flatten(1)));
+  EXPECT_EQ(flat.slice(1, 66 * 30, 66 * 30 + 4).count_nonzero().item<int64_t>(), 0);
+
+  const at::Tensor columns =
+      moments({"a", zeros({70, 13}), {{whole_a.narrow(1, {7, 20}, "tp")}}}, grad_a.slice(1, 7, 20));
+  EXPECT_TRUE(at::equal(columns, a.slice(2, 7, 20)));
+
+  // Memory in another order is updated by operators, whose sums agree where they are exact.
+  const at::Tensor exact = at::randint(-8, 8, {70, 30}) / 8.0;
+  const AdamWOptions halves{.beta1 = 0.5, .beta2 = 0.5, .moments = MomentType::bfloat16, .seed = 3};
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& tensor :
+       {at::zeros({70, 30}), at::zeros({30, 70}).t(), at::zeros({70, 60}).slice(1, 0, 60, 2)}) {
+    AdamW optimizer({{"a", tensor.detach().requires_grad_()}}, halves);
+    for (int step = 0; step < 12; ++step) {
+      optimizer.groups()[0].parameters[0].tensor.mutable_grad() = exact.clone();
+      optimizer.step();
+    }
+    const auto state = optimizer.state();
+    results.push_back(at::stack({entry(state, "a.exp_avg"), entry(state, "a.exp_avg_sq")}));
+  }
+  EXPECT_TRUE(at::equal(results[0], results[1]));
+  EXPECT_TRUE(at::equal(results[0], results[2]));
+}
+
+TEST(RoundedMoments, EveryTypeOfParameter) {
+  for (const auto type : {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble}) {
+    at::manual_seed(1);
+    const auto tensors = parameters_of_many_sizes(type), expected = copies_of(tensors);
+    AdamW optimizer(named(tensors), kRounded), reference(named(expected));
+    for (int step = 0; step < 10; ++step) {
+      set_grads(tensors, expected);
+      optimizer.step();
+      reference.step();
+    }
+    const auto ours = optimizer.state(), theirs = reference.state();
+    for (size_t i = 0; i < ours.size(); ++i) {
+      const bool is_moment = ours[i].name.find("exp_avg") != std::string::npos;
+      const bool is_small = is_moment && type != at::kDouble;
+      EXPECT_EQ(ours[i].tensor.scalar_type(),
+                is_small ? at::kBFloat16 : theirs[i].tensor.scalar_type());
+      // A moment is a sum whose terms may cancel: its error is that of the terms.
+      expect_close(ours[i].tensor, theirs[i].tensor, is_small ? 0.03 : 2e-3);
+    }
+    EXPECT_TRUE(type == at::kDouble || !at::equal(tensors[7], expected[7]));
+  }
+}
+
+TEST(RoundedMoments, StatesOfEitherTypeAreLoaded) {
+  const at::Tensor tensor = parameter({3, 5});
+  AdamW wide({{"p", tensor}}), rounded({{"p", tensor}}, kRounded), again({{"p", tensor}});
+  tensor.mutable_grad() = at::randn({3, 5});
+  wide.step();
+  rounded.load_state(wide.state());
+  again.load_state(rounded.state());
+  for (const char* name : {"p.exp_avg", "p.exp_avg_sq"}) {
+    const at::Tensor nearest = entry(wide.state(), name).to(at::kBFloat16);
+    EXPECT_TRUE(same_bits(entry(rounded.state(), name), nearest));
+    EXPECT_TRUE(same_bits(entry(again.state(), name), nearest.to(at::kFloat)));
+  }
+  EXPECT_EQ(entry(rounded.state(), "p.step").item<int64_t>(), 1);
+}
+
 TEST(AdamW, BadInputIsNamed) {
   const at::Tensor tensor = parameter({2, 3});
   const auto with = [&](AdamWOptions options) { AdamW optimizer({{"w", tensor}}, options); };
@@ -247,6 +405,10 @@ TEST(AdamW, BadInputIsNamed) {
                             [&] { with({.beta2 = -0.5}); });
   expect_error<ConfigError>("[AdamW] ... eps is -1 ... at least 0", [&] { with({.eps = -1}); });
   expect_error<ConfigError>("weight_decay -0.1", [&] { with({.weight_decay = -0.1}); });
+  const auto outside = layout::Placement::whole("w", {2, 3});
+  AdamW sliced({{"w", tensor, {{outside, 1}}}}, kRounded);
+  expect_error<ConfigError>("w (2, 3) ... from element 1 ... 'w', which has 6",
+                            [&] { sliced.state(); });
   AdamW optimizer({{"w", tensor}});
   tensor.mutable_grad() = at::randn({3, 2}).t();
   optimizer.step();

@@ -87,11 +87,45 @@ void expect_cpus_bits(const Make& make) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       EXPECT_TRUE(at::equal(tensors[i].cpu(), expected[i])) << c10::toString(type) << " " << i;
     }
+    const auto state = optimizer.state(), expected_state = reference.state();
+    for (size_t i = 0; i < state.size(); ++i) {
+      EXPECT_TRUE(same_bits(state[i].tensor.cpu(), expected_state[i].tensor)) << state[i].name;
+    }
   }
 }
 
 TEST(Cuda, AdamWHasTheCpusBits) {
   expect_cpus_bits([](auto parameters) { return AdamW(parameters); });
+}
+
+TEST(Cuda, RoundedMomentsHaveTheCpusBits) {
+  const AdamWOptions rounded{.moments = MomentType::bfloat16, .seed = 3};
+  expect_cpus_bits([&](auto parameters) { return AdamW(parameters, rounded); });
+  // Columns of a whole tensor, and rows in a line with padding; aligned to blocks of Philox or not.
+  const auto whole = layout::Placement::whole("whole", {600, 40});
+  for (const int64_t begin : {0, 3, 8}) {
+    const std::vector<std::pair<std::vector<int64_t>, PlacedPart>> cases = {
+        {{600, 20}, {whole.narrow(1, {begin, begin + 20}, "tp")}},
+        {{590, 40}, {whole.narrow(0, {begin, begin + 590}, "dp")}},
+        {{600, 40}, {whole.narrow(0, {begin, begin + 555}, "dp"), 8 + begin}}};
+    for (const auto& [sizes, part] : cases) {
+      const at::Tensor gradient = at::randn(sizes), expected = parameter(sizes);
+      const at::Tensor tensor = on_device({expected})[0];
+      AdamW reference({{"p", expected, {part}}}, rounded),
+          optimizer({{"p", tensor, {part}}}, rounded);
+      for (int step = 0; step < 3; ++step) {
+        expected.mutable_grad() = gradient.clone();
+        tensor.mutable_grad() = gradient.to(at::kCUDA);
+        reference.step();
+        optimizer.step();
+      }
+      EXPECT_TRUE(at::equal(tensor.cpu(), expected)) << begin;
+      for (const char* name : {"p.exp_avg", "p.exp_avg_sq"}) {
+        EXPECT_TRUE(same_bits(entry(optimizer.state(), name).cpu(), entry(reference.state(), name)))
+            << begin;
+      }
+    }
+  }
 }
 
 TEST(Cuda, SgdHasTheCpusBits) {

@@ -16,9 +16,9 @@
 namespace lockstep::optim {
 namespace {
 
-std::vector<std::string> names_of(std::span<const NamedTensor> tensors) {
+std::vector<std::string> names_of(const auto& tensors) {
   std::vector<std::string> names;
-  for (const NamedTensor& tensor : tensors) names.push_back(tensor.name);
+  for (const auto& tensor : tensors) names.push_back(tensor.name);
   return names;
 }
 using Names = std::vector<std::string>;

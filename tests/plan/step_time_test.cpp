@@ -225,6 +225,11 @@ TEST(StepTime, ShardingCostsGathersAndSavesUpdates) {
   layout.shards = 64;
   layout.shard = ShardingStrategy::optimizer;
   EXPECT_LT(step_time(model, layout, cluster).optimizer, whole.optimizer / 60);
+  layout.moment = 2;  // each of the two moves 4 bytes less
+  EXPECT_NEAR(step_time(model, layout, cluster).optimizer,
+              whole.optimizer / 64 * (1 - 8 / cluster.software.optimizer_bytes),
+              1e-6 * whole.optimizer);
+  layout.moment = 4;
   layout.shard = ShardingStrategy::full_shard;
   const StepTime full = step_time(model, layout, cluster);
   EXPECT_GT(full.gather, 0);

@@ -185,5 +185,38 @@ TEST_F(Train, ResumesAfterKills) {
   }
 }
 
+TEST_F(Train, MomentsInBfloat16ResumeInOtherLayoutsAndTypes) {
+  const Words model{"--model.kind",     "llama",    "--train.reproducible", "true",
+                    "--optim.schedule", "constant", "--train.steps",        "6"};
+  const Words small = model + Words{"--optim.moments", "bfloat16"}, one{"-n", "1"},
+              shard{"-n", "2", "--parallel.shard", "full"}, pair{"-n", "2", "--parallel.tp", "2"};
+  const auto expected = losses(steps("small", small));
+  // From the second step on, which reads what the first has rounded.
+  const auto wide = losses(steps("wide", model));
+  EXPECT_EQ(expected[0], wide[0]);
+  EXPECT_NE(expected, wide);
+  expect_close(expected, wide, 1e-3);
+  EXPECT_EQ(moving(small, {shard, one, shard}), expected);
+  expect_close(losses(steps("tp", small + pair)), expected, 1e-5);
+  EXPECT_NE(losses(steps("seed", small + Words{"--train.seed", "2"})), expected);
+
+  // float32 to bfloat16, and back.
+  const Words narrow = shard + Words{"--optim.moments", "bfloat16"};
+  fs::remove_all(path("moving"));
+  expect_close(moving(model, {one, narrow, one}), wide, 1e-3);
+  const auto type_at = [&](int step) {
+    const std::string manifest = path("moving") + "/step-0000000" + std::to_string(step);
+    const json tensors = json::parse(read_file(manifest + "/manifest.json"))["tensors"];
+    return tensors["optim.norm.weight.exp_avg_sq"]["dtype"].get<std::string>();
+  };
+  EXPECT_EQ(type_at(2), "F32");
+  EXPECT_EQ(type_at(4), "BF16");
+  EXPECT_EQ(type_at(6), "F32");
+  for (const Words& options :
+       {Words{"--optim.name", "sgd"}, Words{"--offload.optimizer", "true"}}) {
+    expect_refused(small + options, "optim.moments is bfloat16, must be float32");
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::test

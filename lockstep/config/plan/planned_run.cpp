@@ -231,10 +231,14 @@ int shards_of(const TrainConfig& config, int world) {
   return shard == layout::ShardingStrategy::hybrid_shard && size > 0 ? size : config.dims(world).dp;
 }
 
+int64_t moment_bytes_of(const TrainConfig& config) {
+  return config.optim.moments == Precision::bfloat16 ? 2 : 4;
+}
+
 int64_t state_bytes_of(const TrainConfig& config) {
   const bool adamw = config.optim.name == OptimizerKind::adamw;
   const int64_t moments = adamw ? 2 : config.optim.momentum > 0 ? 1 : 0;
-  return 4 * moments + (element_bytes_of(config) == 2 ? 4 : 0);
+  return moment_bytes_of(config) * moments + (element_bytes_of(config) == 2 ? 4 : 0);
 }
 
 plan::LayerCost cost_of(LayerType type, const TrainConfig& config, const ModelSpec& model) {

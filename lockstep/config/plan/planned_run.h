@@ -12,7 +12,8 @@
 namespace lockstep::config {
 
 int64_t element_bytes_of(const TrainConfig& config);  // of a parameter
-// Of the optimizer for each parameter: moments in float32, and a master of 16-bit parameters.
+int64_t moment_bytes_of(const TrainConfig& config);   // of one moment of a parameter
+// Of the optimizer for each parameter: moments, and a float32 master of 16-bit parameters.
 int64_t state_bytes_of(const TrainConfig& config);
 // Of one layer. The configuration need not be valid but for what that layer needs.
 plan::LayerCost cost_of(LayerType type, const TrainConfig& config, const ModelSpec& model);

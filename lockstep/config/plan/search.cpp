@@ -80,8 +80,10 @@ class Search {
   SearchResult run(const std::vector<int>& worlds) {
     largest_ = *std::ranges::max_element(worlds);
     for (const int world : worlds) enumerate(world, false);
-    // Offload is slow: only where nothing else fits, or where it was asked for.
-    if (fitting_.empty() && !is_fixed("offload.optimizer")) {
+    // Offload is slow: only where nothing else fits, or where it was asked for. Moments in bfloat16
+    // cannot be offloaded.
+    if (fitting_.empty() && !is_fixed("offload.optimizer") &&
+        base_.optim.moments == Precision::float32) {
       for (const int world : worlds) enumerate(world, true);
     }
     plan_exactly();
@@ -236,6 +238,7 @@ class Search {
             .offload_grads = base_.offload.grads,
             .offload_optimizer = base_.offload.optimizer || candidate.offload,
             .element = static_cast<double>(element_bytes_of(base_)),
+            .moment = static_cast<double>(moment_bytes_of(base_)),
             .fp8_min = fp8_min_of(base_)};
   }
 

@@ -54,7 +54,8 @@ plan::Layout timed_layout(const TrainConfig& config, const ModelSpec& model, int
       .offload_params = config.offload.params,
       .offload_grads = config.offload.grads,
       .offload_optimizer = config.offload.optimizer,
-      .element = static_cast<double>(element_bytes_of(config))};
+      .element = static_cast<double>(element_bytes_of(config)),
+      .moment = static_cast<double>(moment_bytes_of(config))};
   if (config.train.fit) {
     for (int64_t i = 0; i < model.layers; ++i)
       layout.recompute_of_blocks.push_back(config.recompute_of(i));

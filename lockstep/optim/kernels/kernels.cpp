@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optim/kernels/kernels.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
 #include <type_traits>
 
 #include "lockstep/core/float16.h"
+#include "lockstep/core/philox_groups.h"
 
 #ifndef LOCKSTEP_ISA
 #define LOCKSTEP_ISA baseline
@@ -68,22 +70,67 @@ inline void for_each_weight(const Operands& operands, int64_t begin, int64_t end
   }
 }
 
+template <class V>
+struct AdamWRule {
+  V decay, beta1, rest1, beta2, rest2, eps, step_size, root_scale;
+
+  explicit AdamWRule(const AdamWFactors& factors)
+      : decay(factors.decay),
+        beta1(factors.beta1),
+        rest1(1 - factors.beta1),
+        beta2(factors.beta2),
+        rest2(1 - factors.beta2),
+        eps(factors.eps),
+        step_size(factors.step_size),
+        root_scale(factors.root_scale) {}
+
+  // Changes the moments, and returns the new weight.
+  V operator()(V weight, V grad, V& mean, V& square) const {
+    mean = mean * beta1 + rest1 * grad;
+    square = square * beta2 + rest2 * grad * grad;
+    return weight * decay - step_size * mean / (std::sqrt(square) * root_scale + eps);
+  }
+};
+
 template <class P, class G>
 void adamw(const Operands& operands, const AdamWFactors& factors, int64_t begin, int64_t end) {
   using V = Value<P>;
   V* __restrict exp_avg = static_cast<V*>(operands.first);
   V* __restrict exp_avg_sq = static_cast<V*>(operands.second);
-  const V decay = factors.decay, eps = factors.eps;
-  const V beta1 = factors.beta1, rest1 = 1 - factors.beta1;
-  const V beta2 = factors.beta2, rest2 = 1 - factors.beta2;
-  const V step_size = factors.step_size, root_scale = factors.root_scale;
+  const AdamWRule<V> rule(factors);
   for_each_weight<P, G>(operands, begin, end, [=](V weight, V grad, int64_t i) {
-    const V mean = exp_avg[i] * beta1 + rest1 * grad;
-    const V square = exp_avg_sq[i] * beta2 + rest2 * grad * grad;
+    V mean = exp_avg[i], square = exp_avg_sq[i];
+    const V updated = rule(weight, grad, mean, square);
     exp_avg[i] = mean;
     exp_avg_sq[i] = square;
-    return weight * decay - step_size * mean / (std::sqrt(square) * root_scale + eps);
+    return updated;
   });
+}
+
+// In pieces whose words fit the first-level cache.
+template <class P, class G>
+void rounded_adamw(const Operands& operands, const AdamWFactors& factors, const MomentDraws& draws,
+                   int64_t begin, int64_t end) {
+  constexpr int64_t kPiece = 16 * kPhiloxGroup;
+  BFloat16* __restrict exp_avg = static_cast<BFloat16*>(operands.first);
+  BFloat16* __restrict exp_avg_sq = static_cast<BFloat16*>(operands.second);
+  const AdamWRule<float> rule(factors);
+  uint32_t words[kPiece];
+  for (int64_t done = begin; done < end;) {
+    const int64_t run_end = done + draws.length - done % draws.length;
+    const int64_t next = std::min({end, run_end, done + kPiece});
+    for_elements(draws.key, static_cast<uint64_t>(draws.place(done)), next - done, words,
+                 SameWords{});
+    const uint32_t* __restrict drawn = words;
+    for_each_weight<P, G>(operands, done, next, [=](float weight, float grad, int64_t i) {
+      float mean = widen(exp_avg[i]), square = widen(exp_avg_sq[i]);
+      const float updated = rule(weight, grad, mean, square);
+      exp_avg[i].bits = stochastic_bfloat16(mean, for_exp_avg(drawn[i - done]));
+      exp_avg_sq[i].bits = stochastic_bfloat16(square, for_exp_avg_sq(drawn[i - done]));
+      return updated;
+    });
+    done = next;
+  }
 }
 
 template <class P, class G, SgdKind kKind>
@@ -212,6 +259,16 @@ AdamWKernel find_adamw(DType param, DType grad) {
   return for_pair<AdamWKernel>(param, grad, []<class P, class G>() { return adamw<P, G>; });
 }
 
+RoundedAdamWKernel find_rounded_adamw(DType param, DType grad) {
+  return for_pair<RoundedAdamWKernel>(param, grad, []<class P, class G>() -> RoundedAdamWKernel {
+    if constexpr (std::is_same_v<P, double>) {
+      return nullptr;
+    } else {
+      return rounded_adamw<P, G>;
+    }
+  });
+}
+
 SgdKernel find_sgd(SgdKind kind, DType param, DType grad) {
   return for_pair<SgdKernel>(param, grad, [kind]<class P, class G>() -> SgdKernel {
     switch (kind) {
@@ -241,7 +298,7 @@ ScaleKernel find_scale(DType dtype) {
 
 }  // namespace
 
-const Kernels kernels = {
-    find_adamw, find_sgd, find_sum_squares, find_max_abs, find_sum_squares_fixed, find_scale};
+const Kernels kernels = {find_adamw,   find_rounded_adamw,     find_sgd,  find_sum_squares,
+                         find_max_abs, find_sum_squares_fixed, find_scale};
 
 }  // namespace lockstep::optim::detail::LOCKSTEP_ISA

@@ -9,6 +9,7 @@
 #include <span>
 
 #include "lockstep/core/dtype.h"
+#include "lockstep/optim/kernels/stochastic_rounding.h"
 
 namespace lockstep::optim {
 
@@ -62,6 +63,9 @@ struct FixedSum {
 
 // All work on elements [begin, end).
 using AdamWKernel = void (*)(const Operands&, const AdamWFactors&, int64_t begin, int64_t end);
+// Moments are in bfloat16, and rounded by these random numbers.
+using RoundedAdamWKernel = void (*)(const Operands&, const AdamWFactors&, const MomentDraws&,
+                                    int64_t begin, int64_t end);
 using SgdKernel = void (*)(const Operands&, const SgdFactors&, int64_t begin, int64_t end);
 using NormKernel = double (*)(const void* data, int64_t begin, int64_t end);
 // Rounds every square to coarse steps and what is left of it to fine ones, and adds up whole
@@ -74,6 +78,7 @@ using ScaleKernel = double (*)(void* data, double factor, int64_t begin, int64_t
 // parameter has 16 bits.
 struct Kernels {
   AdamWKernel (*adamw)(DType param, DType grad);
+  RoundedAdamWKernel (*rounded_adamw)(DType param, DType grad);  // not for float64
   SgdKernel (*sgd)(SgdKind kind, DType param, DType grad);
   NormKernel (*sum_squares)(DType);
   NormKernel (*max_abs)(DType);  // a NaN anywhere is the result
@@ -98,8 +103,13 @@ struct UpdatePart {
   Operands operands;
   int64_t count;  // of elements
 };
+struct RoundedUpdatePart : UpdatePart {  // moments are in bfloat16
+  MomentDraws draws;
+};
 void launch_adamw(std::span<const UpdatePart> parts, const AdamWFactors& factors, DType param,
                   DType grad, void* stream);
+void launch_adamw(std::span<const RoundedUpdatePart> parts, const AdamWFactors& factors,
+                  DType param, DType grad, void* stream);
 void launch_sgd(std::span<const UpdatePart> parts, SgdKind kind, const SgdFactors& factors,
                 DType param, DType grad, void* stream);
 }  // namespace cuda

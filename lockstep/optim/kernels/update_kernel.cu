@@ -43,17 +43,49 @@ __device__ bool is_rounded(__nv_bfloat16 param, float master) {
   return __bfloat16_as_ushort(param) == __bfloat16_as_ushort(__float2bfloat16_rn(master));
 }
 
+// Moments as they are, and in bfloat16.
+template <class V, int N>
+__device__ Pack<V, N> load_moments(const Pack<V, N>* from) {
+  return *from;
+}
+template <class V, int N>
+__device__ Pack<V, N> load_moments(const Pack<uint16_t, N>* from) {
+  const Pack<uint16_t, N> stored = *from;
+  Pack<V, N> moments;
+#pragma unroll
+  for (int k = 0; k < N; ++k)
+    moments.lane[k] = __uint_as_float(static_cast<uint32_t>(stored.lane[k]) << 16);
+  return moments;
+}
+
+// Words of elements i ... i + N - 1: those of one block, where they are neighbours that fill it.
+template <int N>
+__device__ Lanes<uint32_t> words_of(const MomentDraws& draws, int64_t i) {
+  static_assert(N == 1 || N == 4);
+  Lanes<uint32_t> words;
+  const auto first = static_cast<uint64_t>(draws.place(i));
+  if (N == 4 && first % 4 == 0 && draws.place(i + 3) == draws.place(i) + 3)
+    return random_words(draws.key, first / 4);
+#pragma unroll
+  for (int k = 0; k < N; ++k)
+    words.lane[k] = random_word(draws.key, static_cast<uint64_t>(draws.place(i + k)));
+  return words;
+}
+
 // What one kernel updates; 4 KB is the most that a kernel may be given.
+template <class Part>
 struct Parts {
-  static constexpr unsigned kMost = 64;
-  UpdatePart part[kMost];
+  static constexpr unsigned kMost = std::is_same_v<Part, UpdatePart> ? 64 : 40;
+  Part part[kMost];
   unsigned first_block[kMost];  // of each part
   unsigned count = 0;
 };
-static_assert(sizeof(Parts) < 4096 - 128);
+static_assert(sizeof(Parts<UpdatePart>) < 4096 - 128);
+static_assert(sizeof(Parts<RoundedUpdatePart>) < 4096 - 128);
 
 // The last part that begins at this block or before.
-__device__ unsigned part_of(const Parts& parts, unsigned block) {
+template <class Part>
+__device__ unsigned part_of(const Parts<Part>& parts, unsigned block) {
   unsigned begin = 0, end = parts.count;
   while (end - begin > 1) {
     const unsigned middle = (begin + end) / 2;
@@ -64,22 +96,24 @@ __device__ unsigned part_of(const Parts& parts, unsigned block) {
 
 // N elements a thread. Of an element with a master, the parameter wins where it is not its rounded
 // master: someone else has written it.
-template <int N, class P, class G, class Rule>
-__global__ void update_kernel(Parts parts, Rule rule) {
+template <int N, class P, class G, class Part, class Rule>
+__global__ void update_kernel(Parts<Part> parts, Rule rule) {
+  constexpr bool kIsRounded = std::is_same_v<Part, RoundedUpdatePart>;
   using V = Value<P>;
+  using Stored = std::conditional_t<kIsRounded, uint16_t, V>;  // a moment
   const unsigned which = part_of(parts, blockIdx.x);
-  const auto [operands, count] = parts.part[which];
+  const Operands operands = parts.part[which].operands;
   const int64_t block = blockIdx.x - parts.first_block[which];
   const int64_t i = (block * blockDim.x + threadIdx.x) * N;
-  if (i >= count) return;
+  if (i >= parts.part[which].count) return;
   auto* params = reinterpret_cast<Pack<P, N>*>(static_cast<P*>(operands.param) + i);
-  auto* means = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.first) + i);
-  auto* squares = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.second) + i);
+  auto* means = reinterpret_cast<Pack<Stored, N>*>(static_cast<Stored*>(operands.first) + i);
+  auto* squares = reinterpret_cast<Pack<Stored, N>*>(static_cast<Stored*>(operands.second) + i);
   const auto grad = *reinterpret_cast<const Pack<G, N>*>(static_cast<const G*>(operands.grad) + i);
   Pack<P, N> param = *params;
   Pack<V, N> mean = {}, square = {};
-  if constexpr (Rule::kMoments > 0) mean = *means;
-  if constexpr (Rule::kMoments > 1) square = *squares;
+  if constexpr (Rule::kMoments > 0) mean = load_moments<V, N>(means);
+  if constexpr (Rule::kMoments > 1) square = load_moments<V, N>(squares);
   if constexpr (kHasMaster<P>) {
     auto* masters = reinterpret_cast<Pack<V, N>*>(static_cast<V*>(operands.master) + i);
     Pack<V, N> master = *masters;
@@ -98,8 +132,20 @@ __global__ void update_kernel(Parts parts, Rule rule) {
     }
   }
   *params = param;
-  if constexpr (Rule::kMoments > 0) *means = mean;
-  if constexpr (Rule::kMoments > 1) *squares = square;
+  if constexpr (kIsRounded) {
+    const Lanes<uint32_t> words = words_of<N>(parts.part[which].draws, i);
+    Pack<Stored, N> rounded_mean, rounded_square;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      rounded_mean.lane[k] = stochastic_bfloat16(mean.lane[k], for_exp_avg(words.lane[k]));
+      rounded_square.lane[k] = stochastic_bfloat16(square.lane[k], for_exp_avg_sq(words.lane[k]));
+    }
+    *means = rounded_mean;
+    *squares = rounded_square;
+  } else {
+    if constexpr (Rule::kMoments > 0) *means = mean;
+    if constexpr (Rule::kMoments > 1) *squares = square;
+  }
 }
 
 constexpr int kPack = 4;
@@ -113,9 +159,9 @@ bool is_packed(const UpdatePart& part) {
 }
 
 // All parts that are packed, or all that are not.
-template <int N, class P, class G, class Rule>
-void launch(std::span<const UpdatePart> given, const Rule& rule, cudaStream_t stream) {
-  Parts parts;
+template <int N, class P, class G, class Part, class Rule>
+void launch(std::span<const Part> given, const Rule& rule, cudaStream_t stream) {
+  Parts<Part> parts;
   int64_t blocks = 0;
   const auto flush = [&] {
     if (parts.count == 0) return;
@@ -123,10 +169,10 @@ void launch(std::span<const UpdatePart> given, const Rule& rule, cudaStream_t st
     parts.count = 0;
     blocks = 0;
   };
-  for (const UpdatePart& part : given) {
+  for (const Part& part : given) {
     if (part.count == 0 || is_packed(part) != (N > 1)) continue;
     const int64_t threads = part.count / N, more = (threads + kThreads - 1) / kThreads;
-    if (parts.count == Parts::kMost || blocks + more > INT32_MAX) flush();
+    if (parts.count == Parts<Part>::kMost || blocks + more > INT32_MAX) flush();
     parts.part[parts.count] = part;
     parts.first_block[parts.count++] = static_cast<unsigned>(blocks);
     blocks += more;
@@ -134,14 +180,14 @@ void launch(std::span<const UpdatePart> given, const Rule& rule, cudaStream_t st
   flush();
 }
 
-template <class P, class G, class Rule>
-void launch_all(std::span<const UpdatePart> parts, const Rule& rule, cudaStream_t stream) {
+template <class P, class G, class Part, class Rule>
+void launch_all(std::span<const Part> parts, const Rule& rule, cudaStream_t stream) {
   launch<kPack, P, G>(parts, rule, stream);
   launch<1, P, G>(parts, rule, stream);
 }
 
-template <class P, class Rule>
-void launch_for(std::span<const UpdatePart> parts, const Rule& rule, DType param, DType grad,
+template <class P, class Part, class Rule>
+void launch_for(std::span<const Part> parts, const Rule& rule, DType param, DType grad,
                 cudaStream_t stream) {
   if constexpr (kHasMaster<P>) {
     if (grad != param) return launch_all<P, float>(parts, rule, stream);
@@ -179,6 +225,19 @@ void launch_adamw(std::span<const UpdatePart> parts, const AdamWFactors& factors
   for_dtype(param, [&]<class P>() {
     launch_for<P>(parts, optim::cuda::AdamWRule<Value<P>>(factors), param, grad,
                   static_cast<cudaStream_t>(stream));
+  });
+  check_launch("AdamW");
+}
+
+void launch_adamw(std::span<const RoundedUpdatePart> parts, const AdamWFactors& factors,
+                  DType param, DType grad, void* stream) {
+  for_dtype(param, [&]<class P>() {
+    if constexpr (std::is_same_v<P, double>) {
+      check(false, "moments of float64 parameters are float64");
+    } else {
+      launch_for<P>(parts, optim::cuda::AdamWRule<float>(factors), param, grad,
+                    static_cast<cudaStream_t>(stream));
+    }
   });
   check_launch("AdamW");
 }

@@ -31,7 +31,7 @@ std::vector<NamedParameter> named_parameters(const torch::nn::Module& module) {
 
 layout::ModelParameters model_parameters(const torch::nn::Module& module) {
   layout::ModelParameters all;
-  for (const auto& [name, tensor] : all_parameters(module))
+  for (const auto& [name, tensor, parts] : all_parameters(module))
     all.add(name, tensor.sizes().vec(), static_cast<int64_t>(tensor.element_size()));
   return all;
 }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,7 +19,20 @@ struct NamedTensor {
   std::string name;
   at::Tensor tensor;
 };
-using NamedParameter = NamedTensor;
+
+// Elements of a parameter that are a slice of a tensor of the whole model.
+struct PlacedPart {
+  layout::Placement placement;
+  int64_t begin = 0;  // of the slice among the parameter's elements; both are in row-major order
+};
+
+// A parameter, or what this rank has of one or of several.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+  // None: the parameter is a whole tensor of this name. What no part has is padding, and zero.
+  std::vector<PlacedPart> parts = {};
+};
 
 // Parameters that are stepped alike.
 struct ParameterGroup {

@@ -45,6 +45,11 @@ OffloadedAdamW::OffloadedAdamW(std::vector<ShardedModel> models,
                             return optim::adamw_factors(options, step_of<optim::AdamWStep>(now));
                           }}) {
   optim::validate(options);
+  if (options.moments == optim::MomentType::bfloat16) {
+    throw ConfigError(
+        "[OffloadedAdamW] moments is bfloat16, must be float32: offloaded moments are encoded by "
+        "the codec of fully_shard's offload, which may be bf16");
+  }
 }
 
 OffloadedAdamW::OffloadedAdamW(const ShardedModel& model, optim::AdamWOptions options)

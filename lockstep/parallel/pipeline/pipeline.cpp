@@ -56,10 +56,10 @@ std::vector<Tensors> Pipeline::forward(const std::function<Tensors(int microbatc
 bool Pipeline::hold(int64_t budget) { return engine_->hold(budget); }
 
 std::vector<optim::NamedParameter> Pipeline::named_parameters() const {
-  return engine_->named_parameters();
+  return tensor().placed(engine_->named_parameters());
 }
 std::vector<at::Tensor> Pipeline::parameters() const {
-  return optim::tensors_of(named_parameters());
+  return optim::tensors_of(engine_->named_parameters());
 }
 double Pipeline::grad_norm(optim::NormOptions options) const {
   return engine_->grad_norm(std::move(options));

@@ -18,6 +18,22 @@ namespace lockstep::parallel {
 
 using detail::Member;
 
+namespace {
+
+// With the rows of each member that it holds, unless it is the model's own.
+optim::NamedParameter placed(const detail::Flat& flat, const detail::OptimizedTensor& each) {
+  optim::NamedParameter parameter{each.name, each.tensor};
+  for (size_t i = each.first; i < each.end && !flat.plan().is_own(); ++i) {
+    const Member& member = flat.members()[i];
+    if (member.shard_numel() == 0) continue;
+    parameter.parts.push_back(
+        {flat.parameter.placement(member), member.shard_offset - each.range.begin});
+  }
+  return parameter;
+}
+
+}  // namespace
+
 NoSyncShards::NoSyncShards(std::shared_ptr<detail::ShardedModelState> sharded)
     : sharded_(std::move(sharded)) {
   if (sharded_->engine) sharded_->engine->gradients().change_no_sync(1);
@@ -56,7 +72,7 @@ std::vector<optim::NamedParameter> ShardedModel::named_parameters() const {
   if (!shared()->engine) return optim::named_parameters(*shared()->model);
   std::vector<optim::NamedParameter> all;
   for (const auto& flat : shared()->engine->flats()) {
-    for (const auto& each : flat->shard.optimized()) all.push_back({each.name, each.tensor});
+    for (const auto& each : flat->shard.optimized()) all.push_back(placed(*flat, each));
   }
   return all;
 }

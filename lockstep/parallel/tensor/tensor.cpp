@@ -212,7 +212,7 @@ void TensorParallel::reduce_gradients(std::span<const optim::NamedParameter> par
   if (state_->partial.empty()) return;
   const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_type;  // for all but a few models one
-  for (const auto& [name, tensor] : parameters) {
+  for (const auto& [name, tensor, parts] : parameters) {
     if (tensor.grad().defined() && state_->partial.contains(name))
       by_type[tensor.grad().scalar_type()].push_back(tensor.grad());
   }
@@ -240,6 +240,41 @@ std::vector<optim::NamedParameter> TensorParallel::counted(
     });
   }
   return parameters;
+}
+
+std::vector<optim::NamedParameter> TensorParallel::placed(
+    std::vector<optim::NamedParameter> parameters) const {
+  for (optim::NamedParameter& parameter : parameters) {
+    auto& [name, tensor, parts] = parameter;
+    if (parts.empty() && state_->splits.contains(name))
+      parts = {{layout::Placement::whole(name, tensor.sizes().vec())}};
+    std::vector<optim::PlacedPart> all;
+    for (const optim::PlacedPart& part : parts) add_pieces(part, all);
+    parts = std::move(all);
+  }
+  return parameters;
+}
+
+// A piece that is no run of the rank's elements is cut into rows, which are.
+void TensorParallel::add_pieces(const optim::PlacedPart& part,
+                                std::vector<optim::PlacedPart>& all) const {
+  const layout::Box& held = part.placement.slice;
+  const TensorSplit split = this->split(part.placement.name, part.placement.global_shape);
+  for (const auto& [local, global] : split.pieces(held)) {
+    const int64_t elements = local.numel();
+    const bool is_run = split.is_whole() || split.dim == 0 || local == held;
+    const int64_t most = is_run ? elements : elements / local.ranges[0].size();
+    const auto locals = layout::pieces(local, most), globals = layout::pieces(global, most);
+    for (size_t i = 0; i < locals.size(); ++i) {
+      optim::PlacedPart piece = part;
+      piece.placement.global_shape = split.global_shape;
+      piece.placement.slice = globals[i];
+      layout::for_each_run(locals[i], held, locals[i], [&](const layout::ContiguousRun& run) {
+        piece.begin = part.begin + run.from;
+      });
+      all.push_back(std::move(piece));
+    }
+  }
 }
 
 double TensorParallel::grad_norm(optim::NormOptions options) const {

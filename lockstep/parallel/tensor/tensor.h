@@ -74,6 +74,10 @@ class TensorParallel {
   // Those that this rank is to add to a norm: what all ranks have, rank 0 counts.
   std::vector<optim::NamedParameter> counted(std::vector<optim::NamedParameter> parameters) const;
 
+  // For the optimizer: the parameters, which may have been sharded since, with the places of their
+  // elements in the whole ones.
+  std::vector<optim::NamedParameter> placed(std::vector<optim::NamedParameter> parameters) const;
+
   // How this rank's part of a parameter lies in the whole one; whole for names that no rule shares.
   layout::TensorSplit split(const std::string& parameter, const layout::Shape& local) const;
   // An initializer that asks another one, for parts of the whole parameters.
@@ -83,6 +87,8 @@ class TensorParallel {
   const TensorParallelOptions& options() const;
 
  private:
+  void add_pieces(const optim::PlacedPart& part, std::vector<optim::PlacedPart>& all) const;
+
   struct State;
   std::shared_ptr<State> state_;
 };

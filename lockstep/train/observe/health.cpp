@@ -58,7 +58,7 @@ void Health::before_update(const parallel::Pipeline& pipeline) {
   numbers_.clear();
   weights_.clear();
   counts_.assign(layers_.size(), 0);
-  for (const auto& [name, tensor] : pipeline.counted_parameters()) {
+  for (const auto& [name, tensor, parts] : pipeline.counted_parameters()) {
     const int64_t row = row_of(name);
     const at::Tensor grad = tensor.grad();
     // Copies of tied parameters have given their gradients away: they do not count.

@@ -67,6 +67,12 @@ TEST(Memory, CountsParametersGradientsAndState) {
   EXPECT_EQ(memory.total(), 16 * all + memory.activations);
   EXPECT_GT(memory.activations, 0);
 
+  config.optim.moments = Precision::bfloat16;
+  EXPECT_EQ(plan_for(config, 1)[0].optimizer, 4 * all);
+  config.train.dtype = Precision::bfloat16;  // which has a master
+  EXPECT_EQ(plan_for(config, 1)[0].optimizer, 8 * all);
+  config = small();
+
   config.optim.name = OptimizerKind::sgd;
   EXPECT_EQ(plan_for(config, 1)[0].optimizer, 0);
   config.optim.momentum = 0.9;

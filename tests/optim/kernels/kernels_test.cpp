@@ -7,6 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <bit>
+#include <cmath>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -66,6 +69,42 @@ TEST(Blocks, NothingToDo) {
   blocks.for_each([](const Block&) { FAIL(); });
 }
 
+float widened(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// Against the definition: up where the random number exceeds what is missing to the next value.
+TEST(StochasticRounding, FollowsItsDefinition) {
+  for (const uint32_t bits : {0x3F80624Eu, 0xBF80624Eu, 0x00000001u, 0x80012345u, 0x42F6E979u}) {
+    const auto value = std::bit_cast<float>(bits);
+    const uint32_t upper = bits >> 16, cut = bits & 0xffff;
+    for (const uint32_t random : {0u, 1u, 0xffffu - cut, 0x10000u - cut, 0xffffu}) {
+      if (random > 0xffff) continue;
+      EXPECT_EQ(stochastic_bfloat16(value, random), upper + (cut + random > 0xffff ? 1 : 0))
+          << bits << " " << random;
+    }
+  }
+  double sum = 0;  // over all random numbers: the value itself
+  for (uint32_t random = 0; random < 0x10000; ++random)
+    sum += widened(stochastic_bfloat16(1.003f, random));
+  EXPECT_EQ(sum / 0x10000, 1.003f);
+}
+
+TEST(StochasticRounding, FiniteStaysFiniteAndNothingElseChanges) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float largest = widened(0x7f7f);
+  for (const uint32_t random : {0u, 1u, 0x8000u, 0xffffu}) {
+    EXPECT_EQ(widened(stochastic_bfloat16(std::numeric_limits<float>::max(), random)), largest);
+    EXPECT_EQ(widened(stochastic_bfloat16(-std::numeric_limits<float>::max(), random)), -largest);
+    EXPECT_EQ(widened(stochastic_bfloat16(kInfinity, random)), kInfinity);
+    EXPECT_EQ(widened(stochastic_bfloat16(-kInfinity, random)), -kInfinity);
+    EXPECT_EQ(stochastic_bfloat16(0.0f, random), 0);
+    EXPECT_EQ(stochastic_bfloat16(-0.0f, random), 0x8000);
+    EXPECT_EQ(widened(stochastic_bfloat16(0.5f, random)), 0.5f);
+    for (const uint32_t nan : {0x7f800001u, 0x7fffffffu, 0xff800001u, 0xffffffffu}) {
+      EXPECT_TRUE(std::isnan(widened(stochastic_bfloat16(std::bit_cast<float>(nan), random))));
+    }
+  }
+}
+
 #ifdef __x86_64__
 TEST(Kernels, InstructionSetsGiveTheSameBits) {
   if (&kernels() != &x86_v3::kernels) return;  // this processor has only one of the two
@@ -87,13 +126,22 @@ TEST(Kernels, InstructionSetsGiveTheSameBits) {
       const AdamWFactors adamw = {0.99, 0.9, 0.999, 1e-8, 1e-2, 3};
       const SgdFactors sgd = {0.1, 0.01, 0.9, 0.5, 0.9};
       for (int step = 0; step < 3; ++step) set->adamw(dtype, dtype)(operands, adamw, 0, kCount);
+      at::Tensor small = at::zeros({2, kCount}, at::kBFloat16);
+      if (dtype != DType::float64) {
+        Operands rounded = operands;
+        rounded.first = small[0].data_ptr();
+        rounded.second = small[1].data_ptr();
+        const MomentDraws draws{{.tensor = 5, .step = 2}, 3, 300, 1000};
+        for (const auto& [begin, end] : {std::pair{0, 7}, {7, 650}, {650, 1003}})
+          set->rounded_adamw(dtype, dtype)(rounded, adamw, draws, begin, end);
+      }
       set->sgd(SgdKind::nesterov, dtype, dtype)(operands, sgd, 0, kCount);
       const double norm = set->sum_squares(dtype)(param.data_ptr(), 0, kCount);
       const FixedSum fixed =
           set->sum_squares_fixed(dtype)(param.data_ptr(), {0x1.8p20, 0x1.8p-29}, 0, kCount);
       const double largest = set->scale(dtype)(param.data_ptr(), 0.3, 0, kCount);
       results.push_back(
-          {param, master, first, second,
+          {param, master, first, second, small,
            at::tensor({norm, largest, set->max_abs(dtype)(param.data_ptr(), 0, kCount)},
                       at::kDouble),
            at::tensor({fixed.coarse, fixed.fine}, at::kLong)});

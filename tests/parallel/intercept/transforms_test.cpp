@@ -133,7 +133,7 @@ struct Offloaded {
     expected.backward();
     loss.backward();
     const auto parameters = plain->named_parameters();
-    for (const auto& [name, shard] : sharded.named_parameters())
+    for (const auto& [name, shard, parts] : sharded.named_parameters())
       require_same(shard.grad(), parameters[name].grad(), "the gradient of " + name);
   }
 };

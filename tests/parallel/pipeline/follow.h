@@ -140,7 +140,7 @@ inline void expect_near(const std::vector<double>& found, const std::vector<doub
 }
 
 inline void expect_gradients(const Pipeline& pipeline, const OneProcess& expected) {
-  for (const auto& [name, tensor] : pipeline.named_parameters()) {
+  for (const auto& [name, tensor, parts] : pipeline.named_parameters()) {
     const at::Tensor gradient = expected.gradient(name);
     ASSERT_EQ(tensor.grad().defined(), gradient.defined()) << name;
     if (gradient.defined()) {
@@ -168,7 +168,7 @@ inline void follow(const PipelineJob& job, const comm::Group& group,
     EXPECT_NEAR(pipeline.grad_norm(), std::sqrt(norm), 1e-5 * (1 + std::sqrt(norm)));
     expected.update();
     const at::NoGradGuard no_grad;
-    for (const auto& [name, tensor] : pipeline.named_parameters()) {
+    for (const auto& [name, tensor, parts] : pipeline.named_parameters()) {
       if (tensor.grad().defined()) tensor.sub_(tensor.grad() * 0.02);
       tensor.mutable_grad().reset();
     }

@@ -74,7 +74,7 @@ TEST(Pipeline, RanksTogetherHaveEveryParameterOnce) {
       comm::run_threads(2, [&](const comm::Group& group) {
         const Pipeline pipeline(job.layers, group, options);
         const std::lock_guard lock(mutex);
-        for (const auto& [name, tensor] : pipeline.named_parameters()) found.insert(name);
+        for (const auto& [name, tensor, parts] : pipeline.named_parameters()) found.insert(name);
         EXPECT_EQ(pipeline.parameters().size(), pipeline.named_parameters().size());
         for (size_t i = 0; i < pipeline.stages().size(); ++i) {
           const auto names = pipeline.tied_copies(i);

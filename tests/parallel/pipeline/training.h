@@ -46,6 +46,7 @@ struct PipelineCase {
   int layers = 0;  // 0: as few as the stages allow
   double dropout = 0.1;
   bool evals = false;  // trains in eval mode
+  optim::AdamWOptions adamw = {.lr = 1e-3};
   c10::Device device = at::kCPU;
 
   int stages() const { return ranks * chunks; }
@@ -129,15 +130,13 @@ struct PipelineCurve {
   std::map<std::string, layout::TensorSplit> splits = {};  // how they lie in the whole ones
 };
 
-inline optim::AdamWOptions adamw() { return {.lr = 1e-3}; }
-
 inline PipelineCurve train_one_process(const PipelineCase& c) {
   model::LanguageModel model(spec_of(c), {.tensors = at::TensorOptions().device(c.device)});
   model::initialize(*model, 3);
   model->random().seed = 5;
   model->train(!c.evals);
   auto whole = parallel::ddp(model, comm::Group(), {.reproducible = c.reproducible});
-  optim::AdamW optimizer(*model, adamw());
+  optim::AdamW optimizer(*model, c.adamw);
   const double scale = 1.0 / static_cast<double>(c.total() * kRows * kLength);
   PipelineCurve curve;
   for (int step = 0; step < c.steps; ++step) {
@@ -206,7 +205,7 @@ inline PipelineTrained train_pipeline(
       model::language_model_layers(spec, at::TensorOptions().device(c.device), random), mesh,
       options);
   pipeline.train(!c.evals);
-  optim::AdamW optimizer(pipeline.named_parameters(), adamw());
+  optim::AdamW optimizer(pipeline.named_parameters(), c.adamw);
   const comm::Group dp = mesh["dp"];
   // Gradients are averaged over dp.
   const double scale = static_cast<double>(c.dp) / static_cast<double>(c.total() * kRows * kLength);
@@ -244,7 +243,7 @@ inline PipelineTrained train_pipeline(
     }
   }
   if (pipeline.sharded().empty()) {
-    for (const auto& [name, tensor] : pipeline.named_parameters())
+    for (const auto& [name, tensor, parts] : pipeline.named_parameters())
       result.curve.weights[name] = tensor.detach().clone();
   }
   for (const auto& [name, tensor] : result.curve.weights)

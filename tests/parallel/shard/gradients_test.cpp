@@ -151,7 +151,7 @@ TEST(Gradients, WhatWasDroppedAndNotUsedAgainIsUndefined) {
       for (const at::Tensor& parameter : sharded.parameters()) parameter.mutable_grad().reset();
       model->order = {0, 1};
       backward(model, 1);
-      for (const auto& [name, tensor] : sharded.named_parameters()) {
+      for (const auto& [name, tensor, parts] : sharded.named_parameters()) {
         const bool used = name.starts_with("layer0") || name.starts_with("layer1");
         EXPECT_EQ(tensor.grad().defined(), used) << name;
       }

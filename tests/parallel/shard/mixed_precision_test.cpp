@@ -104,7 +104,7 @@ TEST(Precision, GradientsTravelNarrow) {
             with({.reduce = at::kBFloat16, .keep_low_precision_grads = keep}, strategy));
         backward(model, 0);
         backward(plain, 0);
-        for (const auto& [name, shard] : sharded.named_parameters()) {
+        for (const auto& [name, shard, parts] : sharded.named_parameters()) {
           EXPECT_EQ(shard.grad().scalar_type(), keep ? at::kBFloat16 : at::kFloat) << name;
           EXPECT_TRUE(holds_exactly(shard.grad(), at::kBFloat16)) << name;
         }

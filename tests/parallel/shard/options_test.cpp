@@ -194,12 +194,12 @@ TEST(OrigParams, NamesShapesAndGroups) {
     const auto decaying = optim::decay_groups(sharded.named_parameters(), 0.5);
     ASSERT_EQ(decaying.size(), 2u);
     std::set<std::string> weights, biases;
-    for (const auto& [name, tensor] : decaying[0].parameters) {
+    for (const auto& [name, tensor, parts] : decaying[0].parameters) {
       weights.insert(name);
       EXPECT_EQ(tensor.dim(), 2) << name;
       EXPECT_EQ(tensor.size(1), 32) << name;
     }
-    for (const auto& [name, tensor] : decaying[1].parameters) biases.insert(name);
+    for (const auto& [name, tensor, parts] : decaying[1].parameters) biases.insert(name);
     EXPECT_THAT(biases, ElementsAre("layer0.bias", "layer1.bias", "layer2.bias", "layer3.bias"));
     for (const std::string& name : weights) EXPECT_THAT(name, HasSubstr(".weight"));
     optim::AdamW optimizer(decaying, {.lr = 1e-2});
@@ -247,7 +247,7 @@ void expect_same_steps(Make make, const FullyShardOptions& options, double withi
 
 std::vector<at::Tensor> tensors(const std::vector<optim::NamedParameter>& named) {
   std::vector<at::Tensor> all;
-  for (const auto& [name, tensor] : named) all.push_back(tensor);
+  for (const auto& [name, tensor, parts] : named) all.push_back(tensor);
   return all;
 }
 

@@ -90,7 +90,7 @@ inline void require_same_gradients(const parallel::ShardedModel& sharded,
                                    const torch::nn::Module& plain) {
   const auto expected = plain.named_parameters();
   std::map<std::string, int64_t> num_seen;
-  for (const auto& [name, tensor] : sharded.named_parameters()) {
+  for (const auto& [name, tensor, parts] : sharded.named_parameters()) {
     bool any = false;
     for (const auto& [placement, part] : sharded.parts_of(name, tensor)) {
       any = any || expected[placement.name].grad().defined();

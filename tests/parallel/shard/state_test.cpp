@@ -356,7 +356,7 @@ TEST(PartsOf, OptimizerStateIsPlacedAsItsParameters) {
       optimizer.step();
       const auto state = by_name(optimizer.state());
       const std::lock_guard lock(mutex);
-      for (const auto& [name, tensor] : sharded.named_parameters()) {
+      for (const auto& [name, tensor, parts] : sharded.named_parameters()) {
         const at::Tensor average = state.at(name + ".exp_avg");
         for (const auto& [placement, part] : sharded.parts_of(name, average)) {
           EXPECT_EQ(part.sizes(), at::IntArrayRef(placement.local_shape()));

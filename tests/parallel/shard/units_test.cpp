@@ -130,7 +130,7 @@ TEST(Units, AChildCalledModelHasItsOwnUnit) {
     EXPECT_EQ(std::set<std::string>(units.begin(), units.end()).size(), 3u)
         << testing::PrintToString(units);
     std::set<std::string> names;
-    for (const auto& [name, tensor] : sharded.named_parameters()) names.insert(name);
+    for (const auto& [name, tensor, parts] : sharded.named_parameters()) names.insert(name);
     EXPECT_EQ(names.size(), sharded.parameters().size());
     sharded.unshard("model");
     EXPECT_EQ(sharded.state("model.weight"), parallel::ParameterState::gathered);
@@ -246,7 +246,7 @@ TEST(ParameterKinds, DtypesAndFrozenParametersShareAUnit) {
     const auto sharded =
         fully_shard(*model, group, {.units = parallel::OneUnit{}, .min_num_params = 20});
     Names names;
-    for (const auto& [name, tensor] : sharded.named_parameters()) names.push_back(name);
+    for (const auto& [name, tensor, parts] : sharded.named_parameters()) names.push_back(name);
     EXPECT_THAT(names, ElementsAre("model:Float", "model:Double", "single.bias", "double.bias"));
     EXPECT_EQ(sharded.state("frozen.weight"), parallel::ParameterState::sharded);
     EXPECT_TRUE(at::equal(model->frozen->weight, before));

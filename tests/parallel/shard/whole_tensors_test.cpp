@@ -83,7 +83,7 @@ TEST(WholeTensors, TheOptimizerSeesMatrices) {
     Layers model = LayersTask::make(1);
     const auto sharded = fully_shard(*model, group, whole_tensors());
     std::vector<std::string> matrices;
-    for (const auto& [name, tensor] : sharded.named_parameters()) {
+    for (const auto& [name, tensor, parts] : sharded.named_parameters()) {
       if (tensor.dim() != 2) continue;
       EXPECT_THAT(tensor.sizes(), ElementsAre(32, 32));
       matrices.push_back(name);

@@ -112,7 +112,7 @@ TEST(TensorParallel, GradientsOfWholeParametersAddUpUnderWrappers) {
         }
       }
       if (!sharded) return expect_gradients(*net, shared, *whole);
-      for (const auto& [name, rows] : shards->named_parameters()) {
+      for (const auto& [name, rows, parts] : shards->named_parameters()) {
         const at::Tensor expected = whole->named_parameters()[name].grad();
         const auto split = shared.split(name, expected.sizes().vec());
         if (!split.is_whole()) continue;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Modules that ranks share compute what one process computes, with exactly the collectives that
 // they need.
+#include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/dropout.h>
@@ -19,6 +20,7 @@
 #include "lockstep/nn/loss.h"
 #include "lockstep/nn/norm.h"
 #include "lockstep/optim/autocast.h"
+#include "lockstep/optim/parameters/placed_runs.h"
 #include "lockstep/parallel/tensor/tensor.h"
 #include "tests/parallel/tensor/net.h"
 #include "tests/support/says.h"
@@ -339,6 +341,36 @@ TEST(TensorParallelInput, LogitsMustBeTheRanksShare) {
     EXPECT_THAT(message_of([&] { loss(group.rank() == 0 ? 6 : 5, 11); }),
                 says("[cross_entropy] ... targets ... 11 to 11 ... vocabulary of 11 ... -100"));
   });
+}
+
+// Values are places in the whole tensors. Inputs of `down` are shared out one by one, so that a
+// rank has two ranges of each row.
+TEST(TensorParallel, PartsForTheOptimizerSayWhereElementsAre) {
+  for (const bool fused_rows : {false, true}) {
+    comm::run_threads(2, [&](const comm::Group& group) {
+      Net net = made();
+      for (const auto& parameter : net->parameters()) {
+        const at::NoGradGuard no_grad;
+        parameter.copy_(at::arange(parameter.numel()).view(parameter.sizes()));
+      }
+      TensorPlan rules = plan();
+      if (fused_rows) rules[4].parts = {8, 4};
+      const auto shared = parallel::tensor_parallel(net, group, rules);
+      for (const auto& parameter : shared.placed(optim::named_parameters(*net))) {
+        const at::Tensor values = parameter.tensor.detach().flatten();
+        int64_t covered = 0;
+        for (const auto& runs : optim::detail::placed_runs(parameter)) {
+          EXPECT_EQ(runs.tensor, parameter.name);
+          for (int64_t i = 0; i < runs.count; ++i, ++covered) {
+            EXPECT_EQ(values[runs.begin + i].item<float>(),
+                      runs.first + i / runs.length * runs.stride + i % runs.length)
+                << parameter.name << " " << i;
+          }
+        }
+        EXPECT_EQ(covered, values.numel()) << parameter.name;
+      }
+    });
+  }
 }
 
 }  // namespace
