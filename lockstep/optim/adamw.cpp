@@ -20,8 +20,10 @@ namespace {
 constexpr Requirement require_adamw("AdamW");
 
 AdamWFactors factors_of(const detail::Update& update, const AdamWOptions& options) {
-  return adamw_factors(options,
-                       {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+  AdamWFactors factors = adamw_factors(
+      options, {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+  factors.grad_factor = update.grad_factor;
+  return factors;
 }
 
 }  // namespace

@@ -48,10 +48,14 @@ double clip_grad_norm_(torch::nn::Module& model, double max_norm, NormOptions op
 }
 
 void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm) {
+  const double factor = clip_factor(max_norm, norm);
+  if (factor != 1) detail::scale(detail::gradients_of(parameters), factor);
+}
+
+double clip_factor(double max_norm, double norm) {
   require_limit("clip_grad_with_norm", "max_norm", max_norm);
   const double factor = max_norm / (norm + 1e-6);  // torch's guard against a norm of 0
-  if (factor >= 1) return;
-  detail::scale(detail::gradients_of(parameters), factor);
+  return factor >= 1 ? 1 : factor;
 }
 
 void clip_grad_value_(std::span<const at::Tensor> parameters, double max_value) {

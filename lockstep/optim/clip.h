@@ -50,6 +50,9 @@ double clip_grad_norm_(const torch::nn::ModuleHolder<T>& model, double max_norm,
 // The same with a norm that is known: that of all shards of a model.
 void clip_grad_with_norm(std::span<const at::Tensor> parameters, double max_norm, double norm);
 
+// What it multiplies gradients by, at most 1.
+double clip_factor(double max_norm, double norm);
+
 // Limits every element to [-max_value, max_value], in place.
 void clip_grad_value_(std::span<const at::Tensor> parameters, double max_value);
 

@@ -23,6 +23,11 @@ namespace {
 
 bool is_16_bit(const at::Tensor& tensor) { return tensor.element_size() == 2; }
 
+// Whether a kernel of the device takes the gradient as it is.
+bool is_for_device(const Update& update) {
+  return update.grad.layout() == at::kStrided && cuda::has_kernel(update);
+}
+
 // What a parameter is computed in, and so the type of its state.
 at::ScalarType compute_type(const at::Tensor& param) {
   return is_16_bit(param) ? at::kFloat : param.scalar_type();
@@ -164,13 +169,25 @@ Update ElementwiseOptimizer::next_update(Slot& slot) const {
           .places = slot.places};
 }
 
-void ElementwiseOptimizer::step() {
+// Gradients whose update takes them as they are.
+void ElementwiseOptimizer::scale_where_kernels_do_not(double factor) {
+  std::vector<at::Tensor> parameters;
+  for (Slot& slot : slots_) {
+    if (slot.parameter.tensor.grad().defined() && !is_for_device(next_update(slot)))
+      parameters.push_back(slot.parameter.tensor);
+  }
+  scale(gradients_of(parameters), factor);
+}
+
+void ElementwiseOptimizer::step_scaled(double factor) {
   const at::NoGradGuard no_grad;
+  if (factor != 1) scale_where_kernels_do_not(factor);
   std::vector<Update> in_memory, on_device, by_operators;
   std::vector<Slot*> stepped;
   for (Slot& slot : slots_) {
     if (!slot.parameter.tensor.grad().defined()) continue;
     Update update = next_update(slot);
+    if (is_for_device(update)) update.grad_factor = factor;
     stepped.push_back(&slot);
     announce_write(update.param);
     announce_read(update.grad);

@@ -26,6 +26,7 @@ struct Update {
   at::Tensor master;                // float32; undefined where the parameter has no 16-bit type
   std::vector<at::Tensor> buffers;  // in the order of the names given to the constructor
   int64_t step;                     // of this parameter, counted from 1
+  double grad_factor = 1;           // that update_on_device() multiplies the gradient by
   double lr;
   double weight_decay;
   // Of its elements in whole tensors, where state is rounded stochastically; else null.
@@ -36,7 +37,8 @@ struct Update {
 
 class ElementwiseOptimizer : public Optimizer {
  public:
-  void step() final;
+  void step() final { step_scaled(1); }
+  void step_scaled(double factor) final;
   double lr() const final { return lr_; }
   void set_lr(double lr) final;
   std::span<ParameterGroup> groups() final { return groups_; }
@@ -81,6 +83,7 @@ class ElementwiseOptimizer : public Optimizer {
   void make_state(Slot& slot) const;
   void check_unchanged(const Slot& slot) const;
   Update next_update(Slot& slot) const;
+  void scale_where_kernels_do_not(double factor);
   std::vector<NamedTensor> state_of(const Slot& slot) const;
 
   std::string name_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optim/optimizer.h"
 
+#include "lockstep/optim/gradient_passes.h"
+
 namespace lockstep::optim {
 
 std::vector<at::Tensor> Optimizer::parameters() {
@@ -9,6 +11,11 @@ std::vector<at::Tensor> Optimizer::parameters() {
     for (const NamedParameter& parameter : group.parameters) all.push_back(parameter.tensor);
   }
   return all;
+}
+
+void Optimizer::step_scaled(double factor) {
+  if (factor != 1) detail::scale(detail::gradients_of(parameters()), factor);
+  step();
 }
 
 void Optimizer::zero_grad() {

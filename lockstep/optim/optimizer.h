@@ -19,6 +19,9 @@ class Optimizer {
 
   // Updates every parameter that has a gradient. One without is left alone: no decay, no momentum.
   virtual void step() = 0;
+  // The same with all gradients multiplied by a factor, as clip_grad_with_norm() multiplies them.
+  // Some optimizers do so where they read them: grad() may be left as it was.
+  virtual void step_scaled(double factor);
 
   // Whether backward updates parameters as it goes, so that gradients cannot be changed before a
   // step.

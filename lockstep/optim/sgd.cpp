@@ -20,8 +20,10 @@ std::vector<std::string> buffers_of(const SGDOptions& options) {
 }
 
 detail::SgdFactors factors_of(const detail::Update& update, const SGDOptions& options) {
-  return sgd_factors(options,
-                     {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+  detail::SgdFactors factors = sgd_factors(
+      options, {.step = update.step, .lr = update.lr, .weight_decay = update.weight_decay});
+  factors.grad_factor = update.grad_factor;
+  return factors;
 }
 
 }  // namespace

@@ -12,12 +12,12 @@ bool StepGuard::step(Optimizer& optimizer) {
   return step(optimizer, grad_norm(optimizer.parameters(), {.type = NormType::max}));
 }
 
-bool StepGuard::step(Optimizer& optimizer, double grad_norm) {
+bool StepGuard::step(Optimizer& optimizer, double grad_norm, double max_norm) {
   const bool skip = detail::any_rank(!std::isfinite(grad_norm), group_);
   if (skip) {
     ++skipped_steps_;
   } else {
-    optimizer.step();
+    optimizer.step_scaled(max_norm > 0 ? clip_factor(max_norm, grad_norm) : 1);
   }
   return !skip;
 }

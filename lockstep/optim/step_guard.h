@@ -17,8 +17,9 @@ class StepGuard {
   // Collective, one small all-reduce. Steps if the gradients are finite on all ranks; returns
   // whether it did. Reads the gradients once.
   bool step(Optimizer& optimizer);
-  // With a norm of the gradients that is known, as from clip_grad_norm_: no further pass.
-  bool step(Optimizer& optimizer, double grad_norm);
+  // With a norm of the gradients that is known, as from clip_grad_norm_ or grad_norm: no further
+  // pass. With a `max_norm` above 0 the step clips them, as clip_grad_with_norm() does before one.
+  bool step(Optimizer& optimizer, double grad_norm, double max_norm = 0);
 
   int64_t skipped_steps() const { return skipped_steps_; }
 

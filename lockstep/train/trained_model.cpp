@@ -4,13 +4,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "lockstep/config/pipeline_choice.h"
 #include "lockstep/core/format.h"
 #include "lockstep/nn/loss.h"
 #include "lockstep/optim/adamw.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/parallel/parallelize.h"
@@ -216,12 +214,9 @@ int64_t TrainedModel::batches_at_once() const {
   return schedule.ranks == 1 ? 1 : 2 * schedule.stages();
 }
 
-double TrainedModel::clip_grad_norm_(double max_norm) {
-  if (updates_in_backward_) return pipeline_.sharded()[0].grad_norm();
-  const double norm = pipeline_.grad_norm({.exact = exact_norm_});
-  if (max_norm > 0 && std::isfinite(norm))
-    optim::clip_grad_with_norm(pipeline_.parameters(), max_norm, norm);
-  return norm;
+double TrainedModel::grad_norm() const {
+  return updates_in_backward_ ? pipeline_.sharded()[0].grad_norm()
+                              : pipeline_.grad_norm({.exact = exact_norm_});
 }
 
 std::string TrainedModel::nonfinite_cause(const at::Tensor& losses,

@@ -64,9 +64,8 @@ class TrainedModel {
 
   // For the optimizer.
   std::vector<optim::NamedParameter> parameters() const { return pipeline_.named_parameters(); }
-  // The norm of all gradients before they are clipped; 0: they are not. If it is not finite they
-  // stay as they are.
-  double clip_grad_norm_(double max_norm);
+  // Of the whole model.
+  double grad_norm() const;
   // Which ranks' own losses or gradients were not finite in the last step, before gradients were
   // averaged. `losses` are what step() returned.
   std::string nonfinite_cause(const at::Tensor& losses, const comm::Group& world) const;

@@ -17,7 +17,7 @@
 
 namespace lockstep::train {
 
-// The gradients of a step, averaged over ranks and clipped.
+// The gradients of a step, averaged over ranks.
 Trainer::State::Gradients Trainer::State::compute(const std::vector<data::Batch>& batches) {
   const double fault = faults.begin_step(done + 1, model.pipeline());
   auto batch = batches.begin();
@@ -29,7 +29,7 @@ Trainer::State::Gradients Trainer::State::compute(const std::vector<data::Batch>
        .loss_scale = fault * dp.size() / static_cast<double>(batches[0].step_targets),
        .is_recorded = !data.train.has_examples() && !faults.has_hooks()});
   if (looks_at(done + 1)) health->before_update(model.pipeline());
-  const double norm = model.clip_grad_norm_(config.optim.clip);
+  const double norm = model.grad_norm();
   // Now, while a device has nothing queued: behind the optimizer's work it would be waited for.
   return {.losses = losses.to(at::kCPU, at::kDouble), .norm = norm};
 }
@@ -77,7 +77,8 @@ StepMetrics Trainer::State::step() {
     // The loss must be known before the update only where it decides about it.
     if (config.train.on_spike == config::OnSpike::skip) sums = exchange();
     spike = sums && std::isfinite(found.norm) && bad_steps.is_spike(sums->loss);
-    return !guard.step(*optimizer, spike ? std::numeric_limits<double>::infinity() : found.norm);
+    return !guard.step(*optimizer, spike ? std::numeric_limits<double>::infinity() : found.norm,
+                       optimizer->updates_in_backward() ? 0 : config.optim.clip);
   };
   result.skipped = rejected();
   if (result.skipped && !spike && !optimizer->updates_in_backward()) {

@@ -6,11 +6,14 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <limits>
 #include <memory>
 
 #include "lockstep/core/error.h"
 #include "lockstep/optim/adamw.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/optim/sgd.h"
+#include "lockstep/optim/step_guard.h"
 #include "tests/optim/optim_support.h"
 
 namespace lockstep::optim {
@@ -61,6 +64,54 @@ TEST(Optimizer, TrainsAModule) {
     optimizer.step();
   }
   EXPECT_LT(last, first / 100);
+}
+
+// Gradients in memory, others that operators update, and sparse ones: as after a pass over them.
+TEST(Optimizer, AScaledStepIsThatOfScaledGradients) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const auto run = [&](bool scaled) {
+      at::manual_seed(4);
+      std::vector<NamedParameter> all{{"dense", at::randn({7, 5}).to(type)},
+                                      {"gaps", at::randn({7, 10}).to(type).slice(1, 0, 10, 2)},
+                                      {"sparse", at::randn({9, 3}).to(type)},
+                                      {"none", at::randn({3}).to(type)}};
+      for (auto& each : all) each.tensor = each.tensor.detach().requires_grad_();
+      AdamW optimizer(all, {.lr = 1e-2});
+      for (const double factor : {1.0, 0.3, 2.0}) {
+        for (size_t i = 0; i < 2; ++i)
+          all[i].tensor.mutable_grad() = at::randn(all[i].tensor.sizes()).to(type);
+        all[2].tensor.mutable_grad() = at::sparse_coo_tensor(at::tensor({{1, 4, 1}}, at::kLong),
+                                                             at::randn({3, 3}).to(type), {9, 3});
+        if (scaled) {
+          optimizer.step_scaled(factor);
+        } else {
+          const double norm = 1 / factor - 1e-6;  // clips to the factor
+          if (factor < 1) clip_grad_with_norm(optimizer.parameters(), 1, norm);
+          for (size_t i = 0; i < 3 && factor > 1; ++i) all[i].tensor.mutable_grad().mul_(factor);
+          optimizer.step();
+        }
+      }
+      return optimizer.parameters();
+    };
+    const auto found = run(true), expected = run(false);
+    for (size_t i = 0; i < found.size(); ++i)
+      EXPECT_TRUE(at::equal(found[i], expected[i])) << c10::toString(type) << " " << i;
+  }
+}
+
+// A norm above the limit scales the step; gradients of a step that is skipped stay.
+TEST(StepGuard, ClipsWhereItSteps) {
+  const auto run = [](double norm, double max_norm) {
+    const at::Tensor p = at::ones({2}).requires_grad_();
+    p.mutable_grad() = at::full({2}, 4.0F);
+    SGD optimizer({{"p", p}}, {.lr = 1});
+    StepGuard().step(optimizer, norm, max_norm);
+    return p.detach()[0].item<float>();
+  };
+  EXPECT_NEAR(run(8, 2), 0, 1e-5);
+  EXPECT_EQ(run(8, 0), -3);
+  EXPECT_EQ(run(8, 10), -3);
+  EXPECT_EQ(run(std::numeric_limits<double>::infinity(), 1), 1);
 }
 
 TEST(Optimizer, ZeroGradMakesGradientsUndefined) {

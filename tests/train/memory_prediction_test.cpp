@@ -19,6 +19,7 @@
 #include "lockstep/optim/parameters/parameters.h"
 #include "lockstep/parallel/offload/offload.h"
 #include "lockstep/plan/memory.h"
+#include "lockstep/optim/clip.h"
 #include "lockstep/train/trained_model.h"
 #include "tests/support/sampling.h"
 #include "tests/train/memory_layouts.h"
@@ -104,8 +105,7 @@ Measured measure(const TrainConfig& config) {
   for (int step = 0; step < 5; ++step) {
     memory::Meter::reset_peak();
     model.step({.next = next, .step = step, .loss_scale = 1e-3});
-    model.clip_grad_norm_(1);
-    optimizer->step();
+    optimizer->step_scaled(optim::clip_factor(1, model.grad_norm()));
     optimizer->zero_grad();
     if (step < 2) continue;
     peak = std::max(peak, memory::Meter::peak() + held_outside_torch(model, offloads));

@@ -14,7 +14,7 @@ namespace {
 template <class V>
 struct AdamWRule {
   static constexpr int kMoments = 2;
-  V decay, beta1, rest1, beta2, rest2, eps, step_size, root_scale;
+  V decay, beta1, rest1, beta2, rest2, eps, step_size, root_scale, grad_factor;
 
   explicit AdamWRule(const AdamWFactors& wide)
       : decay(static_cast<V>(wide.decay)),
@@ -24,7 +24,8 @@ struct AdamWRule {
         rest2(static_cast<V>(1 - wide.beta2)),
         eps(static_cast<V>(wide.eps)),
         step_size(static_cast<V>(wide.step_size)),
-        root_scale(static_cast<V>(wide.root_scale)) {}
+        root_scale(static_cast<V>(wide.root_scale)),
+        grad_factor(static_cast<V>(wide.grad_factor)) {}
 
   __device__ V operator()(V weight, V grad, V& mean, V& square) const {
     mean = mean * beta1 + rest1 * grad;
@@ -36,14 +37,15 @@ struct AdamWRule {
 template <class V, detail::SgdKind kKind>
 struct SgdRule {
   static constexpr int kMoments = kKind == detail::SgdKind::plain ? 0 : 1;
-  V lr, weight_decay, keep, add, momentum;
+  V lr, weight_decay, keep, add, momentum, grad_factor;
 
   explicit SgdRule(const detail::SgdFactors& wide)
       : lr(static_cast<V>(wide.lr)),
         weight_decay(static_cast<V>(wide.weight_decay)),
         keep(static_cast<V>(wide.keep)),
         add(static_cast<V>(wide.add)),
-        momentum(static_cast<V>(wide.momentum)) {}
+        momentum(static_cast<V>(wide.momentum)),
+        grad_factor(static_cast<V>(wide.grad_factor)) {}
 
   __device__ V operator()(V weight, V grad, V& buffer, V&) const {
     V direction = grad + weight_decay * weight;

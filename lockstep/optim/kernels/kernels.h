@@ -19,8 +19,9 @@ struct AdamWFactors {
   double beta1;
   double beta2;
   double eps;
-  double step_size;   // lr / (1 - beta1^step)
-  double root_scale;  // 1 / sqrt(1 - beta2^step)
+  double step_size;        // lr / (1 - beta1^step)
+  double root_scale;       // 1 / sqrt(1 - beta2^step)
+  double grad_factor = 1;  // of gradients, in kernels of CUDA memory
 
   bool operator==(const AdamWFactors&) const = default;
 };
@@ -41,9 +42,10 @@ struct Operands {
 struct SgdFactors {
   double lr;
   double weight_decay;
-  double keep;      // of the momentum
-  double add;       // of the gradient to the momentum
-  double momentum;  // Nesterov's look ahead
+  double keep;             // of the momentum
+  double add;              // of the gradient to the momentum
+  double momentum;         // Nesterov's look ahead
+  double grad_factor = 1;  // as above
 
   bool operator==(const SgdFactors&) const = default;
 };

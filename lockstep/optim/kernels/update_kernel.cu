@@ -23,8 +23,6 @@ using Value = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <class T>
 constexpr bool kHasMaster = sizeof(T) == 2;
 
-__device__ double load(double stored) { return stored; }
-__device__ float load(float stored) { return stored; }
 __device__ float load(__half stored) { return __half2float(stored); }
 __device__ float load(__nv_bfloat16 stored) { return __bfloat162float(stored); }
 __device__ void store(__half* to, float value) { *to = __float2half_rn(value); }
@@ -41,6 +39,16 @@ __device__ bool is_rounded(__half param, float master) {
 }
 __device__ bool is_rounded(__nv_bfloat16 param, float master) {
   return __bfloat16_as_ushort(param) == __bfloat16_as_ushort(__float2bfloat16_rn(master));
+}
+
+// The bits of a pass that multiplies gradients in memory.
+__device__ double scaled(double gradient, double factor) { return gradient * factor; }
+__device__ float scaled(float gradient, float factor) { return gradient * factor; }
+template <class T>
+__device__ float scaled(T gradient, float factor) {
+  T rounded;
+  store(&rounded, load(gradient) * factor);
+  return load(rounded);
 }
 
 // Moments as they are, and in bfloat16.
@@ -121,14 +129,16 @@ __global__ void update_kernel(Parts<Part> parts, Rule rule) {
     for (int k = 0; k < N; ++k) {
       const float weight =
           is_rounded(param.lane[k], master.lane[k]) ? master.lane[k] : load(param.lane[k]);
-      master.lane[k] = rule(weight, load(grad.lane[k]), mean.lane[k], square.lane[k]);
+      master.lane[k] =
+          rule(weight, scaled(grad.lane[k], rule.grad_factor), mean.lane[k], square.lane[k]);
       store(&param.lane[k], master.lane[k]);
     }
     *masters = master;
   } else {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      param.lane[k] = rule(param.lane[k], load(grad.lane[k]), mean.lane[k], square.lane[k]);
+      param.lane[k] =
+          rule(param.lane[k], scaled(grad.lane[k], rule.grad_factor), mean.lane[k], square.lane[k]);
     }
   }
   *params = param;
