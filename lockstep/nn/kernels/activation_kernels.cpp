@@ -139,6 +139,16 @@ void softmax_backward(const float* __restrict probabilities, float* __restrict g
   softmax_backward_with_mean(probabilities, grad, length, scale, mean);
 }
 
+void rotate(const float* __restrict x, const float* __restrict cosine, const float* __restrict sine,
+            float sign, float* __restrict out, int64_t half) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[half + i], s = sign * sine[i];
+    out[i] = a * cosine[i] - b * s;
+    out[half + i] = b * cosine[i] + a * s;
+  }
+}
+
 }  // namespace
 
 extern const ActivationKernels kActivations = {
@@ -149,6 +159,7 @@ extern const ActivationKernels kActivations = {
     .softmax = softmax,
     .scaled_exponentials = scaled_exponentials,
     .softmax_backward = softmax_backward,
-    .softmax_backward_with_mean = softmax_backward_with_mean};
+    .softmax_backward_with_mean = softmax_backward_with_mean,
+    .rotate = rotate};
 
 }  // namespace lockstep::nn::LOCKSTEP_ISA
