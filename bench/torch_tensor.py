@@ -21,12 +21,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch_ddp import RmsNorm, causal_attention
 
 
-class Block(nn.Module):
-    """As torch_ddp's, with the heads that its projection has here."""
+def rotary_table(positions, head):
+    angles = torch.outer(torch.arange(positions, dtype=torch.double), torch.full((head // 2,), 0.1, dtype=torch.double))
+    return angles.cos().float(), angles.sin().float()
 
-    def __init__(self, width, heads, ffn):
+
+def rotate(x, table):
+    cosine, sine = table
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
+
+
+class Block(nn.Module):
+    """As torch_ddp's, with the heads that its projection has here and with rotary positions."""
+
+    def __init__(self, width, heads, ffn, table):
         super().__init__()
-        self.head = width // heads
+        self.head, self.table = width // heads, table
         self.norm1, self.norm2 = RmsNorm(width), RmsNorm(width)
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, width, bias=False)
@@ -37,6 +48,7 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         normed = self.norm1(x)
         q, k, v = (f(normed).view(batch, length, -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = rotate(q, self.table), rotate(k, self.table)
         y = x + self.out(causal_attention(q, k, v).transpose(1, 2).flatten(2))
         z = self.norm2(y)
         return y + self.down(F.silu(self.gate(z)) * self.up(z))
@@ -70,7 +82,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    make = lambda: nn.Sequential(*[Block(options.width, options.heads, options.ffn) for _ in range(options.layers)])
+    table = rotary_table(options.seq, options.width // options.heads)
+    make = lambda: nn.Sequential(*[Block(options.width, options.heads, options.ffn, table) for _ in range(options.layers)])
     whole, shared = make(), share(make(), init_device_mesh("cpu", (dist.get_world_size(),)))
     tensor = torch.randn(options.batch, options.seq, options.width)
 

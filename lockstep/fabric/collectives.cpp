@@ -12,6 +12,7 @@
 #include "lockstep/fabric/collectives.h"
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <numeric>
 #include <vector>
@@ -34,6 +35,11 @@ constexpr size_t kKernelCopyBytes = 256 << 10;
 constexpr size_t kKernelCopyBytes = SIZE_MAX;  // measured on arm64: staging is twice as fast
 #endif
 
+// The parts in which a crew shares large reductions, in bytes, and copies, which copy_result()
+// streams from this size on.
+constexpr size_t kReducePart = 256 << 10;
+constexpr size_t kCopyPart = size_t{1} << 20;
+
 // Staging work: call step(0), step(1) ... step(count - 1), all ranks together.
 struct Stages {
   int64_t count = 0;
@@ -43,9 +49,10 @@ struct Stages {
 // Who sends which bytes to whom, for the collectives that only move data.
 class Movement {
  public:
-  Movement(const Seat& seat, const Operation& operation)
+  Movement(const Seat& seat, const Operation& operation, Crew& crew)
       : seat_(seat),
         op_(operation),
+        crew_(crew),
         size_(seat.size()),
         me_(seat.rank()),
         block_(static_cast<size_t>(operation.count) * size_of(operation.dtype)) {}
@@ -110,16 +117,38 @@ class Movement {
            op_.kind == OpKind::gather;
   }
   // copy(from, to, begin, size) of each block for this rank until one returns false; that rank or
-  // -1.
+  // -1. Large blocks are copied in parts.
   template <class Copy>
   int copy_blocks(Copy copy) const {
+    struct Part {
+      int from;
+      size_t begin, size;
+    };
+    std::vector<Part> parts;
+    const auto copy_part = [&](const Part& part) {
+      return copy(part.from, op_.output.data() + target(part.from, me_) + part.begin,
+                  origin(part.from, me_) + part.begin, part.size);
+    };
     for (int step = 0; step < size_; ++step) {
       const int from = (me_ + step) % size_;  // each rank starts elsewhere, with itself
-      if (bytes(from, me_) > 0 &&
-          !copy(from, op_.output.data() + target(from, me_), origin(from, me_), bytes(from, me_)))
-        return from;
+      const size_t total = bytes(from, me_);
+      if (total < kCopyPart) {
+        if (total > 0 && !copy_part({from, 0, total})) return from;
+        continue;
+      }
+      for (size_t begin = 0; begin < total;) {
+        const size_t size = total - begin < 2 * kCopyPart ? total - begin : kCopyPart;
+        parts.push_back({from, begin, size});
+        begin += size;
+      }
     }
-    return -1;
+    if (parts.empty()) return -1;
+    std::atomic<int> refused = -1;
+    crew_.run(static_cast<int64_t>(parts.size()), [&](int64_t i) {
+      const Part& part = parts[static_cast<size_t>(i)];
+      if (refused.load(std::memory_order_relaxed) < 0 && !copy_part(part)) refused = part.from;
+    });
+    return refused;
   }
   size_t elements(int64_t count) const { return static_cast<size_t>(count) * size_of(op_.dtype); }
   const int64_t* send_counts(int rank) const {
@@ -179,6 +208,7 @@ class Movement {
 
   const Seat& seat_;
   const Operation& op_;
+  Crew& crew_;
   int size_, me_;
   size_t block_;
 };
@@ -186,9 +216,10 @@ class Movement {
 // all_reduce, reduce and reduce_scatter.
 class Reduction {
  public:
-  Reduction(const Seat& seat, const Operation& operation)
+  Reduction(const Seat& seat, const Operation& operation, Crew& crew)
       : seat_(seat),
         op_(operation),
+        crew_(crew),
         size_(seat.size()),
         me_(seat.rank()),
         width_(size_of(operation.dtype)) {}
@@ -247,7 +278,18 @@ class Reduction {
     std::vector<const std::byte*> inputs;
     for (int rank = 0; rank < size_; ++rank) inputs.push_back(source(rank) + first * width_);
     for (auto& output : outputs) output += first * width_;
-    fabric::reduce(op_.dtype, op_.reduce, outputs, inputs, count);
+    const size_t most = kReducePart / width_;
+    if (count <= most) return fabric::reduce(op_.dtype, op_.reduce, outputs, inputs, count);
+    check_reducible(op_.dtype, op_.reduce);
+    crew_.run(static_cast<int64_t>((count + most - 1) / most), [&](int64_t i) {
+      const size_t begin = static_cast<size_t>(i) * most;
+      const auto at_part = [&](auto pointers) {
+        for (auto& pointer : pointers) pointer += begin * width_;
+        return pointers;
+      };
+      fabric::reduce(op_.dtype, op_.reduce, at_part(outputs), at_part(inputs),
+                     std::min(most, count - begin));
+    });
   }
 
   // Piece i of the vector: everybody stages the slices of others, the owner of a slice reduces it
@@ -336,6 +378,7 @@ class Reduction {
 
   const Seat& seat_;
   const Operation& op_;
+  Crew& crew_;
   int size_, me_;
   size_t width_;
 };
@@ -356,15 +399,15 @@ bool reachable(const Location& location) { return location.kind != Location::unr
 
 }  // namespace
 
-Task run_collective(Seat& seat, const Operation& operation) {
+Task run_collective(Seat& seat, const Operation& operation, Crew& crew) {
   seat.enter(operation);
   co_await seat.everyone();
   seat.compare();
   if (operation.kind == OpKind::barrier || operation.announced) co_return;
 
   const bool reduces = is_reduction(operation.kind);
-  const Movement movement(seat, operation);
-  const Reduction reduction(seat, operation);
+  const Movement movement(seat, operation, crew);
+  const Reduction reduction(seat, operation, crew);
   const auto eager_input = [&seat](int rank) -> const std::byte* {
     return seat.board().eager(rank, seat.sequence());
   };

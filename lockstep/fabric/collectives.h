@@ -2,13 +2,14 @@
 // The collectives as tasks over a board. See collectives.cpp for how each moves its data.
 #pragma once
 
+#include "lockstep/fabric/crew.h"
 #include "lockstep/fabric/operation.h"
 #include "lockstep/fabric/seat.h"
 #include "lockstep/fabric/task.h"
 
 namespace lockstep::fabric {
 
-// `seat` and `operation` must outlive the task.
-Task run_collective(Seat& seat, const Operation& operation);
+// All three must outlive the task. The crew shares large reductions and copies.
+Task run_collective(Seat& seat, const Operation& operation, Crew& crew);
 
 }  // namespace lockstep::fabric

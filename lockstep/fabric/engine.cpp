@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "lockstep/core/error.h"
@@ -19,6 +20,7 @@ namespace lockstep::fabric {
 namespace {
 
 constexpr size_t kInlineBytes = 256 << 10;  // operations up to this size run on the caller's thread
+constexpr size_t kSharedBytes = 4 << 20;    // from here on several threads of a rank pay
 constexpr milliseconds kLookInterval{50};   // how often a sleeper looks after its peers
 // Polls before a waiting thread goes to sleep: some 50 us for one that has nothing else to do, less
 // for the progress thread, which takes a core from the computation.
@@ -65,8 +67,8 @@ Engine::Engine(Seat seat, EngineOptions options)
     : seat_(std::move(seat)), options_(std::move(options)) {
   // Ranks that outnumber the cores must not spin: the one they wait for needs the core. They give
   // it away instead.
-  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-  crowded_ = seat_.size() > cores;
+  cores_ = sysconf(_SC_NPROCESSORS_ONLN);
+  crowded_ = seat_.size() > cores_;
   spin_limit_ = crowded_ ? kYields : kWaiterSpins;
 }
 
@@ -122,6 +124,9 @@ std::shared_ptr<Ticket> Engine::submit(Operation operation, std::shared_ptr<cons
 
 void Engine::wait(Ticket& ticket) {
   if (!ticket.done.load(std::memory_order_acquire)) {
+    std::optional<Crew::Loan> loan;
+    if (const int helpers = helpers_for(ticket.operation); helpers > 0)
+      loan.emplace(crew_, helpers);
     std::unique_lock lock(mutex_);
     ++waiting_;
     while (!ticket.done.load(std::memory_order_acquire)) {
@@ -140,6 +145,12 @@ void Engine::wait(Ticket& ticket) {
     if (waiting_ > 0) work_done_.notify_all();
   }
   if (ticket.error) std::rethrow_exception(ticket.error);
+}
+
+int Engine::helpers_for(const Operation& operation) const {
+  if (!options_.threads || is_message(operation.kind) || bytes_of(operation) < kSharedBytes)
+    return 0;
+  return static_cast<int>(std::min<long>(options_.threads(), cores_ / seat_.size())) - 1;
 }
 
 bool Engine::is_idle() {
@@ -238,7 +249,7 @@ void Engine::start(Ticket& ticket) {
     seat_.show_activity(operation.kind, ticket.sequence, true);
   } else {
     ticket.sequence = seat_.sequence() + 1;
-    ticket.task = run_collective(seat_, operation);
+    ticket.task = run_collective(seat_, operation, crew_);
   }
 }
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lockstep/core/clock.h"
+#include "lockstep/fabric/crew.h"
 #include "lockstep/fabric/operation.h"
 #include "lockstep/fabric/seat.h"
 
@@ -43,6 +44,9 @@ struct EngineOptions {
   // Called by the driving thread for every operation that has ended well.
   std::function<void(const Ticket&)> on_done = {};
   milliseconds warn_after{2000};
+  // Threads that the calling thread computes with, which share large operations while it waits for
+  // one, if there are cores for those of all ranks. Empty: one.
+  std::function<int()> threads = {};
 };
 
 // Thread safe.
@@ -85,11 +89,14 @@ class Engine {
   void progress_loop(std::stop_token stop);
   void wake_progress_thread();
   bool anything_ready();
+  int helpers_for(const Operation& operation) const;
 
   Seat seat_;
   EngineOptions options_;
+  long cores_;
   bool crowded_;
   int spin_limit_;
+  Crew crew_;
 
   // Owned by the driver.
   Queue collectives_;

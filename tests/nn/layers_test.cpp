@@ -272,6 +272,36 @@ TEST(Layers, HeadsAreSplitAndTurned) {
   EXPECT_TRUE(close(qkv.grad(), qkv, 1e-5));
 }
 
+// One pass over the heads computes what operators do, to the bit, and so does its backward.
+TEST(Layers, HeadsAreTurnedAsByOperators) {
+  const std::vector<double> frequencies{1, 0.5, 0.25, 0.125, 0.1, 0.01};
+  const int64_t batch = 2, length = 150, heads = 6, width = 12, half = width / 2;
+  const at::Tensor table = rotary_table(frequencies, length + 3);
+  const at::Tensor qkv = noise({batch, length, (heads + 2 * 2) * width});
+  const Heads found = split_heads(qkv, {.heads = heads, .kv_heads = 2, .rotation = table});
+
+  const at::Tensor x = qkv.detach().clone().set_requires_grad(true);
+  const auto parts = x.view({batch, length, -1, width}).transpose(1, 2).split({heads, 2, 2}, 1);
+  const at::Tensor cosine = table[0].narrow(0, 0, length), sine = table[1].narrow(0, 0, length);
+  const auto turned = [&](const at::Tensor& part) {
+    const auto ab = part.split(half, 3);
+    return at::cat({ab[0] * cosine - ab[1] * sine, ab[1] * cosine + ab[0] * sine}, 3);
+  };
+  const std::vector<at::Tensor> ours{found.q, found.k, found.v},
+      expected{turned(parts[0]), turned(parts[1]), parts[2]};
+  std::vector<at::Tensor> gradients;
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_TRUE(at::equal(ours[i], expected[i])) << i;
+    // As attention may leave them: (B, T, n, D) in memory, and k's with gaps.
+    const auto sizes = ours[i].sizes();
+    const at::Tensor wide = noise({batch, length, sizes[1], i == 1 ? 2 * width : width}).detach();
+    gradients.push_back((i == 1 ? wide.slice(3, 0, 2 * width, 2) : wide).transpose(1, 2));
+  }
+  torch::autograd::backward(ours, gradients);
+  torch::autograd::backward(expected, gradients);
+  EXPECT_TRUE(at::equal(qkv.grad(), x.grad()));
+}
+
 TEST(Layers, HeadsThatDoNotFitAreRefused) {
   EXPECT_THROW(split_heads(at::zeros({1, 2, 10}), {.heads = 2, .kv_heads = 1}), ConfigError);
   const std::vector<double> frequencies{1, 2};

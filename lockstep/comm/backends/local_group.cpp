@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/comm/backends/local_group.h"
 
+#include <ATen/Parallel.h>
 #include <unistd.h>
 
 #include <thread>
@@ -37,7 +38,8 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
                 {.probe = std::move(probe), .on_done = traced && trace::enabled() ? [this](const fabric::Ticket& ticket) {
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
                  } : std::function<void(const fabric::Ticket&)>(),
-                 .warn_after = warn_after(*this->membership().world)}) {}
+                 .warn_after = warn_after(*this->membership().world),
+                 .threads = at::get_num_threads}) {}
 
   std::shared_ptr<Pending> submit(fabric::Operation operation,
                                   std::shared_ptr<const void> memory) override {

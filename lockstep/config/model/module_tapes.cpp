@@ -110,7 +110,8 @@ Buffer linear(Tape& tape, const LayerSizes& sizes, const Buffer& x, const Linear
 
 struct Heads {
   Buffer q, k, v;
-  bool contiguous = false;  // q and k: (B, H, T, D) as it lies in memory
+  // (B, H, T, D) as it lies in memory: q and k, v.
+  bool contiguous = false, contiguous_v = false;
 };
 
 // Norms of the heads of q and of k, which are views of qkv. While the gradients of one are
@@ -129,18 +130,22 @@ NormedHeads norm_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
   return {std::move(q), norm_of(sizes.kv_heads)};
 }
 
-// Views of qkv; with rotary positions copies of q and k, on CUDA of all three. Saves only what
-// norms of the heads do.
+// Views of qkv; with rotary positions copies of all three, in 16 bits on the CPU of q and k. Saves
+// only what norms of the heads do.
 Heads split_heads(Tape& tape, const LayerSizes& sizes, const Buffer& qkv) {
   // Backward copies each gradient to the order of qkv, and puts the three side by side.
   tape.record({.gradient = sizes.qkv()});
   if (!sizes.llama) return {qkv, qkv, qkv};
   NormedHeads normed;
   if (sizes.qk_norm) normed = norm_heads(tape, sizes, qkv);
-  if (sizes.kernels.cuda) {
+  if (sizes.kernels.cuda || sizes.element == kFloat) {
     Buffer joined = tape.take(sizes.qk_norm ? sizes.qkv() : 0);  // of the normed q and k, and v
     normed = {};
     if (sizes.qk_norm) tape.record({.gradient = sizes.qkv()});
+    if (!sizes.kernels.cuda) {
+      const Buffer q = tape.take(sizes.queries()), k = tape.take(sizes.keys());
+      return {q, k, tape.take(sizes.keys()), true, true};
+    }
     const Buffer turned = tape.take(sizes.qkv());
     return {turned, turned, turned};
   }
@@ -166,7 +171,7 @@ Buffer blockwise_attention(Tape& tape, const LayerSizes& sizes, const Heads& hea
   // Heads of several rows of a batch do not lie one behind the other in qkv: backward copies them,
   // unless they come from the disk, where each tensor is by itself.
   const bool copies = sizes.batch > 1 && !sizes.stores_all();
-  const int64_t values = copies ? sizes.keys() : 0;
+  const int64_t values = copies && !heads.contiguous_v ? sizes.keys() : 0;
   const int64_t queries_and_keys = copies && !heads.contiguous ? sizes.queries() + sizes.keys() : 0;
   const int64_t gradient = copies ? sizes.queries() : 0;
   const int64_t block = std::min(kAttentionBlock, sizes.length);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations and softmax on float32 in the CPU's memory, compiled once for each instruction set
-// that matters (LOCKSTEP_ISA) and chosen at run time. With an exponential of our own: some builds
-// of libtorch call the C library's for each element, which takes several times as long as the
-// matrix products around it. The bits of an element depend neither on the instruction set nor on
-// its place. Private: not installed.
+// Activations, softmax and rotations on float32 in the CPU's memory, compiled once for each
+// instruction set that matters (LOCKSTEP_ISA) and chosen at run time. With an exponential of our
+// own: some builds of libtorch call the C library's for each element, which takes several times as
+// long as the matrix products around it. The bits of an element depend neither on the instruction
+// set nor on its place. Private: not installed.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,9 @@ struct ActivationKernels {
   // The same where the mean of the gradient under the probabilities is known.
   void (*softmax_backward_with_mean)(const float* probabilities, float* grad, int64_t length,
                                      float scale, float mean);
+  // Turns pairs (x[i], x[half + i]) by angles with these cosines, and with these sines times sign.
+  void (*rotate)(const float* x, const float* cosine, const float* sine, float sign, float* out,
+                 int64_t half);
 };
 
 namespace baseline {
