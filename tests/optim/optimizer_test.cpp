@@ -80,8 +80,8 @@ TEST(Optimizer, AScaledStepIsThatOfScaledGradients) {
       for (const double factor : {1.0, 0.3, 2.0}) {
         for (size_t i = 0; i < 2; ++i)
           all[i].tensor.mutable_grad() = at::randn(all[i].tensor.sizes()).to(type);
-        all[2].tensor.mutable_grad() = at::sparse_coo_tensor(at::tensor({{1, 4, 1}}, at::kLong),
-                                                             at::randn({3, 3}).to(type), {9, 3});
+        all[2].tensor.mutable_grad() = at::sparse_coo_tensor(
+            at::tensor({1, 4, 1}, at::kLong).unsqueeze(0), at::randn({3, 3}).to(type), {9, 3});
         if (scaled) {
           optimizer.step_scaled(factor);
         } else {
