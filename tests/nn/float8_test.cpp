@@ -178,9 +178,8 @@ TEST(Float8, AProductAddsWhatGoesAroundIt) {
     const at::Tensor x = noise({3, 4, 16}).requires_grad_();
     const at::Tensor around = noise({3, 4, 32}).requires_grad_();
     linear->weight.mutable_grad().reset();
-    const at::Tensor out =
-        by_product ? float8_linear(x, linear->weight, {.added = around}, nullptr)
-                   : around + float8_linear(x, linear->weight, {}, nullptr);
+    const at::Tensor out = by_product ? float8_linear(x, linear->weight, {.added = around}, nullptr)
+                                      : around + float8_linear(x, linear->weight, {}, nullptr);
     out.backward(gradient);
     return std::vector{out.detach(), x.grad(), around.grad(), linear->weight.grad().clone()};
   };

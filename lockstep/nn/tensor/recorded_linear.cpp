@@ -44,9 +44,10 @@ struct RecordedLinear : torch::autograd::Function<RecordedLinear> {
     context->save_for_backward({input, weight});
     save_value(*context, "saved",
                RecordedCall{.sharing = sharing,
-                     .sum = adds_gradient ? GradientSum(weight) : GradientSum(),
-                     .bias_type = bias.scalar_type()});
-    const at::Tensor whole = gathers_input(sharing) ? SequenceGather(input, sharing->group).wait() : input;
+                            .sum = adds_gradient ? GradientSum(weight) : GradientSum(),
+                            .bias_type = bias.scalar_type()});
+    const at::Tensor whole =
+        gathers_input(sharing) ? SequenceGather(input, sharing->group).wait() : input;
     if (added.numel() == 0)
       return at::linear(whole, weight, bias.numel() == 0 ? at::Tensor() : bias);
     return at::addmm(as_matrix(added), as_matrix(whole), weight.t()).view(added.sizes());
@@ -96,8 +97,8 @@ at::Tensor recorded_linear(const at::Tensor& input, const at::Tensor& weight,
                            const LinearCall& call) {
   if (!at::GradMode::is_enabled()) {
     const at::Tensor out = linear_map(
-        gathers_input(call.sharing) ? SequenceGather(input, call.sharing->group).wait() : input, weight,
-        call.bias);
+        gathers_input(call.sharing) ? SequenceGather(input, call.sharing->group).wait() : input,
+        weight, call.bias);
     return call.added.defined() ? out + call.added : out;
   }
   // Older versions do not take an undefined tensor.
