@@ -63,8 +63,11 @@ class Movement {
   // Reads everything meant for this rank; source(r) is where rank r's input begins.
   template <class Source>
   void pull(Source source) const {
+    std::vector<const std::byte*> sources(static_cast<size_t>(size_));
+    for (int from = 0; from < size_; ++from)
+      if (bytes(from, me_) > 0) sources[static_cast<size_t>(from)] = source(from);
     copy_blocks([&](int from, std::byte* to, size_t begin, size_t size) {
-      copy_result(to, source(from) + begin, size);
+      copy_result(to, sources[static_cast<size_t>(from)] + begin, size);
       return true;
     });
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <utility>
 
 namespace lockstep::fabric {
 
@@ -24,13 +25,26 @@ void Crew::run(int64_t parts, const std::function<void(int64_t)>& part) {
   next_ = 0;
   parts_ = parts;
   if (parts > 1) call_helpers();
-  while (next_ < parts_) {
-    const int64_t mine = next_++;
-    lock.unlock();
-    part(mine);
-    lock.lock();
-  }
+  while (next_ < parts_) do_next(lock);
   done_.wait(lock, [this] { return running_ == 0; });
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+// With mutex_ held, but while the part is done.
+void Crew::do_next(std::unique_lock<std::mutex>& lock) {
+  const int64_t mine = next_++;
+  const auto& part = *part_;
+  lock.unlock();
+  std::exception_ptr failure;
+  try {
+    part(mine);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  lock.lock();
+  if (!failure) return;
+  if (!failure_) failure_ = failure;
+  next_ = parts_;
 }
 
 // With mutex_ held.
@@ -50,11 +64,8 @@ void Crew::call_helpers() {
 void Crew::help(const std::stop_token& stop, int number) {
   std::unique_lock lock(mutex_);
   while (work_.wait(lock, stop, [&] { return next_ < parts_ && number < lent_; })) {
-    const int64_t mine = next_++;
     ++running_;
-    lock.unlock();
-    (*part_)(mine);
-    lock.lock();
+    do_next(lock);
     if (--running_ == 0) done_.notify_one();
   }
 }

@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <stop_token>
@@ -30,17 +31,20 @@ class Crew {
   };
 
   // Calls part(i) for all i in [0, parts), on this thread and on those that are lent, and returns
-  // when all have ended. `part` must not throw.
+  // when all have ended. Throws what the first part that failed has thrown; the others are left
+  // out.
   void run(int64_t parts, const std::function<void(int64_t)>& part);
 
  private:
   void call_helpers();
   void help(const std::stop_token& stop, int number);
+  void do_next(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;  // guards what follows
   int loans_ = 0, lent_ = 0;
   int64_t next_ = 0, parts_ = 0;
   int running_ = 0;  // parts on helpers
+  std::exception_ptr failure_;
   const std::function<void(int64_t)>* part_ = nullptr;
   std::condition_variable_any work_;
   std::condition_variable done_;

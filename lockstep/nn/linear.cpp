@@ -27,13 +27,13 @@ void LinearImpl::reset() {
 }
 
 at::Tensor LinearImpl::multiply(const at::Tensor& input, LinearCall call) {
-  call.adds_gradient = adds_gradient;
+  call.adds_gradient = adds_gradient && weight.requires_grad();
   if (float8 && at::GradMode::is_enabled()) {
     call.sharing = sharing;
     return float8_linear(input, weight, call, float8_cached ? float8_weight_.get() : nullptr);
   }
   if (!is_row()) call.sharing = sharing;
-  if (call.sharing || adds_gradient) return recorded_linear(input, weight, call);
+  if (call.sharing || call.adds_gradient) return recorded_linear(input, weight, call);
   if (!call.added.defined()) return linear_map(input, weight, call.bias);
   return at::addmm(as_matrix(call.added), as_matrix(input), weight.t()).view(call.added.sizes());
 }

@@ -48,8 +48,9 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl>, public SharedLayer {
   bool float8_cached = false;
   // Add the gradient of the weight to weight.grad() in the product that computes it, where a plain
   // backward() would add it there next: the sum is read and written once less in each micro-batch
-  // after the first. Hooks on the weight see every gradient as before; functions that wait for its
-  // AccumulateGrad node are called with an undefined gradient. Not differentiable twice.
+  // after the first. Hooks on the weight see every gradient as before; post-hooks of its
+  // AccumulateGrad node are called with an undefined gradient. For one backward at a time, and not
+  // with create_graph.
   bool adds_gradient = false;
 
  private:

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <latch>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -48,6 +49,26 @@ TEST(Crew, ALoanHelpsWhatRunsAlready) {
   started.wait();
   const Crew::Loan loan(crew, 1);
   helped.wait();
+}
+
+// Whoever has the part, and after the parts that run already.
+TEST(Crew, AFailedPartIsThrownByRun) {
+  Crew crew;
+  const Crew::Loan loan(crew, 2);
+  for (const int64_t bad : {0, 1, 2}) {
+    std::latch together(3);
+    std::atomic<int> ended = 0;
+    const auto part = [&](int64_t i) {
+      together.arrive_and_wait();
+      if (i == bad) throw std::runtime_error("bad");
+      ++ended;
+    };
+    EXPECT_THROW(crew.run(3, part), std::runtime_error);
+    EXPECT_EQ(ended, 2);
+    std::atomic<int> runs = 0;
+    crew.run(10, [&](int64_t) { ++runs; });  // nothing is left over
+    EXPECT_EQ(runs, 10);
+  }
 }
 
 TEST(Crew, NobodyHelpsWithoutALoan) {

@@ -140,6 +140,27 @@ TEST(Layers, GradientsThatAreNotOnlyAddedGoThroughAutograd) {
   expect_sum(3);
   linear->weight.remove_hook(hook);
 
+  // What prepares for an addition, as the hooks of sharded models do, is called before it.
+  class CountGradients : public torch::autograd::FunctionPreHook {
+   public:
+    explicit CountGradients(int& count) : count_(count) {}
+    torch::autograd::variable_list operator()(
+        const torch::autograd::variable_list& gradients) override {
+      count_ += gradients[0].defined() ? 1 : 0;
+      return gradients;
+    }
+
+   private:
+    int& count_;
+  };
+  auto accumulator = torch::autograd::impl::grad_accumulator(linear->weight);
+  accumulator->add_pre_hook(std::make_unique<CountGradients>(seen));
+  loss().backward();
+  EXPECT_EQ(seen, 2);
+  expect_sum(4);
+  linear->weight.mutable_grad().sub_(one);
+  accumulator.reset();  // its hooks go with it
+
   // backward() for one of the inputs alone leaves the weight as it is.
   loss().backward({}, /*retain_graph=*/false, /*create_graph=*/false, std::vector{x});
   expect_sum(3);

@@ -4,7 +4,10 @@
 #include <ATen/Parallel.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <functional>
 #include <thread>
+#include <vector>
 
 #include "lockstep/comm/op_trace.h"
 #include "lockstep/core/trace.h"
@@ -27,6 +30,16 @@ milliseconds warn_after(const World& world) {
   return fabric::EngineOptions{}.warn_after;
 }
 
+// As many threads as the rank computes with, if the host has cores for those of all its ranks.
+std::function<int()> idle_threads(const Membership& membership) {
+  const std::vector<int>& hosts = membership.world->hosts;
+  const auto me = static_cast<size_t>(membership.members[static_cast<size_t>(membership.rank)]);
+  const auto ranks = me < hosts.size() ? std::ranges::count(hosts, hosts[me])
+                                       : static_cast<int64_t>(membership.members.size());
+  const auto most = static_cast<int>(std::max<int64_t>(sysconf(_SC_NPROCESSORS_ONLN) / ranks, 1));
+  return [most] { return std::min(at::get_num_threads(), most); };
+}
+
 class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<LocalGroup> {
  public:
   LocalGroup(Membership membership, const std::string& backend, std::shared_ptr<fabric::Board> board,
@@ -39,7 +52,7 @@ class LocalGroup final : public GroupImpl, public std::enable_shared_from_this<L
                    trace_.add(ticket.operation, ticket.sequence, ticket.started, ticket.finished);
                  } : std::function<void(const fabric::Ticket&)>(),
                  .warn_after = warn_after(*this->membership().world),
-                 .threads = at::get_num_threads}) {}
+                 .threads = idle_threads(this->membership())}) {}
 
   std::shared_ptr<Pending> submit(fabric::Operation operation,
                                   std::shared_ptr<const void> memory) override {

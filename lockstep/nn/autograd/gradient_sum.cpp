@@ -2,6 +2,7 @@
 #include "lockstep/nn/autograd/gradient_sum.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -36,7 +37,13 @@ at::Tensor GradientSum::place(at::ScalarType type) const {
       sum.requires_grad())
     return {};
   const auto accumulator = try_get_grad_accumulator(weight_);
-  if (!hooks(weight_).empty() || !accumulator || has_late_hooks(*accumulator)) return {};
+  // Hooks before an addition, those of sharded models too, prepare for it.
+  if (!hooks(weight_).empty() || !accumulator || !accumulator->pre_hooks().empty() ||
+      has_late_hooks(*accumulator))
+    return {};
+  // Autograd orders streams for gradients that are there.
+  const c10::impl::VirtualGuardImpl streams(weight_.device().type());
+  if (accumulator->input_metadata(0).stream() != streams.getStream(weight_.device())) return {};
   return sum;
 }
 

@@ -26,7 +26,8 @@ class BackwardRounds {
     virtual ~Listener() = default;
     // A gradient is about to be accumulated. Without the mutex.
     virtual void before_gradient(size_t /*parameter*/) {}
-    // One was; or autograd had none to add, and grad() is as it was. Without the mutex.
+    // One was; or autograd had none to add: grad() is as it was, or a product has added to it
+    // (nn::Linear::adds_gradient). Without the mutex.
     virtual void on_gradient(size_t parameter, bool is_new) = 0;
     // False: there is to be none.
     virtual bool open_round(bool in_backward) = 0;
