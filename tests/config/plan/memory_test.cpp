@@ -295,8 +295,8 @@ TEST(Memory, OfTensorParallelRanks) {
   const Memory share = memory_per_rank(planned_run(config, model, 4))[0];
   EXPECT_NEAR(4.0 * static_cast<double>(share.parameters) / static_cast<double>(whole.parameters),
               1, 0.02);
-  // Inputs of norms and sums are whole on each rank, which is a third of all.
-  EXPECT_LT(share.activations, 3 * whole.activations / 4);
+  // What norms and sums keep is whole on each rank.
+  EXPECT_LT(share.activations, 7 * whole.activations / 10);
   config.parallel.sequence_parallel = true;
   EXPECT_LT(memory_per_rank(planned_run(config, model, 4))[0].activations, share.activations);
 }
